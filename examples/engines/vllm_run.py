@@ -95,34 +95,39 @@ def measure(
     """Tokens per second of prefill and decode, the best of the rounds, and the requests with the right tokens, by workload.
 
     A run of one token is the prefill, from an empty cache. The prompts are in the cache when decoding is measured, so
-    all requests decode together from their first step. Decoding has more rounds: they are short, and wait for the host
-    where it is busy.
+    all requests decode together from their first step. Each round has all workloads, and several decodes: they are
+    short, and wait for the host while it is slow.
     """
-    found = {}
     draw = random.Random(0)  # noqa: S311
     plan = vllm_lookup.Plan.of(llm.llm_engine.vllm_config.model_config.hf_text_config)
-    for name, lengths in workloads.items():
-        prompts = [{"prompt_token_ids": plan.prompt(length, draw)} for length in lengths]
-        filling = []
-        for number in range(rounds):
+    prompts = {
+        name: [{"prompt_token_ids": plan.prompt(length, draw)} for length in lengths]
+        for name, lengths in workloads.items()
+    }
+    filling: dict[str, list[float]] = {name: [] for name in workloads}
+    runs: dict[str, list[Any]] = {name: [] for name in workloads}
+    for number in range(rounds):
+        for name, given in prompts.items():
             say(f"{name}, round {number + 1}")
             if not llm.reset_prefix_cache():
                 raise RuntimeError("vLLM did not empty its prefix cache, so prefills cannot be measured")
             begin = time.perf_counter()
-            generate(llm, prompts, 1)
-            filling.append(time.perf_counter() - begin)
-        runs = [generate(llm, prompts, max_tokens) for _ in range(DECODE_ROUNDS * rounds)]
-        times = [step_seconds(outputs, max_tokens) for outputs in runs]
-        steps = min(times)
-        expected = [plan.follow(prompt["prompt_token_ids"], max_tokens) for prompt in prompts]
+            generate(llm, given, 1)
+            filling[name].append(time.perf_counter() - begin)
+            runs[name] += [generate(llm, given, max_tokens) for _ in range(DECODE_ROUNDS)]
+    found = {}
+    for name, lengths in workloads.items():
+        times = [step_seconds(outputs, max_tokens) for outputs in runs[name]]
+        expected = [plan.follow(prompt["prompt_token_ids"], max_tokens) for prompt in prompts[name]]
         right = [
-            all(list(outputs[index].outputs[0].token_ids) == tokens for outputs in runs)
+            all(list(outputs[index].outputs[0].token_ids) == tokens for outputs in runs[name])
             for index, tokens in enumerate(expected)
         ]
         found[name] = {
-            "prefill_tokens_per_s": sum(lengths) / min(filling),
-            "decode_tokens_per_s": len(lengths) / steps,
-            "decode_ms_per_step": 1e3 * steps,
+            "prefill_tokens_per_s": sum(lengths) / min(filling[name]),
+            "slowest_prefill_tokens_per_s": sum(lengths) / max(filling[name]),
+            "decode_tokens_per_s": len(lengths) / min(times),
+            "decode_ms_per_step": 1e3 * min(times),
             "slowest_decode_ms_per_step": 1e3 * max(times),
             "right": sum(right) / len(right),
         }
