@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("choice", help="as of vllm_demo.py: NAME[=BACKEND][:OPTIONS]")
     parser.add_argument("--model", type=Path, default=vllm_demo.MODELS / "qwen3-8b.json")
-    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--layers", type=int, help="so many layers; by default those of the model")
     parser.add_argument("--dense", action="store_true", help="gpt-oss with a dense block for its experts")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument(

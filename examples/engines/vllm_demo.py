@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     model = MODELS / "qwen3-8b.json"
     parser.add_argument("--model", type=_file, default=model, help="a config.json (default: %(default)s)")
-    parser.add_argument("--layers", type=_count, help="fewer layers than the model has")
+    parser.add_argument("--layers", type=_count, help="so many layers; by default those of the model")
     parser.add_argument("--dense", action="store_true", help="gpt-oss with a dense block for its experts")
     parser.add_argument(
         "--requests", type=_count, default=64, help="requests of a workload (default: %(default)s)"

@@ -15,16 +15,19 @@ ROPE_THETA = 1e8
 
 
 def folder(file: str, layers: int | None) -> str:
-    """A new folder with the configuration, cut to its first `layers`; quantization, tied embeddings, rotary base differ."""
+    """A new folder with the configuration in so many layers; quantization, tied embeddings and rotary base differ.
+
+    Kinds of layers repeat where there are more layers than the model has.
+    """
     config = json.loads(Path(file).read_text())
     config.pop("quantization_config", None)
     # With one matrix for both ends the likeliest token would be the last one again.
     config["tie_word_embeddings"] = False
     _set_theta(config)
     if layers:
-        config["num_hidden_layers"] = min(layers, config["num_hidden_layers"])
-        if config.get("layer_types"):
-            config["layer_types"] = config["layer_types"][:layers]
+        config["num_hidden_layers"] = layers
+        if kinds := config.get("layer_types"):
+            config["layer_types"] = [kinds[number % len(kinds)] for number in range(layers)]
     place = Path(tempfile.mkdtemp())
     (place / "config.json").write_text(json.dumps(config))
     return str(place)

@@ -213,7 +213,8 @@ def test_ragged_prompts_differ_in_length() -> None:
     assert 100 <= min(ragged) < 300 < 10_000 < max(ragged) <= 14_000
 
 
-def test_a_configuration_is_cut_to_fewer_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("layers", "kinds"), [(2, "ab"), (6, "ababab")])
+def test_a_configuration_has_as_many_layers_as_are_asked_for(layers: int, kinds: str, tmp_path: Path) -> None:
     given = tmp_path / "config.json"
     given.write_text(
         json.dumps(
@@ -225,10 +226,10 @@ def test_a_configuration_is_cut_to_fewer_layers(tmp_path: Path) -> None:
             }
         )
     )
-    made = json.loads((Path(vllm_model.folder(str(given), 2)) / "config.json").read_text())
+    made = json.loads((Path(vllm_model.folder(str(given), layers)) / "config.json").read_text())
     assert made == {
-        "num_hidden_layers": 2,
-        "layer_types": ["a", "b"],
+        "num_hidden_layers": layers,
+        "layer_types": list(kinds),
         "tie_word_embeddings": False,
         "rope_parameters": {"a": {"rope_theta": 1e8}, "b": {"rope_type": "yarn"}},
     }
