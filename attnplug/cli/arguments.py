@@ -174,7 +174,11 @@ def options(given: Sequence[str] | None, backend: str | None) -> dict[str, dict[
 
 
 def assumed(given: Sequence[str] | None) -> AssumeInstalled:
-    """The versions in `--assume-installed`; PolicyError for text of another form."""
+    """The versions in `--assume-installed`.
+
+    Raises:
+        PolicyError: text of another form, or a distribution that no backend requires and that is not installed.
+    """
     if not given:
         return None
     if list(given) == ["all"]:
@@ -185,4 +189,20 @@ def assumed(given: Sequence[str] | None) -> AssumeInstalled:
         if not (name and equals and version):
             raise PolicyError("--assume-installed", part, "must be all, or DISTRIBUTION=VERSION")
         versions[name.strip()] = version.lstrip("=").strip()
+    for name in versions:
+        _check_distribution(name)
     return versions
+
+
+def _check_distribution(name: str) -> None:
+    """PolicyError for a name that changes no answer, such as a module's in place of its distribution's."""
+    from attnplug.registry.default import get_registry
+    from attnplug.registry.installed import installed_version, requirement_names
+    from attnplug.registry.records import canonical_name
+
+    backends = get_registry().backends().values()
+    known = {canonical_name(each) for backend in backends for each in requirement_names(backend.requires)}
+    if canonical_name(name) not in known and installed_version(name) is None:
+        near = difflib.get_close_matches(name, sorted(known), 3)
+        remedy = f"did you mean {' or '.join(near)}?" if near else f"they require {', '.join(sorted(known))}"
+        raise PolicyError("--assume-installed", name, "is a distribution that no backend requires", remedy)

@@ -84,6 +84,7 @@ def select(
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
+    from attnplug.runtime.plan_pages import with_layout
     from attnplug.runtime.plan_phases import has_phase_rules
 
     if per_phase and phase is not None:
@@ -113,6 +114,8 @@ def select(
         by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
     else:
         decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
+        if client is not Client.TRANSFORMERS:
+            decisions = with_layout(decisions)
         notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
     advice = advice_for(_asked(decisions, by_phase))
     budget = budget_for(decisions, model.kv_sharing, memory) if memory is not None else None

@@ -109,6 +109,11 @@ def check_requirements(requires: Sequence[str | tuple[str, ...]]) -> None:
                 _parse(choice)
 
 
+def requirement_names(requires: Sequence[str | tuple[str, ...]]) -> list[str]:
+    """The distributions of all requirements, alternatives among them, as they are spelled there."""
+    return [_parse(choice).name for choices in _choices(requires) for choice in choices]
+
+
 def _missing(text: str, assumed: Assumed) -> Reason | None:
     requirement = _parse(text)
     if requirement.marker is not None and not requirement.marker.evaluate():

@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from attnplug.registry.evidence import Subject
+from attnplug.registry.installed import requirement_names
 from attnplug.registry.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
@@ -25,11 +26,8 @@ def subject_of(offer: Offer, device: Device) -> Subject:
 
     Python's version is not among them: it changes no kernel.
     """
-    from packaging.requirements import Requirement
-
     names = ["torch", *(offer.distribution.split(COMPOSITE_SEPARATOR) if offer.distribution else [])]
-    for entry in offer.backend.requires:
-        names += [Requirement(text).name for text in ([entry] if isinstance(entry, str) else entry)]
+    names += requirement_names(offer.backend.requires)
     found = {}
     for name in dict.fromkeys(names):
         with contextlib.suppress(PackageNotFoundError):  # an alternative that is not installed

@@ -124,6 +124,11 @@ def test_explain_asks_for_chosen_keys(run, text, sparse):
         (("--soft-cap", "-1"), "logits_soft_cap=-1.0 must be a finite number above 0"),
         (("--attn-type", "encoder_only", "--sliding-window", "8"), "sliding_window=8 is for causal layers"),
         (("--assume-installed", "flash-attn"), "must be all, or DISTRIBUTION=VERSION"),
+        (("--assume-installed", "flashinfer=0.6.13"), "did you mean flashinfer-python"),
+        (
+            ("--assume-installed", "nosuch=1"),
+            "a distribution that no backend requires; they require flash-attn",
+        ),
         (("--dtype", "bf16"), "must be one of float16, bfloat16, float32"),
     ],
 )

@@ -76,6 +76,17 @@ def test_latent_attention_names_the_backends_of_both_phases(run):
     assert ["FLASH_ATTN_4", "FLASHINFER", "16"] in [line.split()[-3:] for line in hopper.out.splitlines()]
 
 
+@pytest.mark.parametrize("flags", [(), ("--per-phase",)])
+def test_the_layout_in_the_environment_is_that_of_the_pages(run, flags, monkeypatch):
+    monkeypatch.setenv("ATTNPLUG_KV_CACHE_LAYOUT", "HND")
+    decisions = run("select", LLAMA, "--device", "cpu", "--json", *flags).json["decisions"]
+    assert {decision["kv_cache_layout"] for decision in decisions} == {"HND"}
+    monkeypatch.setenv("ATTNPLUG_KV_CACHE_LAYOUT", "NDH")
+    outcome = run("select", LLAMA, "--device", "cpu", *flags)
+    assert outcome.code == 2
+    assert "ATTNPLUG_KV_CACHE_LAYOUT='NDH' must be NHD or HND" in outcome.err
+
+
 def test_tensor_parallelism_divides_the_heads(run):
     outcome = run("select", LLAMA, "--device", "cpu", "--tp", 4, "--json")
     spec = outcome.json["decisions"][0]["spec"]

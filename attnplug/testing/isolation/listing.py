@@ -190,11 +190,10 @@ def option_words(options: Any) -> str:
 
 def versions(offer: Offer) -> dict[str, str]:
     """Versions of Python, attnplug, torch, the backend's distribution and the distributions it requires."""
-    from packaging.requirements import Requirement
+    from attnplug.registry.installed import requirement_names
 
     names = ["attnplug", "torch", *(offer.distribution.split("+") if offer.distribution else [])]
-    for entry in offer.backend.requires:
-        names += [Requirement(text).name for text in ([entry] if isinstance(entry, str) else entry)]
+    names += requirement_names(offer.backend.requires)
     found = {"Python": platform.python_version()}
     for name in dict.fromkeys(names):
         with contextlib.suppress(PackageNotFoundError):  # an alternative that is not installed
