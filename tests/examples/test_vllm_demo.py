@@ -156,6 +156,7 @@ def test_a_choice_that_takes_too_long_says_how_far_it_came(
     assert found == {"error": "took more than 3 s; its last line is: starts vLLM"}
 
 
+@pytest.mark.slow
 def test_one_command_prints_one_table_of_all_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,7 +92,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("has_norms", [False, True])
-@pytest.mark.parametrize("length", [32, 100, 700])
+@pytest.mark.parametrize("length", [32, 100, pytest.param(700, marks=pytest.mark.slow)])
 def test_a_right_model_draws_what_follows(length: int, has_norms: bool) -> None:
     plan, model = Plan.of(CONFIG), Model(has_norms)
     tokens = plan.prompt(length, random.Random(length))

@@ -35,6 +35,7 @@ def decode_attention_fwd(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len,
 """
 
 
+@pytest.mark.slow
 def test_the_smoke_test_checks_every_part(tmp_path: Path) -> None:
     kernel = tmp_path / "vllm/v1/attention/ops/triton_decode_attention.py"
     kernel.parent.mkdir(parents=True)

@@ -41,6 +41,7 @@ def test_two_ranks_that_share_tokens_do_what_one_rank_does(tmp_path: Path) -> No
     run(2, tmp_path)
 
 
+@pytest.mark.slow
 def test_three_ranks_share_tokens_and_name_the_one_that_is_lost(tmp_path: Path) -> None:
     run(3, tmp_path, _OF_THREE)
 
