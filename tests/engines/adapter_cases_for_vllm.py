@@ -23,8 +23,10 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core.errors import SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
 from attnplug.core.spec import Phase
+from attnplug.integrations.vllm import builder as builder_module
 from attnplug.integrations.vllm import latent as latent_module
 from attnplug.integrations.vllm.backends import backend_class
+from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent_backends import latent_class
 from attnplug.registry.default import get_registry
@@ -35,9 +37,9 @@ SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torc
 PREFIX = 4096
 
 
-def layer(**arguments: Any) -> SimpleNamespace:
+def layer(backend: Any = TORCH, **arguments: Any) -> SimpleNamespace:
     with set_current_vllm_config(VllmConfig()):
-        impl = TORCH.get_impl_cls()(8, 64, 0.125, 2, **arguments)
+        impl = backend.get_impl_cls()(8, 64, 0.125, 2, **arguments)
     impl.see(torch.bfloat16)
     return SimpleNamespace(impl=impl)
 
@@ -133,30 +135,111 @@ def test_groups_of_one_batch_share_a_build_and_have_pages_of_their_own(
     assert asked == [["build"] * 2, ["update_block_table"] * 2]
 
 
+def pages_of(made: Any) -> list[int]:
+    """The page in each row of the block tables of a step's metadata."""
+    return sorted({int(page) for metadata in made.made.values() for page in metadata.block_table.unique()})
+
+
 def test_another_batch_is_built_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = builder(a=layer()), builder(b=layer())
     asked = [counted(made, monkeypatch) for made in (first, second)]
     one = step()
-    kept = [first.build(0, one), second.build(0, step())]  # equal, in other tensors
-    one.seq_lens.add_(1)
-    kept.append(first.build(0, one))  # a builder's second build of one batch: vLLM has changed it in place
-    kept.append(second.build(0, dataclasses.replace(one, max_seq_len=one.max_seq_len + 1)))
+    other = dataclasses.replace(group_step(one, 3), max_seq_len=one.max_seq_len + 1)
+    equal = step()  # in other tensors
+    kept = [first.build(0, one), second.build(0, other), first.build(0, one), second.build(0, equal)]
     assert asked == [["build"] * 2] * 2
-    kept.append(first.build(16, one))
-    kept.append(second.build(0, one))  # the other group's build has a prefix
-    kept.append(first.build(0, one, fast_build=True))
-    kept.append(second.build(0, one))  # a fast build is no full one
-    assert asked == [["build"] * 4] * 2
+    assert [pages_of(made) for made in kept] == [[0], [3], [0], [0]]
 
 
-def test_with_drafts_each_group_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_builder_never_takes_its_own_step_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = builder(a=layer())
+    asked = counted(made, monkeypatch)
+    one = step()
+    kept = [made.build(0, one)]
+    one.seq_lens.add_(1)  # vLLM writes the next step's values to the same memory
+    kept.append(made.build(0, one))
+    assert asked == ["build", "build"]
+    assert [metadata.seq_lens[0] for each in kept for metadata in each.made.values()] == [
+        PREFIX + 1,
+        PREFIX + 2,
+    ]
+
+
+@pytest.mark.parametrize(("one_prefix", "other_prefix"), [(16, 0), (0, 16)])
+def test_a_prefix_is_of_its_own_group(
+    one_prefix: int, other_prefix: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = builder(a=layer()), builder(b=layer())
-    first.exact = second.exact = False
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    one = step()
+    kept = [first.build(one_prefix, one), second.build(other_prefix, group_step(one, 3))]
+    assert asked == [["build"], ["build"]]
+    assert [pages_of(made) for made in kept] == [[0], [3]]
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_build_of_another_kind_is_not_shared(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = builder(a=layer()), builder(b=layer())
+    first.exact = second.exact = not drafts
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    one = step()
+    kept = [first.build(0, one), second.build(0, group_step(one, 3), fast_build=not drafts)]
+    assert asked == [["build"], ["build"]]
+    assert [pages_of(made) for made in kept] == [[0], [3]]
+
+
+class Other(TorchBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "OTHER"
+
+    @classmethod
+    def get_priority(cls, spec: Any, device: Any, phase: Phase | None) -> int:
+        return 1
+
+
+@pytest.fixture
+def other() -> Iterator[Any]:
+    plugin = SimpleNamespace(ATTNPLUG_API=(1, 1), attnplug_backends=attnplug.hookimpl(lambda: (Other,)))
+    attnplug.register(plugin, "other")
+    yield backend_class("ATTNPLUG_OTHER")
+    get_registry().unregister("other")
+
+
+@pytest.mark.parametrize("differs", ["nothing", "backend", "options", "specs", "kind", "no update"])
+def test_kinds_share_a_build_only_where_it_serves_both(
+    differs: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields: dict[str, Any] = {"sliding_window": 32} if differs == "specs" else {}
+    if differs == "kind":
+        fields = {"attn_type": "encoder_only"}
+    backend = other if differs == "backend" else TORCH
+    first = builder(a=layer(**({} if differs == "specs" else fields)))
+    second = builder(backend, b=layer(backend, **fields))
+    [bound] = second.kinds().values()
+    if differs == "options":
+        bound.decision = dataclasses.replace(bound.decision, options=(("split", "none"),))
+    if differs == "specs":
+        monkeypatch.setattr(builder_module, "own_build_key", lambda inner: None)
+    if differs == "no update":
+        for made in (first, second):
+            [only] = made.kinds().values()
+            monkeypatch.setattr(made.inner(only), "supports_update_block_table", False)
     asked = [counted(made, monkeypatch) for made in (first, second)]
     one = step()
     kept = [first.build(0, one), second.build(0, group_step(one, 3))]
     assert len(kept) == 2
-    assert asked == [["build"], ["build"]]
+    assert asked == [["build"], ["update_block_table" if differs == "nothing" else "build"]]
+
+
+def test_equal_specs_share_a_build_also_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder_module, "own_build_key", lambda inner: None)
+    first, second = builder(a=layer(sliding_window=32)), builder(b=layer(sliding_window=32))
+    asked = [counted(made, monkeypatch) for made in (first, second)]
+    one = step()
+    kept = [first.build(0, one), second.build(0, group_step(one, 3))]
+    assert [pages_of(made) for made in kept] == [[0], [3]]
+    assert asked == [["build"], ["update_block_table"]]
 
 
 @pytest.mark.parametrize("together", [True, False])
@@ -169,12 +252,23 @@ def test_steps_are_built_by_the_builder_whose_metadata_a_graph_reads(
     graphs.append(second.build_for_cudagraph_capture(group_step(one if together else step(), 3)))
     asked = [counted(made, monkeypatch) for made in (first, second)]
     one = step()
-    kept = [first.build(0, one), second.build(0, group_step(one, 3))]
-    assert len(graphs) == len(kept) == 2
-    assert asked == [["build"], ["update_block_table" if together else "build"]]
-    # A batch that the second group does not share leaves the first one's graph filled.
-    kept = [first.build(0, step()), second.build(0, step())]
-    assert asked[0] == ["build", "build"]
+    # The builder that a graph reads builds, whether it comes first or not.
+    kept = [*graphs, second.build(0, group_step(one, 3)), first.build(0, one)]
+    assert asked == [["build"], ["build"]]
+    one = step()
+    kept += [first.build(0, one), second.build(0, group_step(one, 3))]
+    assert asked == [["build"] * 2, ["build", "update_block_table" if together else "build"]]
+    assert [pages_of(made) for made in kept] == [[0], [3], [3], [0], [0], [3]]
+
+
+def test_a_batch_lives_as_long_as_its_steps() -> None:
+    made = builder(a=layer())
+    kept = made.build(0, step())
+    assert Builder.latest is not None
+    assert Builder.latest() is kept.batch
+    del kept
+    gc.collect()
+    assert Builder.latest() is None
 
 
 @pytest.mark.parametrize("level", OurSupport)

@@ -10,10 +10,15 @@ from fake_backends import backend, offered
 from model_layers import layer
 from served_model import Drawn, ServedModel
 
+from attnplug.backends.flash_attn import FlashAttn4Backend
+from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
-from attnplug.core import BuilderConfig, LayerSpec
-from attnplug.core.batch import KVSharingFastPrefillMetadata
+from attnplug.backends.triton import TritonBackend
+from attnplug.core import AttentionBackend, BuilderConfig, LayerSpec
+from attnplug.core.batch import KVSharingFastPrefillMetadata, create_fast_prefill_custom_backend
 from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.parts import make_builder
 from attnplug.runtime import GraphState, StepBatchBuilder
 
 FULL = layer(dtype="float32")
@@ -113,6 +118,22 @@ def test_metadata_says_which_rows_it_is_about() -> None:
     assert not isinstance(plain, KVSharingFastPrefillMetadata)
     assert fast.logits_indices_padded is batch.common.logits_indices_padded
     assert fast.num_logits_indices == 1
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, TritonBackend, FlashAttn4Backend])
+def test_a_copy_for_another_group_says_it_too(backend: type[AttentionBackend]) -> None:
+    model = WantingModel()
+    model.wanted = {"a": 1}
+    model.add("a")
+    common = model.begin(a=9).common
+    fast = create_fast_prefill_custom_backend("FastPrefill", backend)
+    cache: Any = kv_cache_spec_for(FULL, 4)
+    builder = make_builder(fast, cache, ["4"], BuilderConfig(), torch.device("cpu"))
+    table, slots = torch.full_like(common.block_table_tensor, 3), torch.full_like(common.slot_mapping, -1)
+    copied = builder.update_block_table(builder.build(0, common), table, slots)
+    assert isinstance(copied, KVSharingFastPrefillMetadata)
+    assert copied.logits_indices_padded is common.logits_indices_padded
+    assert copied.num_logits_indices == 1
 
 
 def test_a_reader_needs_a_query_for_each_wanted_row() -> None:

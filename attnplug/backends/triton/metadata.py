@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import TYPE_CHECKING
 
@@ -96,9 +97,12 @@ class TritonMetadata(AttentionMetadata):
 
     def with_pages(self, block_table: torch.Tensor, slot_mapping: torch.Tensor) -> TritonMetadata:
         """The same step for another KV group, whose keys are divided by the same plans; not for a shared prefix."""
-        made = object.__new__(TritonMetadata)
-        for name in _FIELDS:  # a third of the time of copy.copy
-            setattr(made, name, getattr(self, name))
+        if type(self) is TritonMetadata:
+            made = object.__new__(TritonMetadata)
+            for name in _FIELDS:  # a third of the time of copy.copy
+                setattr(made, name, getattr(self, name))
+        else:
+            made = copy.copy(self)  # with what a subclass adds
         made.block_table, made.slot_mapping = block_table, slot_mapping
         starts, lens, _, keys = self.others
         first = self._first_other
