@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
@@ -189,12 +189,11 @@ def assumed(given: Sequence[str] | None) -> AssumeInstalled:
         if not (name and equals and version):
             raise PolicyError("--assume-installed", part, "must be all, or DISTRIBUTION=VERSION")
         versions[name.strip()] = version.lstrip("=").strip()
-    for name in versions:
-        _check_distribution(name)
+    _check_distributions(versions)
     return versions
 
 
-def _check_distribution(name: str) -> None:
+def _check_distributions(names: Iterable[str]) -> None:
     """PolicyError for a name that changes no answer, such as a module's in place of its distribution's."""
     from attnplug.registry.default import get_registry
     from attnplug.registry.installed import installed_version, requirement_names
@@ -202,7 +201,12 @@ def _check_distribution(name: str) -> None:
 
     backends = get_registry().backends().values()
     known = {canonical_name(each) for backend in backends for each in requirement_names(backend.requires)}
-    if canonical_name(name) not in known and installed_version(name) is None:
-        near = difflib.get_close_matches(name, sorted(known), 3)
-        remedy = f"did you mean {' or '.join(near)}?" if near else f"they require {', '.join(sorted(known))}"
-        raise PolicyError("--assume-installed", name, "is a distribution that no backend requires", remedy)
+    for name in names:
+        if canonical_name(name) not in known and installed_version(name) is None:
+            near = difflib.get_close_matches(name, sorted(known), 3)
+            remedy = (
+                f"did you mean {' or '.join(near)}?" if near else f"they require {', '.join(sorted(known))}"
+            )
+            raise PolicyError(
+                "--assume-installed", name, "is a distribution that no backend requires", remedy
+            )

@@ -6,15 +6,17 @@ import functools
 import importlib.metadata
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attnplug.core.errors import PolicyError
 from attnplug.core.reasons import Reason
-from attnplug.registry.records import canonical_name
+from attnplug.registry.records import COMPOSITE_SEPARATOR, canonical_name
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+
+    from attnplug.registry.records import Offer
 
 _MOST, _LONGEST = 100, 500
 """Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
@@ -156,3 +158,15 @@ def installed_version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those distributions that are installed, each once and in order."""
+    found = {name: installed_version(name) for name in names}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def library_versions(offer: Offer) -> dict[str, str]:
+    """The installed versions of torch, a backend's own distribution and the distributions that it requires."""
+    own = offer.distribution.split(COMPOSITE_SEPARATOR) if offer.distribution else []
+    return installed_versions(["torch", *own, *requirement_names(offer.backend.requires)])

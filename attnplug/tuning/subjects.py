@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from attnplug.registry.evidence import Subject
-from attnplug.registry.installed import requirement_names
-from attnplug.registry.records import COMPOSITE_SEPARATOR
+from attnplug.registry.installed import installed_versions, library_versions
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -26,21 +23,14 @@ def subject_of(offer: Offer, device: Device) -> Subject:
 
     Python's version is not among them: it changes no kernel.
     """
-    names = ["torch", *(offer.distribution.split(COMPOSITE_SEPARATOR) if offer.distribution else [])]
-    names += requirement_names(offer.backend.requires)
-    found = {}
-    for name in dict.fromkeys(names):
-        with contextlib.suppress(PackageNotFoundError):  # an alternative that is not installed
-            found[name] = version(name)
-    return Subject(offer.name, offer.distribution, offer.version, device, tuple(sorted(found.items())))
+    versions = tuple(sorted(library_versions(offer).items()))
+    return Subject(offer.name, offer.distribution, offer.version, device, versions)
 
 
 def environment() -> dict[str, str]:
     """Names and versions of this machine. It imports torch if another module has."""
     found = {"Python": platform.python_version(), "system": platform.system(), "machine": platform.machine()}
-    for name in ("attnplug", "torch", "triton"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
+    found |= installed_versions(("attnplug", "torch", "triton"))
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         about = torch.cuda.get_device_properties(torch.cuda.current_device())

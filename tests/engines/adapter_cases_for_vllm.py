@@ -188,32 +188,14 @@ def test_a_build_of_another_kind_is_not_shared(drafts: bool, monkeypatch: pytest
     assert [pages_of(made) for made in kept] == [[0], [3]]
 
 
-class Other(TorchBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "OTHER"
-
-    @classmethod
-    def get_priority(cls, spec: Any, device: Any, phase: Phase | None) -> int:
-        return 1
-
-
-@pytest.fixture
-def other() -> Iterator[Any]:
-    plugin = SimpleNamespace(ATTNPLUG_API=(1, 1), attnplug_backends=attnplug.hookimpl(lambda: (Other,)))
-    attnplug.register(plugin, "other")
-    yield backend_class("ATTNPLUG_OTHER")
-    get_registry().unregister("other")
-
-
 @pytest.mark.parametrize("differs", ["nothing", "backend", "options", "specs", "kind", "no update"])
 def test_kinds_share_a_build_only_where_it_serves_both(
-    differs: str, other: Any, monkeypatch: pytest.MonkeyPatch
+    differs: str, both: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fields: dict[str, Any] = {"sliding_window": 32} if differs == "specs" else {}
     if differs == "kind":
         fields = {"attn_type": "encoder_only"}
-    backend = other if differs == "backend" else TORCH
+    backend = backend_class("ATTNPLUG_DECODES") if differs == "backend" else TORCH
     first = builder(a=layer(**({} if differs == "specs" else fields)))
     second = builder(backend, b=layer(backend, **fields))
     [bound] = second.kinds().values()

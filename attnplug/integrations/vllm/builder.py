@@ -33,7 +33,7 @@ class Batch:
         self.given, self.how = given, how
         self.common = translate(given, exact=exact)
         self.builders: list[Builder] = []
-        """Those that have built a step of it. One that builds again has another batch, in the same tensors."""
+        """The builders with a step of it. One that builds again has another batch, in the same tensors."""
         self.built: dict[Hashable, Any] = {}
         """Metadata by `Builder.shared_key`."""
 
@@ -187,7 +187,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return step
 
     def _batch(self, given: Any, how: str) -> Batch:
-        """The batch of which another group has built a step, or a new one.
+        """The batch that another group has begun, or a new one.
 
         With drafts vLLM may change a batch's tensors between the builds of two groups.
         """

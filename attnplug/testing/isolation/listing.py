@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,15 +189,10 @@ def option_words(options: Any) -> str:
 
 def versions(offer: Offer) -> dict[str, str]:
     """Versions of Python, attnplug, torch, the backend's distribution and the distributions it requires."""
-    from attnplug.registry.installed import requirement_names
+    from attnplug.registry.installed import installed_versions, library_versions
 
-    names = ["attnplug", "torch", *(offer.distribution.split("+") if offer.distribution else [])]
-    names += requirement_names(offer.backend.requires)
-    found = {"Python": platform.python_version()}
-    for name in dict.fromkeys(names):
-        with contextlib.suppress(PackageNotFoundError):  # an alternative that is not installed
-            found[name] = version(name)
-    return found
+    python = {"Python": platform.python_version()}
+    return python | installed_versions(["attnplug"]) | library_versions(offer)
 
 
 def fingerprint(packages: Sequence[str]) -> str:
