@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from typing_extensions import deprecated
 from attnplug.core.errors import BatchError
 from attnplug.core.overrides import owner_of
 from attnplug.core.selection import Selection
+from attnplug.core.spec import AttentionType
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 
     from attnplug.core.config import BuilderConfig
     from attnplug.core.kv_cache_spec import KVCacheSpec
+    from attnplug.core.spec import LayerSpec
 
 PAD_SLOT_ID = -1
 """The slot of a token whose K and V are not written."""
@@ -49,8 +52,13 @@ class CommonAttentionMetadata:
     block_table_tensor: torch.Tensor
     # Slots are int64, because a slot of a large cache can exceed 32 bits.
     slot_mapping: torch.Tensor
-    causal: bool = True
-    """May only narrow the layers' specs."""
+    causal: bool | None = None
+    """None: each layer is as its spec says, which a runtime fills in for each builder's layers.
+
+    True narrows decoder layers whose queries see later tokens. False is for steps without causal layers.
+    """
+    is_cut: bool = False
+    """Whether a request's tokens are partly in another micro-batch, so that only causal layers may attend."""
 
     logits_indices_padded: torch.Tensor | None = None
     num_logits_indices: int | None = None
@@ -112,6 +120,34 @@ class CommonAttentionMetadata:
         if self._num_computed_tokens is None:
             self._num_computed_tokens = self.seq_lens - self.query_start_loc.diff()
         return self._num_computed_tokens
+
+    def causal_for(self, spec: LayerSpec) -> bool:
+        """Whether a layer is causal in this step; see `LayerSpec.causal_in`.
+
+        Raises:
+            BatchError: see there; or the layer sees later tokens, and a micro-batch has a part of a request only.
+        """
+        causal = spec.causal_in(self.causal)
+        if self.is_cut and not causal and spec.attn_type is not AttentionType.ENCODER_DECODER:
+            limit = "has a part of a request, and a layer with causal=False sees its later tokens"
+            raise BatchError("is_cut", True, limit, "cut micro-batches between requests")
+        return causal
+
+    def for_layers(self, specs: Iterable[LayerSpec]) -> CommonAttentionMetadata:
+        """The batch for one builder: `causal` is as its layers have it. A copy, if that changes anything.
+
+        Layers of both kinds leave None.
+
+        Raises:
+            BatchError: see `causal_for`.
+        """
+        found = {self.causal_for(spec) for spec in specs}
+        causal = found.pop() if len(found) == 1 else self.causal
+        if causal is self.causal:
+            return self
+        common = copy.copy(self)
+        common.causal = causal
+        return common
 
     def host_mm_prefix_spans(self) -> torch.Tensor | None:
         """The spans on the host, int32 `[at least T, 2]`; None if only the device has them, or nobody."""
@@ -229,6 +265,18 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
         the same specs share a build. A subclass that overrides how metadata is made declares its own key.
         """
         return None
+
+    def for_own_layers(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """`common.for_layers` with the specs of this builder's own layers, those whose impls `config.layers` has.
+
+        A runtime has done so already. An engine that calls `build` itself may leave `causal=None`.
+        """
+        return common.for_layers(self._specs)
+
+    @functools.cached_property
+    def _specs(self) -> frozenset[LayerSpec]:
+        impls = (getattr(self.config.layers.get(name), "impl", None) for name in self.layer_names)
+        return frozenset(impl.spec for impl in impls if getattr(impl, "spec", None) is not None)
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:

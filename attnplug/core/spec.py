@@ -22,7 +22,7 @@ from attnplug.core.dtypes import (
     kv_cache_dtype_name,
     stored_dtype_name,
 )
-from attnplug.core.errors import SpecError
+from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec, check_sparse
@@ -284,7 +284,7 @@ class LayerSpec:
         """The layer that prefills a layer with `mla`: K and V come with the call, expanded for each head.
 
         Its keys have nope + rope elements and its values v_head_dim. It is not causal, because queries attend the
-        chunks of computed tokens whole; a batch of new tokens narrows it. Its LSE merges the parts.
+        chunks of computed tokens whole; a batch of new tokens asks for causal=True. Its LSE merges the parts.
 
         Raises:
             SpecError: the layer has no `mla`, or has chunks, which only causal layers can have.
@@ -307,6 +307,25 @@ class LayerSpec:
         """Whether the window hides any key that causality does not."""
         left, right = self.window
         return left >= 0 or (right >= 0 and not self.causal)
+
+    def causal_in(self, step: bool | None) -> bool:
+        """Whether the layer is causal in a step whose batch says `step`: None is as the layer says.
+
+        True narrows a decoder layer whose queries see later tokens. An encoder sees all its tokens in each step.
+
+        Raises:
+            BatchError: False for a causal layer; True for an encoder or for cross attention.
+        """
+        if step is None or step is self.causal:
+            return self.causal
+        if not isinstance(step, bool):
+            raise BatchError("causal", step, "must be a bool, or None: as the layers say")
+        remedy = "leave causal=None: each layer is then as its own spec says"
+        if self.causal:
+            raise BatchError("causal", step, "cannot widen a causal layer", remedy)
+        if self.attn_type is not AttentionType.DECODER:
+            raise BatchError("causal", step, f"cannot narrow a layer of attn_type={self.attn_type}", remedy)
+        return True
 
     def required_features(self) -> Feature:
         """The features that this layer asks for."""

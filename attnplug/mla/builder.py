@@ -127,9 +127,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             BatchError: start locations that decrease or pass `num_actual_tokens`; a batch that is not causal; prefills
                 without a backend for them; prefills without exact host lengths, or decodes that need these.
         """
-        common = common_attn_metadata
-        if not common.causal:
-            raise BatchError("causal", False, "cannot widen layers with mla, which are causal")
+        common = self.for_own_layers(common_attn_metadata)
         starts, lens = query_spans(common)
         tokens = common.num_actual_tokens
         slots = common.slot_mapping

@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from attnplug.core.errors import BatchError
 from attnplug.core.spec import LayerSpec
 
 _Ints = npt.NDArray[np.int64]
@@ -30,17 +29,14 @@ class Reach:
     spans: bool = False
 
     @classmethod
-    def of(cls, spec: LayerSpec, causal: bool) -> Reach:
-        """The reach of a layer in a batch.
+    def of(cls, spec: LayerSpec, causal: bool | None) -> Reach:
+        """The reach of a layer in a batch with this `causal`.
 
         Raises:
-            BatchError: a batch that is not causal, for a layer that is.
+            BatchError: see `LayerSpec.causal_in`.
         """
         left, right = spec.window
-        if spec.causal and not causal:
-            remedy = "declare the layer with causal=False"
-            raise BatchError("causal", causal, "cannot widen a causal layer", remedy)
-        return cls(left, 0 if causal else right, spec.chunk_size or 0, spec.mm_prefix)
+        return cls(left, 0 if spec.causal_in(causal) else right, spec.chunk_size or 0, spec.mm_prefix)
 
     def bounds(
         self, positions: _Ints, first: _Ints, end: _Ints, spans: _Ints | None = None

@@ -198,12 +198,14 @@ def build_attn_metadata(
         # Builders may draft without `build`, so a draft step runs all rows of layers of fast prefill.
         batch = dataclasses.replace(batch, common=_wanting_all(batch.common))
     pages = batch.by_group()
-    commons: dict[int, CommonAttentionMetadata] = {}
+    commons: dict[tuple[int, bool | None], CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
     metadata: dict[str, AttentionMetadata] = {}
     for group in builders:
         at = group.kv_cache_group_id
-        twin = _twin(group, batch)
+        causal = _causal(group, batch)
+        twin = _twin(group, batch), causal
+        where = at, causal
         prefix = 0
         if batch.shared_prefix_lens and not for_capture and draft_index is None:
             is_part = group.fast_prefill and batch.common.num_logits_indices is not None
@@ -213,25 +215,35 @@ def build_attn_metadata(
         if twin in built and not prefix and group.builder.supports_update_block_table:
             parts = pages[at]
             if _is_sharded(batch, at):
-                if at not in commons:
-                    commons[at] = _for_group(batch, at, pages[at], group.kv_cache_spec)
-                parts = commons[at].block_table_tensor, commons[at].slot_mapping
+                if where not in commons:
+                    commons[where] = _for_group(batch, at, pages[at], group.kv_cache_spec, causal)
+                parts = commons[where].block_table_tensor, commons[where].slot_mapping
             made: AttentionMetadata = group.builder.update_block_table(built[twin], *parts)
         else:
-            if at not in commons:
-                commons[at] = _for_group(batch, at, pages[at], group.kv_cache_spec)
+            if where not in commons:
+                commons[where] = _for_group(batch, at, pages[at], group.kv_cache_spec, causal)
             if for_capture:
-                made = group.builder.build_for_cudagraph_capture(commons[at])
+                made = group.builder.build_for_cudagraph_capture(commons[where])
             else:
-                made = build_step(group.builder, commons[at], draft_index, prefix)
+                made = build_step(group.builder, commons[where], draft_index, prefix)
             if not prefix:
                 built[twin] = made
         metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
 
 
+def _causal(group: AttentionGroup, batch: StepBatch) -> bool | None:
+    """What the batch of a group says for its layers; keys of an encoder or of one rank have no order to queries."""
+    at = group.kv_cache_group_id
+    if at in batch.cross_groups:
+        return False
+    if _is_sharded(batch, at) and not isinstance(group.kv_cache_spec, MLAAttentionSpec):
+        return False
+    return batch.common.for_layers(group.specs).causal
+
+
 def _twin(group: AttentionGroup, batch: StepBatch) -> Hashable:
-    """Equal for groups whose metadata differ in block table and slots only."""
+    """Equal for groups whose metadata differ in causality, block table and slots only."""
     builder, at, cache = group.builder, group.kv_cache_group_id, group.kv_cache_spec
     key = own_build_key(builder)
     # Each kind has queries and lengths of its own.
@@ -302,21 +314,28 @@ def cross_metadata(
 
 
 def _for_group(
-    batch: StepBatch, group: int, pages: tuple[torch.Tensor, torch.Tensor], cache: KVCacheSpec
+    batch: StepBatch,
+    group: int,
+    pages: tuple[torch.Tensor, torch.Tensor],
+    cache: KVCacheSpec,
+    causal: bool | None,
 ) -> CommonAttentionMetadata:
     table, slots = pages
     if group in batch.cross_groups:
         return cross_metadata(batch.common, table, slots)
     if batch.sharded is not None and _is_sharded(batch, group):
         if isinstance(cache, MLAAttentionSpec):
-            return batch.sharded.rows(batch.common, table, slots, group)
+            rows = batch.sharded.rows(batch.common, table, slots, group)
+            rows.causal = causal
+            return rows
         return batch.sharded.context(batch.common, table, slots)
-    if group == batch.common_group:
+    if group == batch.common_group and causal is batch.common.causal:
         return batch.common
-    # The batch serves all groups, so the table and slots of one group go into a copy.
+    # The batch serves all groups, so the table, slots and causality of one group go into a copy.
     common = copy.copy(batch.common)
     common.block_table_tensor = table
     common.slot_mapping = slots
+    common.causal = causal
     return common
 
 

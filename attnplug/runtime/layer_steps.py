@@ -74,7 +74,7 @@ def direct_steps(
         keys = int(direct.key_start_loc_cpu[direct.num_reqs])
     steps: dict[str, LayerStep] = {}
     for group in groups:
-        made = build_step(group.builder, direct, draft_index)
+        made = build_step(group.builder, direct.for_layers(group.specs), draft_index)
         steps.update(dict.fromkeys(group.layer_names, LayerStep(made, direct.num_actual_tokens, keys)))
     return steps
 

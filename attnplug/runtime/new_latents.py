@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class NewLatents:
         """The metadata of each layer for new tokens with keys in the call."""
         made: dict[str, AttentionMetadata] = {}
         for builder, names in self._builders:
-            step: AttentionMetadata = builder.build(0, common)
+            step: AttentionMetadata = builder.build(0, dataclasses.replace(common, causal=True))
             made |= dict.fromkeys(names, step)
         return made
 

@@ -51,6 +51,8 @@ class NewTokens:
         }
         self.groups = make_groups(decisions)
         """The builders for the new tokens of a step."""
+        # A row that sees later tokens would need the keys of all pieces.
+        self._sees_no_later_rows = all(spec.causal for group in self.groups for spec in group.specs)
         self.split: SplitQueries | None = None
         """The rows of this rank, in a step whose rows the ranks share."""
         self._readers, self._device = frozenset(readers), device
@@ -60,16 +62,16 @@ class NewTokens:
     def begin(self, step: ShardedStep, common: CommonAttentionMetadata, draft_index: int | None) -> None:
         """Build the metadata of a step that is not a decode."""
         lens = common.query_start_loc_cpu.diff().numpy()
-        # A row that sees later tokens would need the keys of all pieces.
-        is_served = bool(self.groups) or step.apart
-        if is_served and common.causal and not step.in_graph and pays_to_split(lens, self._device):
+        is_served = self._sees_no_later_rows and (bool(self.groups) or step.apart)
+        if is_served and not step.in_graph and pays_to_split(lens, self._device):
             self.split = SplitQueries.of(common, step.place)
         batch = step.new_tokens(common) if self.split is None else self.split.pieces
         for group in self.groups if batch.num_reqs else ():
+            own = batch.for_layers(group.specs)
             if step.for_capture:
-                made = group.builder.build_for_cudagraph_capture(batch)
+                made = group.builder.build_for_cudagraph_capture(own)
             else:
-                made = build_step(group.builder, batch, draft_index)
+                made = build_step(group.builder, own, draft_index)
             self._metadata.update(dict.fromkeys(group.layer_names, made))
         if step.apart and batch.num_reqs:
             self._metadata.update(self._latents.build(batch))

@@ -57,7 +57,7 @@ def check_values(common: CommonAttentionMetadata, spec: LayerSpec) -> None:
     counts = starts.diff()
     requests = torch.arange(counts.shape[0], device="cpu").repeat_interleave(counts)
     ends = lengths[requests]
-    if spec.causal or (common.causal and spec.attn_type is not AttentionType.ENCODER_DECODER):
+    if spec.attn_type is not AttentionType.ENCODER_DECODER and common.causal_for(spec):
         ends = torch.arange(requests.shape[0], device="cpu") + (lengths - starts[1:])[requests] + 1
         if spec.mm_prefix and common.mm_prefix_spans is not None:
             ends = torch.maximum(ends, common.mm_prefix_spans[: ends.shape[0], 1].cpu().long())

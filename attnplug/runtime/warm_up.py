@@ -184,8 +184,7 @@ def _run(
     began = time.perf_counter()
     with contextlib.ExitStack() as watches, torch.no_grad():
         lists = [watches.enter_context(member.watch_compiling()) for member in dict.fromkeys(members)]
-        # Encoder batches follow the spec; batches with pages are causal, as StepBatchBuilder makes them.
-        batch = _batch(runtime, shape, causal=spec.causal or not spec.direct_kv)
+        batch = _batch(runtime, shape)
         if spec.direct_kv:
             runtime.begin_step(direct=batch.common)
         else:
@@ -215,7 +214,7 @@ def _first_keys(rows: int, runtime: AttentionRuntime, device: torch.device) -> S
     return chosen
 
 
-def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBatch:
+def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
     """A step of padding: all slots -1, all pages the null block."""
     reqs, device = shape.requests, runtime.device
     groups = runtime.kv_cache_config.kv_cache_groups
@@ -238,7 +237,6 @@ def _batch(runtime: AttentionRuntime, shape: _Shape, *, causal: bool) -> StepBat
         max_seq_len=length,
         block_table_tensor=tables[first],
         slot_mapping=slots[first],
-        causal=causal,
         seq_lens_host=lengths,
         encoder_seq_lens=seq_lens if cross else None,
         encoder_seq_lens_cpu=lengths if cross else None,

@@ -43,9 +43,9 @@ def test_padding_is_not_written() -> None:
     assert PAD_SLOT_ID == -1
 
 
-def test_a_batch_is_causal_and_knows_its_lengths_exactly_by_default() -> None:
+def test_a_batch_leaves_causality_to_the_layers_and_knows_its_lengths_exactly_by_default() -> None:
     common = batch([1], [5])
-    assert (common.causal, common.seq_lens_host, common.seq_lens_host_exact) == (True, None, True)
+    assert (common.causal, common.seq_lens_host, common.seq_lens_host_exact) == (None, None, True)
 
 
 class TestUnpadded:

@@ -150,7 +150,10 @@ def _equals_one_rank(model: str, interleave: int, group: dist.ProcessGroup) -> N
 
 
 def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
-    """Steps of more than one new token: even the shortest is split, and none has the rows of another rank."""
+    """Steps of more than one new token: even the shortest is split, and none has the rows of another rank.
+
+    Rows that see later tokens stay whole, because they need the keys of all ranks.
+    """
     seen, limit = [], split_queries._LEAST_CPU_PAIRS
     attend = TorchImpl.attend
 
@@ -168,7 +171,7 @@ def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
             shared = _outputs(model, context_parallel(group))
             for one, many in zip(alone, shared, strict=True):
                 torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
-            if least == 1:
+            if least == 1 and model != "not causal":
                 assert max(seen) <= 2 * -(-30 // (2 * group.size())) + 4, seen
 
 

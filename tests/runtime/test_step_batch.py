@@ -79,7 +79,7 @@ def test_a_prefill_and_a_decode():
     assert (common.max_query_len, common.max_seq_len) == (6, 6)
     assert common.slot_mapping.tolist() == [5 * 4 + 1, *range(28, 32), 8, 9]
     assert common.block_table_tensor[:, :2].tolist() == [[3, 5], [7, 2]]
-    assert common.causal
+    assert common.causal is None
     assert batch.req_ids == ("a", "b")
     assert batch.num_slots == (7,)
     assert batch.placeholders == {}

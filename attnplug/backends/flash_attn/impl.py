@@ -62,7 +62,8 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         if output.stride(2) != 1:
             limit = "must be 1: a head's elements are contiguous"
             raise BatchError("output.stride(2)", output.stride(2), limit)
-        reach = Reach.of(spec, meta.causal)
+        causal = spec.causal_in(meta.causal)
+        reach = Reach.of(spec, causal)
         if reach.chunk != meta.chunk:
             remedy = "build it with the layer's own kv_cache_spec"
             raise BatchError("attn_metadata.chunk", meta.chunk, f"is not the layer's {reach.chunk}", remedy)
@@ -82,7 +83,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
                 value=v,
                 output=written,
                 paged=paged,
-                causal=meta.causal,
+                causal=causal,
                 window=(reach.left, reach.right),
                 sinks=tensors.sinks if use_sinks else None,
                 alibi_slopes=tensors.alibi_slopes,

@@ -64,7 +64,7 @@ class FlashAttnMetadata(AttentionMetadata):
         all_requests: all requests as one call; None if none has queries.
         calls: one call for the decodes in front, and one for the others.
         all_new: whether no request has computed tokens, as far as the host knows.
-        causal: of the batch; it may only narrow the layer's spec.
+        causal: of the batch; None is as each layer's spec says.
         chunk: positions of a chunk; 0 without chunks.
         virtual_table: with chunks, maps another table of the batch to the virtual requests.
     """
@@ -75,7 +75,7 @@ class FlashAttnMetadata(AttentionMetadata):
     all_requests: Requests | None
     calls: tuple[Requests, ...]
     all_new: bool
-    causal: bool
+    causal: bool | None
     chunk: int = 0
     virtual_table: Callable[[torch.Tensor], torch.Tensor] | None = None
 

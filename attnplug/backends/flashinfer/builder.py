@@ -160,9 +160,10 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         if common.key_start_loc is not None:
             limit = "must be None: FLASHINFER finds keys in pages"
             raise BatchError("key_start_loc", tuple(common.key_start_loc.shape), limit)
-        if not common.causal and any(group.causal for group in self._groups):
-            remedy = "declare the layer with causal=False"
-            raise BatchError("causal", common.causal, "cannot widen a causal layer", remedy)
+        common = self.for_own_layers(common)
+        if common.causal is None:
+            remedy = "make a builder for each kind, as init_attn_backend does"
+            raise BatchError("causal", None, "is not one answer: only some of the layers are causal", remedy)
         pages = {}
         reqs, tokens, only_decodes = common.num_reqs, common.num_actual_tokens, True
         for chunk in self._chunks:

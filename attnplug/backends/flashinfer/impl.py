@@ -66,8 +66,8 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         if not plain:
             scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
             check_queries(query, output, output_lse, tokens, self.spec, **scales)
-        if not meta.causal:
-            Reach.of(self.spec, False)
+        if meta.causal is not self.spec.causal:
+            self.spec.causal_in(meta.causal)
         if kv_cache is None:
             raise LayoutError("kv_cache", None, "is required: FLASHINFER finds keys in pages")
         if self.spec.direct_kv:

@@ -43,7 +43,7 @@ class FlashInferMetadata(AttentionMetadata):
     Args:
         slot_mapping: int64, where the new K and V go.
         num_actual_tokens: query rows of the batch.
-        causal: of the batch; it may only narrow the layers' specs.
+        causal: whether all layers are causal in this step, or none.
         pages: the step over the block table, by chunk size; None is the key without chunks.
         indices: the buffers of page indices, by chunk size.
         wrappers: of the builder.

@@ -87,7 +87,8 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
         if self.spec.sparse is not None:
             sparse = self.spec.sparse
-            attend_selected(query, source, sparse, attn_metadata, reach, scoring, output, output_lse)
+            causal = self.spec.causal_in(attn_metadata.causal)
+            attend_selected(query, source, sparse, attn_metadata, reach, causal, scoring, output, output_lse)
             return
         shared = shared_prefix_len(attn_metadata, source, reach)
         if shared and isinstance(source, PagedKeys):

@@ -27,7 +27,7 @@ class TorchMetadata(AttentionMetadata):
         query_starts: host int64 `[R + 1]`.
         seq_lens: host int64 `[R]`.
         key_starts: host int64 `[R + 1]`, if direct K and V are not packed like the queries.
-        causal: of the batch; it may only narrow the layer's spec.
+        causal: of the batch; None is as each layer's spec says.
         common_prefix_len: tokens that all requests with queries share, to be attended once; 0 without.
         spans: host int64 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
         selection: the keys that an indexer picks, for sparse layers.
@@ -40,7 +40,7 @@ class TorchMetadata(AttentionMetadata):
     query_starts: _Ints
     seq_lens: _Ints
     key_starts: _Ints | None
-    causal: bool
+    causal: bool | None
     common_prefix_len: int = 0
     spans: _Ints | None = None
     selection: Selection | None = None

@@ -31,6 +31,7 @@ def attend_selected(
     sparse: SparseSpec,
     metadata: TorchMetadata,
     reach: Reach,
+    causal: bool,
     scoring: Scoring,
     output: torch.Tensor,
     output_lse: torch.Tensor | None,
@@ -45,6 +46,7 @@ def attend_selected(
         sparse: of the layer.
         metadata: the step, with a selection.
         reach: the keys that the layer's mask shows to a query.
+        causal: whether the layer is causal in this step.
         scoring: turns scores into weights.
         output: `[T, H, Dv]`, written.
         output_lse: float32 `[T, H]`, written; None without.
@@ -63,7 +65,7 @@ def attend_selected(
     spans = None if metadata.spans is None else metadata.spans[rows]
     if query.device.type == "cpu":
         ends = metadata.seq_lens[requests]
-        if metadata.causal:
+        if causal:
             # Keys that only a window or chunk hides may be chosen.
             _, ends = Reach(-1, 0, 0, reach.spans).bounds(positions, 0 * ends, ends, spans)
         selection.check_values(sparse, torch.from_numpy(ends))

@@ -32,7 +32,7 @@ class TritonMetadata(AttentionMetadata):
         max_decode_len: queries of the longest decode.
         max_query_len: queries of the longest other request.
         all_new: whether no other request has computed tokens, as far as the host knows.
-        causal: of the batch; it may only narrow the layer's spec.
+        causal: of the batch; None is as each layer's spec says.
         workspace: buffers and split plans, shared by the builder's steps.
         spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
         prefix_len: computed keys that all decodes share, to be attended once for all of them; 0 without.
@@ -54,7 +54,7 @@ class TritonMetadata(AttentionMetadata):
     max_decode_len: int
     max_query_len: int
     all_new: bool
-    causal: bool
+    causal: bool | None
     workspace: Workspace
     spans: torch.Tensor | None = None
     prefix_len: int = 0

@@ -43,6 +43,8 @@ def split_attn_metadata(
 ) -> list[CommonAttentionMetadata]:
     """The metadata of each micro-batch; the input is not modified.
 
+    A batch with `causal=None` may be cut inside a request; layers that see later tokens then refuse the part.
+
     A first request that began in the micro-batch before has only the tokens that are left of it. A
     last request that goes on in the next has the tokens up to there, and is as long as that. Keys
     given with the call are counted from the micro-batch's first. Which logits are wanted is not
@@ -72,7 +74,8 @@ def _micro_batch(
 ) -> CommonAttentionMetadata:
     first, last, begin, end, missing = _bounds(part, common, starts)
     cut_last = missing > 0
-    if (cut_last or begin > starts[first]) and not common.causal:
+    is_cut = cut_last or begin > starts[first]
+    if is_cut and common.causal is False:
         raise BatchError(
             "token_slice", (begin, end), "cuts a request whose tokens see later ones (causal=False)"
         )
@@ -113,6 +116,7 @@ def _micro_batch(
         block_table_tensor=common.block_table_tensor[reqs],
         slot_mapping=common.slot_mapping[begin:end],
         causal=common.causal,
+        is_cut=common.is_cut or is_cut,
         seq_lens_host=host,
         seq_lens_host_exact=known is not None or common.seq_lens_host_exact,
         **_per_request(common, reqs, missing),

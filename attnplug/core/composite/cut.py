@@ -73,6 +73,7 @@ def cut_at(
         common.block_table_tensor[reqs:end],
         slots[1],
         common.causal,
+        common.is_cut,
         seq_lens_host_exact=common.seq_lens_host_exact,
         **second,
     )
@@ -89,6 +90,7 @@ def cut_at(
         common.block_table_tensor[:reqs],
         slots[0],
         common.causal,
+        common.is_cut,
         seq_lens_host_exact=common.seq_lens_host_exact,
         **first,
     )

@@ -32,6 +32,8 @@ class Batch:
     def __init__(self, given: Any, how: str, *, exact: bool) -> None:
         self.given, self.how = given, how
         self.common = translate(given, exact=exact)
+        self.causal: bool = given.causal
+        """Whether decoder layers are causal in this step, which decides the impl of each."""
         self.builders: list[Builder] = []
         """The builders with a step of it. One that builds again has another batch, in the same tensors."""
         self.built: dict[Hashable, Any] = {}
@@ -55,7 +57,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
 
     def of(self, layer: Any) -> tuple[Any, Bound]:
         """The layer's metadata and impl; a layer that the group did not name is built for now."""
-        bound, kind = self.builder.seen(layer, self.batch.common.causal)
+        bound, kind = self.builder.seen(layer, self.batch.causal)
         metadata = self.made.get(kind)
         return (self.make(bound, kind) if metadata is None else metadata), bound
 
@@ -68,7 +70,8 @@ class Step(AttentionMetadata):  # type: ignore[misc]
         if key in built and kind not in builder.captured:
             made = inner.update_block_table(built[key], self.block_table, self.slot_mapping)
         else:
-            common = for_layer(self._common(), bound.decision.spec)
+            spec = bound.decision.spec
+            common = for_layer(self._common(), spec).for_layers((spec,))
             if how == "capture":
                 # The graph reads what this builder fills, so it builds the later steps too.
                 builder.captured.add(kind)
@@ -182,7 +185,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         batch.builders.append(self)
         pages = given.block_table_tensor, given.slot_mapping
         step = self.step_class(self, batch, common_prefix_len, *pages, {})
-        for number, bound in self.kinds(batch.common.causal).items():
+        for number, bound in self.kinds(batch.causal).items():
             step.make(bound, number)
         return step
 

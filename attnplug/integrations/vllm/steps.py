@@ -45,7 +45,6 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         max_seq_len=int(step.max_seq_len),
         block_table_tensor=step.block_table_tensor,
         slot_mapping=step.slot_mapping,
-        causal=step.causal,
         logits_indices_padded=step.logits_indices_padded,
         num_logits_indices=step.num_logits_indices,
         encoder_seq_lens=step.encoder_seq_lens,

@@ -41,7 +41,7 @@ class FlexMetadata(AttentionMetadata):
     query_starts: Ints
     seq_lens: Ints
     key_starts: Ints
-    causal: bool
+    causal: bool | None
     plans: dict[tuple[Reach, bool, bool], Plan] = dataclasses.field(default_factory=dict)
 
     def plan(self, reach: Reach, *, direct: bool, whole: bool) -> Plan:
