@@ -34,6 +34,7 @@ from attnplug.registry.decision import Decision
 from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.step_batch import StepBatch
+from attnplug.runtime.step_serial import StepMetadata, check_current
 
 
 @runtime_checkable
@@ -188,7 +189,8 @@ def build_attn_metadata(
             `build_for_drafting`; None for other steps.
 
     Raises:
-        BatchError: the batch has another number of KV groups, or other cross groups, or a draft step is captured.
+        BatchError: the batch is out of date, or has another number of KV groups, or other cross groups; a draft step is
+            captured.
     """
     check_groups(batch, kv_cache_config)
     if for_capture and draft_index is not None:
@@ -200,7 +202,8 @@ def build_attn_metadata(
     pages = batch.by_group()
     commons: dict[tuple[int, bool | None], CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
-    metadata: dict[str, AttentionMetadata] = {}
+    check_current("batch", batch.stamps)
+    metadata = StepMetadata({}, batch.stamps)
     for group in builders:
         at = group.kv_cache_group_id
         causal = _causal(group, batch)

@@ -54,6 +54,7 @@ from attnplug.runtime.step_refusals import (
     check_spans,
     first_with_spans,
 )
+from attnplug.runtime.step_serial import Stamp, check_current
 from attnplug.runtime.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
@@ -179,6 +180,7 @@ class AttentionRuntime:
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, LayerStep] = {}
         self._given: tuple[CommonAttentionMetadata | None, CommonAttentionMetadata | None] = (None, None)
+        self._stamps: tuple[Stamp, ...] = ()
         self._closed = False
 
     def step_batch_builder(
@@ -283,6 +285,7 @@ class AttentionRuntime:
         check_device(batch, direct, self._home)
         step: dict[str, LayerStep] = {}
         if batch is not None:
+            check_current("batch", batch.stamps)
             check_groups(batch, self.kv_cache_config)
             if self.device.type == "cpu" or self.debug:
                 # On a GPU the host would wait for the tables, so only debug mode checks them.
@@ -302,6 +305,7 @@ class AttentionRuntime:
         # Set last: if a builder raises, no step is active.
         self._step = step
         self._given = None if batch is None else batch.common, direct
+        self._stamps = () if batch is None else batch.stamps
 
     def forward(
         self,
@@ -350,6 +354,7 @@ class AttentionRuntime:
             raise BatchError(
                 "layer_name", layer_name, "has no step", f"call begin_step with {argument} first"
             )
+        check_current("batch", self._stamps)
         metadata, tokens, keys = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
         sharded = self._sharded if self._sharded and layer_name in self._sharded.names else None
@@ -384,7 +389,7 @@ class AttentionRuntime:
 
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
-        self._step, self._given = {}, (None, None)
+        self._step, self._given, self._stamps = {}, (None, None), ()
         if self._sharded is not None:
             self._sharded.end()
 

@@ -12,6 +12,7 @@ from attnplug.core.selection import Selection
 from attnplug.runtime.arguments import integer
 from attnplug.runtime.sharded_graphs import ShardedGraphBuffers
 from attnplug.runtime.step_batch import StepBatch
+from attnplug.runtime.step_serial import StepSerial
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +30,7 @@ class GraphInputBuffers:
         mm_prefix_spans: int32 `[B * q, 2]`; None without layers with mm_prefix.
         selection: of `B * q` queries, for an indexer inside the graph to fill; None without sparse layers.
         sharded: the keys on this rank; None without context parallelism.
+        serial: counts what the shared buffers have held; steps in them are out of date once they hold another.
     """
 
     batch_size: int
@@ -41,6 +43,7 @@ class GraphInputBuffers:
     mm_prefix_spans: torch.Tensor | None
     selection: Selection | None
     sharded: ShardedGraphBuffers | None = None
+    serial: StepSerial = dataclasses.field(default_factory=StepSerial)
 
     @property
     def num_tokens(self) -> int:
@@ -100,10 +103,12 @@ class GraphInputBuffers:
             mm_prefix_spans=None if spans is None else spans[: batch_size * query_len],
             selection=None if self.selection is None else self.selection[: batch_size * query_len],
             sharded=None if self.sharded is None else self.sharded.first(batch_size, query_len),
+            serial=self.serial,
         )
 
     def clear(self) -> None:
         """Turn all requests into padding: length 1, null pages, slots -1."""
+        self.serial.advance("clear of the graph's buffers")
         self._pad(0, 0)
 
     def copy_from(self, batch: StepBatch) -> None:
@@ -111,6 +116,7 @@ class GraphInputBuffers:
 
         Padding requests have length 1, null pages, slots -1, and start locations that continue by `query_len`.
         """
+        self.serial.advance("prepare_graph_input_buffers")
         common, reqs = batch.common, batch.common.num_reqs
         # On a device, a step's table is only as wide as its longest request needs.
         width = min(self.block_tables.shape[2], batch.block_tables.shape[2])

@@ -25,6 +25,7 @@ from attnplug.runtime.sharded_graphs import ShardedGraphBuffers
 from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.sharding import shares_tokens
 from attnplug.runtime.step_batch import StepBatch
+from attnplug.runtime.step_serial import Stamp, check_current
 
 _Lengths = npt.NDArray[np.int32]
 
@@ -193,10 +194,11 @@ class GraphState:
             The padded batch, whose tensors are the buffers.
 
         Raises:
-            BatchError: the step does not fit the graph; then nothing is copied.
+            BatchError: the step is out of date, or does not fit the graph; then nothing is copied.
         """
         instance("input_buffers", input_buffers, GraphInputBuffers, remedy="take them from this GraphState")
         instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
+        check_current("batch", batch.stamps)
         self._check_fits(input_buffers, batch)
         input_buffers.copy_from(batch)
         padded = self._padded(input_buffers, batch)
@@ -328,6 +330,7 @@ class GraphState:
             spans,
             batch.req_ids,
             sharded,
+            (*batch.stamps, (buffers.serial, buffers.serial.now)),
         )
 
     def _batch(
@@ -340,6 +343,7 @@ class GraphState:
         spans: torch.Tensor | None,
         req_ids: tuple[str, ...],
         sharded: ShardedStep | None,
+        stamps: tuple[Stamp, ...] = (),
     ) -> StepBatch:
         tokens = buffers.num_tokens
         common = CommonAttentionMetadata(
@@ -364,7 +368,7 @@ class GraphState:
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
         tables, slots = buffers.block_tables, buffers.slot_mappings
         at = tables, slots, counts, self._cross, req_ids, self._sizes
-        return StepBatch(common, self._first, *at, sharded=sharded)
+        return StepBatch(common, self._first, *at, sharded=sharded, stamps=stamps)
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:

@@ -13,6 +13,7 @@ from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.attention_groups import AttentionGroup, build_attn_metadata, build_step
 from attnplug.runtime.step_batch import StepBatch
+from attnplug.runtime.step_serial import check_same_step
 
 
 class LayerStep(NamedTuple):
@@ -55,6 +56,7 @@ def paged_steps(
         built: Mapping[str, AttentionMetadata]
         built = build_attn_metadata(served, batch, config, draft_index=draft_index)
     else:
+        check_same_step(metadata, batch.stamps)
         built = _built(metadata, served)
     steps: dict[str, LayerStep] = {}
     for group in groups:

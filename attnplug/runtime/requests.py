@@ -22,6 +22,7 @@ from attnplug.runtime.request_limits import check_entries, check_sizes, numbers,
 from attnplug.runtime.sharding import checked_place, shares_tokens, tokens_per_block
 from attnplug.runtime.slot_mappings import SlotMappings
 from attnplug.runtime.staging import StepStaging
+from attnplug.runtime.step_serial import StepSerial
 
 _Ints = npt.NDArray[np.int64]
 
@@ -114,6 +115,7 @@ class RequestTable:
         self._encoder_written = np.zeros(max_num_seqs, dtype=bool)
         self._placeholder_end = np.zeros(max_num_seqs, dtype=np.int64)
         self._placeholders: dict[str, tuple[Placeholder, ...]] = {}
+        self._serial = StepSerial()
         self.req_ids: list[str] = []
         self._index: dict[str, int] = {}
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
@@ -233,6 +235,7 @@ class RequestTable:
         limit = min(int(passed[0]) // self.tokens_per_block[group], int(self._num_blocks[group, index]))
         if not 0 <= num_blocks <= limit:
             raise BatchError("num_blocks", num_blocks, f"must be in 0 .. {limit}, {which}")
+        self._serial.advance("free_blocks")
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
         if self._tables[group, index, :num_blocks].any():
             self._first_served[index] = self._computed[index]
@@ -245,6 +248,7 @@ class RequestTable:
         index, last = self._at(req_id), self.num_reqs - 1
         if index != last:
             self.swap_states(index, last)
+        self._serial.advance("remove_request")
         self.req_ids.pop()
         del self._index[req_id]
         self._placeholders.pop(req_id, None)
@@ -255,6 +259,7 @@ class RequestTable:
         for name, index in (("i", i), ("j", j)):
             if not 0 <= index < self.num_reqs:
                 raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
+        self._serial.advance("swap_states")
         self._move(np.array([j, i]), np.array([i, j]))
 
     def _put_in_order(self, scheduled: _Ints) -> _Ints | None:

@@ -13,6 +13,7 @@ from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.runtime.placeholders import PlaceholderMap
 from attnplug.runtime.request_counts import Ints
 from attnplug.runtime.sharded_step import ShardedStep
+from attnplug.runtime.step_serial import Stamp
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -37,6 +38,8 @@ class StepBatch:
             unknown, which counts as 0.
         kv_cache_specs: of each KV group, as given to the builder; empty if unknown.
         sharded: the keys on this rank, under context parallelism; None without.
+        stamps: the step of the builder, and the contents of a graph's buffers, that it belongs to; a runtime refuses
+            it once they have changed. Empty for a batch made by hand.
     """
 
     common: CommonAttentionMetadata
@@ -52,6 +55,7 @@ class StepBatch:
     shared_prefix_lens: tuple[int, ...] = ()
     kv_cache_specs: tuple[KVCacheSpec, ...] = ()
     sharded: ShardedStep | None = None
+    stamps: tuple[Stamp, ...] = ()
 
     def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""

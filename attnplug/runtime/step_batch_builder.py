@@ -324,4 +324,4 @@ class StepBatchBuilder(CheckedRequests):
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
         own = self.cross_groups, names, self.block_sizes, placeholders, order, shared, self.kv_cache_specs
-        return StepBatch(common, first, tables, slots, counts, *own, sharded)
+        return StepBatch(common, first, tables, slots, counts, *own, sharded, (self._serial.advance("step"),))
