@@ -276,7 +276,8 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
     @functools.cached_property
     def _specs(self) -> frozenset[LayerSpec]:
         impls = (getattr(self.config.layers.get(name), "impl", None) for name in self.layer_names)
-        return frozenset(impl.spec for impl in impls if getattr(impl, "spec", None) is not None)
+        specs = (getattr(impl, "spec", None) for impl in impls)
+        return frozenset(spec for spec in specs if spec is not None)
 
     @classmethod
     def get_cudagraph_support(cls, config: BuilderConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:

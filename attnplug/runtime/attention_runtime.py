@@ -26,6 +26,7 @@ from attnplug.runtime.attention_groups import (
 from attnplug.runtime.batch_checks import check_device, check_groups, check_pool
 from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.cascade import may_cascade
+from attnplug.runtime.device_comparison import DeviceComparison
 from attnplug.runtime.engine_caches import (
     Allocator,
     check_kv_caches,
@@ -47,6 +48,7 @@ from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
 from attnplug.runtime.step_batch import StepBatch
 from attnplug.runtime.step_batch_builder import StepBatchBuilder
+from attnplug.runtime.step_consistency import check_groups_of, check_step
 from attnplug.runtime.step_refusals import (
     check_draft,
     check_kinds,
@@ -181,6 +183,7 @@ class AttentionRuntime:
         self._step: dict[str, LayerStep] = {}
         self._given: tuple[CommonAttentionMetadata | None, CommonAttentionMetadata | None] = (None, None)
         self._stamps: tuple[Stamp, ...] = ()
+        self._comparison = DeviceComparison()
         self._closed = False
 
     def step_batch_builder(
@@ -280,6 +283,7 @@ class AttentionRuntime:
         """
         self._check_open()
         self.end_step()
+        self._comparison.check()
         check_kinds(batch, direct, self._sharded is not None, bool(self._direct_groups))
         check_draft(draft_index, metadata, self.config.num_speculative_tokens)
         check_device(batch, direct, self._home)
@@ -287,9 +291,12 @@ class AttentionRuntime:
         if batch is not None:
             check_current("batch", batch.stamps)
             check_groups(batch, self.kv_cache_config)
+            check_step("batch.common", batch.common, batch.common_group not in batch.cross_groups)
+            check_groups_of(batch)
+            self._comparison.begin("batch.common", batch.common, batch.made)
             if self.device.type == "cpu" or self.debug:
                 # On a GPU the host would wait for the tables, so only debug mode checks them.
-                check_pool(batch, self.kv_cache_config)
+                check_pool(batch, self.kv_cache_config, self.debug)
             check_order(batch, self.attention_groups)
             check_spans("batch.common", batch.common, self._needs_spans[0])
             check_given("batch.common", batch.common, self._needs_selection[0])
@@ -299,6 +306,8 @@ class AttentionRuntime:
             if self._sharded is not None:
                 self._sharded.begin(batch, draft_index)
         if direct is not None:
+            check_step("direct", direct)
+            self._comparison.begin("direct", direct)
             check_spans("direct", direct, self._needs_spans[1])
             check_given("direct", direct, self._needs_selection[1])
             step |= direct_steps(self._direct_groups, direct, draft_index)
@@ -355,6 +364,7 @@ class AttentionRuntime:
                 "layer_name", layer_name, "has no step", f"call begin_step with {argument} first"
             )
         check_current("batch", self._stamps)
+        self._comparison.check()
         metadata, tokens, keys = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
         sharded = self._sharded if self._sharded and layer_name in self._sharded.names else None

@@ -10,7 +10,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.null_blocks import first_attended, reach
 from attnplug.runtime.sharding import tokens_per_block
@@ -69,8 +69,11 @@ def check_device(
             )
 
 
-def check_pool(batch: StepBatch, config: KVCacheConfig) -> None:
+def check_pool(batch: StepBatch, config: KVCacheConfig, debug: bool = False) -> None:
     """Refuse slots and pages past the pool, and null pages that are attended. On a GPU the host waits for the tables.
+
+    A slot must be where the table has its token. Debug mode also refuses a slot of two tokens, such as of requests that
+    share a block which one of them still writes.
 
     Raises:
         BatchError: a slot or a page that the step reads is not in the pool, a table is too narrow, or a request
@@ -93,8 +96,48 @@ def check_pool(batch: StepBatch, config: KVCacheConfig) -> None:
             continue
         size = tokens_per_block(spec, None if batch.sharded is None else batch.sharded.place)
         low = _check_pages(field, table, -(-lengths // size), config.num_blocks)
+        if batch.sharded is None or index not in batch.sharded.groups:
+            _check_slots(index, table, slots, lengths, starts, spec.block_size, debug)
         if low == 0:
             _check_nulls(field, table, slots, lengths, starts, spec, size)
+
+
+def _check_slots(
+    group: int,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: _Ints,
+    starts: _Ints,
+    size: int,
+    debug: bool,
+) -> None:
+    """BatchError for a slot that is not where the table has the token; in debug mode also for one of two tokens."""
+    queries = np.diff(starts)
+    rows = np.repeat(np.arange(queries.size), queries)
+    given = slots.cpu().numpy()[: rows.size]
+    positions = np.arange(rows.size) + np.repeat(lengths.astype(np.int64) - starts[1:], queries)
+    written = given != PAD_SLOT_ID
+    if not written.any():
+        return
+    # Padding requests have more queries than tokens, and store none of them.
+    pages = np.maximum(positions, 0) // size
+    blocks = table.cpu().numpy()[rows, np.minimum(pages, table.shape[1] - 1)].astype(np.int64)
+    bad = written & ((positions < 0) | (blocks == 0) | (given != blocks * size + positions % size))
+    field = f"batch.slot_mappings[{group}"
+    if bad.any():
+        token = int(bad.argmax())
+        row, position = int(rows[token]), int(positions[token])
+        limit = f"is not where the table of request {row} of the batch has its token {position}"
+        raise BatchError(f"{field}, {token}]", int(given[token]), limit, _REMEDY)
+    if not debug:
+        return
+    ordered = np.sort(given[written])
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        slot = int(ordered[1:][twice][0])
+        first, second = np.flatnonzero(given == slot)[:2].tolist()
+        limit = f"is the slot of token {first} of the batch too: each token is written to its own"
+        raise BatchError(f"{field}, {second}]", slot, limit, "give requests blocks of their own to write to")
 
 
 def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int) -> int:

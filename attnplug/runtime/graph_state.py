@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator
 
@@ -368,7 +369,8 @@ class GraphState:
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
         tables, slots = buffers.block_tables, buffers.slot_mappings
         at = tables, slots, counts, self._cross, req_ids, self._sizes
-        return StepBatch(common, self._first, *at, sharded=sharded, stamps=stamps)
+        made = copy.copy(common)
+        return StepBatch(common, self._first, *at, sharded=sharded, stamps=stamps, made=made)
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:

@@ -235,7 +235,8 @@ class RequestTable:
         limit = min(int(passed[0]) // self.tokens_per_block[group], int(self._num_blocks[group, index]))
         if not 0 <= num_blocks <= limit:
             raise BatchError("num_blocks", num_blocks, f"must be in 0 .. {limit}, {which}")
-        self._serial.advance("free_blocks")
+        if num_blocks:
+            self._serial.advance("free_blocks")
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
         if self._tables[group, index, :num_blocks].any():
             self._first_served[index] = self._computed[index]

@@ -40,6 +40,7 @@ class StepBatch:
         sharded: the keys on this rank, under context parallelism; None without.
         stamps: the step of the builder, and the contents of a graph's buffers, that it belongs to; a runtime refuses
             it once they have changed. Empty for a batch made by hand.
+        made: the step as the builder made it; a GPU does not compare the fields that are still the same objects.
     """
 
     common: CommonAttentionMetadata
@@ -56,6 +57,7 @@ class StepBatch:
     kv_cache_specs: tuple[KVCacheSpec, ...] = ()
     sharded: ShardedStep | None = None
     stamps: tuple[Stamp, ...] = ()
+    made: CommonAttentionMetadata | None = None
 
     def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""

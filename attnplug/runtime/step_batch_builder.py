@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -324,4 +325,5 @@ class StepBatchBuilder(CheckedRequests):
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
         own = self.cross_groups, names, self.block_sizes, placeholders, order, shared, self.kv_cache_specs
-        return StepBatch(common, first, tables, slots, counts, *own, sharded, (self._serial.advance("step"),))
+        stamps = (self._serial.advance("step"),)
+        return StepBatch(common, first, tables, slots, counts, *own, sharded, stamps, copy.copy(common))
