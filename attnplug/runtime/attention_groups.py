@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
@@ -335,11 +334,7 @@ def _for_group(
     if group == batch.common_group and causal is batch.common.causal:
         return batch.common
     # The batch serves all groups, so the table, slots and causality of one group go into a copy.
-    common = copy.copy(batch.common)
-    common.block_table_tensor = table
-    common.slot_mapping = slots
-    common.causal = causal
-    return common
+    return batch.common.changed(block_table_tensor=table, slot_mapping=slots, causal=causal)
 
 
 def _check_layers(groups: Sequence[KVCacheGroupSpec], decisions: Mapping[str, Decision]) -> None:

@@ -291,12 +291,14 @@ class AttentionRuntime:
         if batch is not None:
             check_current("batch", batch.stamps)
             check_groups(batch, self.kv_cache_config)
-            check_step("batch.common", batch.common, batch.common_group not in batch.cross_groups)
-            check_groups_of(batch)
-            self._comparison.begin("batch.common", batch.common, batch.made)
+            is_as_made = batch.is_as_made
+            if not is_as_made:
+                check_step("batch.common", batch.common, batch.common_group not in batch.cross_groups)
+                check_groups_of(batch)
+                self._comparison.begin("batch.common", batch.common)
             if self.device.type == "cpu" or self.debug:
                 # On a GPU the host would wait for the tables, so only debug mode checks them.
-                check_pool(batch, self.kv_cache_config, self.debug)
+                check_pool(batch, self.kv_cache_config, not is_as_made, self.debug)
             check_order(batch, self.attention_groups)
             check_spans("batch.common", batch.common, self._needs_spans[0])
             check_given("batch.common", batch.common, self._needs_selection[0])

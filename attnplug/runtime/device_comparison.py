@@ -21,21 +21,16 @@ _PAIRS = (
 
 
 class DeviceComparison:
-    """The comparisons of the steps so far, which the device may still be computing.
-
-    Batches as a builder made them are not compared: both sides come from one buffer.
-    """
+    """The comparisons of the steps so far, which the device may still be computing."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[str, list[str], torch.Tensor, torch.cuda.Event]] = []
 
-    def begin(
-        self, field: str, common: CommonAttentionMetadata, made: CommonAttentionMetadata | None = None
-    ) -> None:
-        """Compare a step on its GPU; `made` is the same step as its builder made it. Nothing happens on a CPU."""
+    def begin(self, field: str, common: CommonAttentionMetadata) -> None:
+        """Compare a step on its GPU; nothing happens on a CPU."""
         if common.query_start_loc.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
-        found = dict(_differences(common, made))
+        found = dict(_differences(common))
         if not found:
             return
         flags = torch.empty(len(found), dtype=torch.bool, device="cpu", pin_memory=True)
@@ -59,14 +54,10 @@ class DeviceComparison:
                     raise BatchError(f"{field}.{name}", "on the device", limit, remedy)
 
 
-def _differences(
-    common: CommonAttentionMetadata, made: CommonAttentionMetadata | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _differences(common: CommonAttentionMetadata) -> Iterator[tuple[str, torch.Tensor]]:
     for name, copied, exactness in _PAIRS:
         device, host = getattr(common, name), getattr(common, copied)
         if device is None or host is None:
-            continue
-        if made is not None and device is getattr(made, name) and host is getattr(made, copied):
             continue
         values: Any = host if isinstance(host, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(host))
         sent = values.to(device.device, non_blocking=True)

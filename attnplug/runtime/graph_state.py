@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Iterator
 
@@ -369,8 +368,7 @@ class GraphState:
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
         tables, slots = buffers.block_tables, buffers.slot_mappings
         at = tables, slots, counts, self._cross, req_ids, self._sizes
-        made = copy.copy(common)
-        return StepBatch(common, self._first, *at, sharded=sharded, stamps=stamps, made=made)
+        return StepBatch(common, self._first, *at, sharded=sharded, stamps=stamps).sealed()
 
 
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:

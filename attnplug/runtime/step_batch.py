@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -14,6 +16,13 @@ from attnplug.runtime.placeholders import PlaceholderMap
 from attnplug.runtime.request_counts import Ints
 from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.step_serial import Stamp
+
+
+class _Made(NamedTuple):
+    """The fields of a batch when it was made, and how often each tensor had been written to."""
+
+    fields: list[Any]
+    versions: list[int]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -40,7 +49,7 @@ class StepBatch:
         sharded: the keys on this rank, under context parallelism; None without.
         stamps: the step of the builder, and the contents of a graph's buffers, that it belongs to; a runtime refuses
             it once they have changed. Empty for a batch made by hand.
-        made: the step as the builder made it; a GPU does not compare the fields that are still the same objects.
+        made: set by `sealed`.
     """
 
     common: CommonAttentionMetadata
@@ -57,7 +66,22 @@ class StepBatch:
     kv_cache_specs: tuple[KVCacheSpec, ...] = ()
     sharded: ShardedStep | None = None
     stamps: tuple[Stamp, ...] = ()
-    made: CommonAttentionMetadata | None = None
+    made: _Made | None = None
+
+    def sealed(self) -> Self:
+        """The batch itself, as its builder made it: while nothing changes, a runtime need not compare its fields."""
+        self.made = _Made(*(_parts(self)))
+        return self
+
+    @property
+    def is_as_made(self) -> bool:
+        """Whether each field is still the object that the builder put there, and no tensor was written to since."""
+        made = self.made
+        if made is None:
+            return False
+        fields, versions = _parts(self)
+        same = len(fields) == len(made.fields) and all(map(operator.is_, fields, made.fields))
+        return same and versions == made.versions
 
     def in_former_order(self, tokens: torch.Tensor) -> torch.Tensor:
         """The rows of `tokens [T, ...]`, such as an output, by the order that the requests had before the step."""
@@ -82,3 +106,20 @@ class StepBatch:
             (table, row if count == most else row[:count])
             for table, row, count in zip(tables, slots, self.num_slots, strict=True)
         ]
+
+
+_OF_COMMON = operator.attrgetter(
+    *(field.name for field in dataclasses.fields(CommonAttentionMetadata) if not field.name.startswith("_"))
+)
+_OF_BATCH = operator.attrgetter(
+    *("common_group", "block_tables", "slot_mappings", "num_slots", "cross_groups", "req_ids", "block_sizes"),
+    *("kv_cache_specs", "sharded"),
+)
+
+
+def _parts(batch: StepBatch) -> tuple[list[Any], list[int]]:
+    common = batch.common
+    # Torch counts the writes to a tensor and its views, so no value is read.
+    tensors = batch.block_tables, batch.slot_mappings, common.query_start_loc_cpu, common.query_start_loc
+    versions = [tensor._version for tensor in (*tensors, common.seq_lens)]
+    return [*_OF_COMMON(common), *_OF_BATCH(batch)], versions

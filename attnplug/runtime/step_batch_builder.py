@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -326,4 +325,4 @@ class StepBatchBuilder(CheckedRequests):
         self._ring.release()
         own = self.cross_groups, names, self.block_sizes, placeholders, order, shared, self.kv_cache_specs
         stamps = (self._serial.advance("step"),)
-        return StepBatch(common, first, tables, slots, counts, *own, sharded, stamps, copy.copy(common))
+        return StepBatch(common, first, tables, slots, counts, *own, sharded, stamps).sealed()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import logging
 import time
@@ -255,5 +254,4 @@ def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
         shared = [i for i, group in enumerate(groups) if shares_tokens(group.kv_cache_spec)]
         sharded = ShardedStep.uniform(place, shared, reqs, shape.computed, shape.query_len, device)
     counts = (rows,) * len(groups)
-    made = copy.copy(common)
-    return StepBatch(common, first, tables, slots, counts, cross, names, sizes, sharded=sharded, made=made)
+    return StepBatch(common, first, tables, slots, counts, cross, names, sizes, sharded=sharded).sealed()
