@@ -121,5 +121,5 @@ def _parts(batch: StepBatch) -> tuple[list[Any], list[int]]:
     common = batch.common
     # Torch counts the writes to a tensor and its views, so no value is read.
     tensors = batch.block_tables, batch.slot_mappings, common.query_start_loc_cpu, common.query_start_loc
-    versions = [tensor._version for tensor in (*tensors, common.seq_lens)]
+    versions = [getattr(tensor, "_version", 0) for tensor in (*tensors, common.seq_lens)]
     return [*_OF_COMMON(common), *_OF_BATCH(batch)], versions

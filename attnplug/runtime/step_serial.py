@@ -42,7 +42,7 @@ def check_current(field: str, stamps: tuple[Stamp, ...]) -> None:
         if serial.now != number:
             limit = f"is out of date: {serial.last} was called after it was made"
             remedy = "make a batch by step() once requests are in order, and run it before the next change"
-            raise BatchError(field, f"step {number}", limit, remedy)
+            raise BatchError(f"{field}.step", number, limit, remedy)
 
 
 class StepMetadata(dict[str, AttentionMetadata]):
@@ -60,5 +60,5 @@ def check_same_step(metadata: Mapping[str, AttentionMetadata], stamps: tuple[Sta
     built = getattr(metadata, "stamps", ())
     # That of a captured graph has none: its tensors are the graph's buffers, which each step fills.
     if built and stamps and built != stamps:
-        limit = f"was built for step {built[0][1]}, and the batch is step {stamps[0][1]}"
-        raise BatchError("metadata", f"of {len(metadata)} layers", limit, "build it for this batch")
+        limit = f"is not that of the batch, {stamps[0][1]}"
+        raise BatchError("metadata.step", built[0][1], limit, "build it for this batch")
