@@ -90,6 +90,27 @@ class IgnoresCausal(Altered):
         return dataclasses.replace(made, causal=False)
 
 
+class SilenceIsCausal(Altered):
+    """Takes the batch's flag for the layer's, and a batch that says nothing for a causal one."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        return dataclasses.replace(made, causal=common.causal is not False)
+
+
+class SilenceIsNotCausal(Altered):
+    """Takes the batch's flag for the layer's, and a batch that says nothing for one that is not causal."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        return dataclasses.replace(made, causal=bool(common.causal))
+
+
+class AlwaysCausal(Altered):
+    """Takes each step of decoders for a causal one, as a builder of an engine with causal models only."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        return dataclasses.replace(made, causal=True)
+
+
 class NeverWidens(Altered):
     """Reads causality from the layer if the batch widens it."""
 
@@ -114,6 +135,13 @@ WRONG_BATCHES = [
     wrong("two_or_more", "batch/alone", "alone, with 1 new tokens", builder=TwoOrMore),
     wrong("first_piece_only", "batch/pieces", "tokens in pieces that end at", builder=FirstPieceOnly),
     wrong("ignores_causal", "batch/narrowed", "mistake: causal=True ignored", builder=IgnoresCausal),
+    wrong(
+        "silence_is_causal", "batch/unstated", "common.causal=None taken for True", builder=SilenceIsCausal
+    ),
+    wrong(
+        "silence_is_not_causal", "batch/unstated", "cannot widen a causal layer", builder=SilenceIsNotCausal
+    ),
+    wrong("always_causal", "runtime/steps", "layer two-sided", builder=AlwaysCausal),
     wrong("never_widens", "batch/widened", "was accepted; it must raise a BatchError", builder=NeverWidens),
     wrong("raises_on_wide", "batch/widened", "RuntimeError: unreachable", builder=RaisesOnWide),
     wrong(

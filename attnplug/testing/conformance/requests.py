@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -53,6 +55,8 @@ def checks(target: Target) -> Iterator[Check]:
         summary = "a prefill in pieces gives the result of a prefill at once"
         yield Check.of(f"batch/pieces-{kind}", summary, _check_pieces, target, kind)
     for scenario in scenarios(target):
+        summary = "a batch with causal=None leaves causality to the layer"
+        yield Check.of(f"batch/unstated-{scenario}", summary, _check_unstated, target, scenario)
         if scenario != "encoder":  # an encoder is not causal
             summary = "a causal layer refuses causal=False"
             yield Check.of(f"batch/widened-{scenario}", summary, _check_widened, target, scenario)
@@ -61,7 +65,7 @@ def checks(target: Target) -> Iterator[Check]:
             yield Check.of(f"batch/no-spans-{scenario}", summary, _check_no_spans, target, scenario)
             summary = "a layer with mm_prefix serves a step of text"
             yield Check.of(f"batch/text-{scenario}", summary, _check_text, target, scenario)
-        if Feature.NON_CAUSAL in features:
+        if Feature.NON_CAUSAL in features and scenario != "encoder":
             summary = "causal=True applies to a layer with causal=False"
             yield Check.of(f"batch/narrowed-{scenario}", summary, _check_narrowed, target, scenario)
 
@@ -205,6 +209,26 @@ def _check_narrowed(target: Target, scenario: str) -> None:
     found = Harness.of(target, batch).forward(batch, what=what)
     wide = _causal(batch, False)
     expect_correct(batch, found, what, lambda: None if difference(wide, found) else "causal=True ignored")
+
+
+def _check_unstated(target: Target, scenario: str) -> None:
+    own = scenario_factory(target, scenario)()
+    batches = [own]
+    if own.spec.causal and Feature.NON_CAUSAL in target.backend.features:
+        with contextlib.suppress(CheckSkipped):
+            batches.append(_without_selection(scenario_factory(target, scenario, causal=False)()))
+    for batch in batches:
+        unstated = dataclasses.replace(batch, common=dataclasses.replace(batch.common, causal=None))
+        what = f"with causal=None in the batch of a layer with causal={batch.spec.causal}"
+        found = Harness.of(target, unstated).forward(unstated, what=what)
+        expect_correct(batch, found, what, functools.partial(_taken_for_causal, batch, found))
+
+
+def _taken_for_causal(batch: Batch, found: Answer) -> str | None:
+    """The mistake, if the answer is that of a causal layer, and the layer is none."""
+    if batch.spec.causal or batch.spec.is_encoder or difference(_causal(batch, True), found):
+        return None
+    return "common.causal=None taken for True, not for what the layer says"
 
 
 def _check_widened(target: Target, scenario: str) -> None:

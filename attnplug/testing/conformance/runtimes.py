@@ -55,6 +55,8 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         "capped": {"logits_soft_cap": 3.0},
         "window-sinks": {"window": (19, 0), "has_sinks": True},
         "slopes": {"has_alibi": True},
+        "two-sided": {"causal": False},
+        "two-sided-window": {"causal": False, "window": (19, 5)},
         "spans": {"mm_prefix": True},
         "window-spans": {"window": (19, 0), "mm_prefix": True},
     }
