@@ -275,6 +275,11 @@ class AttentionMetadataBuilder(ABC, Generic[_M]):
         """
         return common.for_layers(self._specs)
 
+    def check_cut(self, common: CommonAttentionMetadata) -> None:
+        """BatchError for a part of a request, if a layer of this builder sees later tokens."""
+        if common.is_cut:
+            self.for_own_layers(common)
+
     @functools.cached_property
     def _specs(self) -> frozenset[LayerSpec]:
         impls = (getattr(self.config.layers.get(name), "impl", None) for name in self.layer_names)

@@ -104,13 +104,6 @@ class SilenceIsNotCausal(Altered):
         return dataclasses.replace(made, causal=bool(common.causal))
 
 
-class AlwaysCausal(Altered):
-    """Takes each step of decoders for a causal one, as a builder of an engine with causal models only."""
-
-    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
-        return dataclasses.replace(made, causal=True)
-
-
 class NeverWidens(Altered):
     """Reads causality from the layer if the batch widens it."""
 
@@ -136,12 +129,14 @@ WRONG_BATCHES = [
     wrong("first_piece_only", "batch/pieces", "tokens in pieces that end at", builder=FirstPieceOnly),
     wrong("ignores_causal", "batch/narrowed", "mistake: causal=True ignored", builder=IgnoresCausal),
     wrong(
-        "silence_is_causal", "batch/unstated", "common.causal=None taken for True", builder=SilenceIsCausal
+        "silence_is_causal",
+        "batch/unstated-mixed",
+        "common.causal=None taken for True",
+        builder=SilenceIsCausal,
     ),
     wrong(
         "silence_is_not_causal", "batch/unstated", "cannot widen a causal layer", builder=SilenceIsNotCausal
     ),
-    wrong("always_causal", "runtime/steps", "layer two-sided", builder=AlwaysCausal),
     wrong("never_widens", "batch/widened", "was accepted; it must raise a BatchError", builder=NeverWidens),
     wrong("raises_on_wide", "batch/widened", "RuntimeError: unreachable", builder=RaisesOnWide),
     wrong(

@@ -252,6 +252,13 @@ class DecodesFirst(Altered):
         return dataclasses.replace(made, seq_lens=np.where(late, made.query_lens, made.seq_lens))
 
 
+class AlwaysCausal(Altered):
+    """Takes each step of decoders for a causal one, as a builder of an engine with causal models only."""
+
+    def altered(self, made: TorchMetadata, common: CommonAttentionMetadata) -> TorchMetadata:
+        return dataclasses.replace(made, causal=True)
+
+
 class OneTable(Altered):
     """Keeps the table of a step's first KV group for all of them."""
 
@@ -358,6 +365,7 @@ WRONG = (
         builder=TrustsLongest,
     ),
     wrong("DECODES_FIRST", "builder/order", "reorder_batch_threshold=None promises", builder=DecodesFirst),
+    wrong("ALWAYS_CAUSAL", "runtime/steps", "layer two-sided of KV group", builder=AlwaysCausal),
     wrong("ONE_TABLE", "runtime/steps", "layer window-reader of KV group", builder=OneTable),
     wrong(
         "REFUSES_UNDECLARED",

@@ -84,7 +84,7 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         )
 
     def _build(self, common: CommonAttentionMetadata, *, captured: bool) -> FlashAttnMetadata:
-        common = self.for_own_layers(common)
+        self.check_cut(common)
         _, lens = query_spans(common)
         tokens = common.num_actual_tokens
         known = _known(common, captured)

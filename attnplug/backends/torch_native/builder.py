@@ -44,7 +44,8 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             BatchError: start locations that decrease or pass `num_actual_tokens`, negative lengths, a prefix of
                 tokens that a request has not computed, or fewer multimodal spans than tokens.
         """
-        common = self.for_own_layers(common_attn_metadata)
+        common = common_attn_metadata
+        self.check_cut(common)
         reqs = common.num_reqs
         query_starts = _starts("query_start_loc_cpu", common.query_start_loc_cpu, reqs)
         if query_starts[-1] > common.num_actual_tokens:

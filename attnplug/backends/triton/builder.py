@@ -55,7 +55,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
                 as the host knows, not computed by every request, fewer multimodal spans than tokens, or tensors that
                 are not int32 or whose rows have gaps.
         """
-        common = self.for_own_layers(common_attn_metadata)
+        common = common_attn_metadata
+        self.check_cut(common)
         reqs, tokens = common.num_reqs, common.num_actual_tokens
         starts = common.query_start_loc_cpu.numpy()[: reqs + 1]
         lens = starts[1:] - starts[:-1]
