@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Protocol, Unpack, runtime_checkable
 
-from attnplug.core.checks import check_size
+from attnplug.core.checks import check_flag, check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.device import Device
@@ -103,7 +103,7 @@ def plan(
         LayoutError: layers that agree on no block size or layout, naming layer and backend; an impossible
             `kv_sharing`; too little memory for the workspace and a token of every KV group; an interleave that does
             not divide the block size of a sharded layer.
-        PolicyError: as `attnplug.select_layers`; both num_blocks and memory.
+        PolicyError: as `attnplug.select_layers`; both num_blocks and memory; a registry that is none.
         SpecError: `specs` without layers by name, or a `num_blocks` below 2, or `context_chunk_rows` below 1.
     """
     if isinstance(specs, HasLayers):
@@ -122,6 +122,9 @@ def plan(
     if num_blocks is not None:
         # Block 0 is the null block, so one block alone serves no request.
         num_blocks = check_size("num_blocks", num_blocks, 2)
+    per_phase, uniform = check_flag("per_phase", per_phase), check_flag("uniform", uniform)
+    if registry is not None and not isinstance(registry, Registry):
+        raise PolicyError("registry", registry, "must be a Registry or None")
     rows = check_size("context_chunk_rows", context_chunk_rows)
     place = checked_place(context_parallel)
     registry = get_registry() if registry is None else registry

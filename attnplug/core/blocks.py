@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Sequence
 
+from attnplug.core.checks import MOST, check_size
 from attnplug.core.errors import SpecError
 
 _MOST_SIZES = 100_000
@@ -28,7 +29,7 @@ class MultipleOf:
         # bool is a subclass of int, so isinstance would accept True.
         if type(self.base) is not int or self.base < 1:
             raise SpecError("MultipleOf.base", self.base, "must be an integer of at least 1")
-        if not all(type(size) is int for size in self.but):
+        if not isinstance(self.but, Sequence) or not all(type(size) is int for size in self.but):
             raise SpecError("MultipleOf.but", self.but, "must be integers")
         # A caller may pass a list, with which this frozen value could not be hashed.
         object.__setattr__(self, "but", tuple(self.but))
@@ -42,6 +43,7 @@ class MultipleOf:
 
     def from_on(self, least: int) -> int:
         """The smallest allowed size of at least `least`."""
+        least = check_size("least", least, -MOST)
         size = -(-max(least, 1) // self.base) * self.base
         while size in self.but:
             size += self.base
@@ -50,21 +52,29 @@ class MultipleOf:
     @staticmethod
     def allows(sizes: Sequence[int | MultipleOf], size: int) -> bool:
         """Whether one of `sizes` is, or contains, `size`. SpecError for more than 100,000 sizes."""
-        if not hasattr(sizes, "__len__") or len(sizes) > _MOST_SIZES:
+        if not isinstance(sizes, Sequence) or len(sizes) > _MOST_SIZES:
             limit = f"must be a sequence of at most {_MOST_SIZES} sizes"
             raise SpecError(
                 "sizes", type(sizes).__name__, limit, "declare MultipleOf(n) for every multiple of n"
             )
-        return any(size in item if isinstance(item, MultipleOf) else size == item for item in sizes)
+        if type(size) is not int:
+            check_size("size", size, -MOST)
+        try:
+            return any(size in item if isinstance(item, MultipleOf) else size == item for item in sizes)
+        except Exception:  # noqa: BLE001  (a comparison with an item may be code of the caller)
+            raise SpecError("sizes", sizes, "must be integers or MultipleOf") from None
 
     @staticmethod
     def dividing(number: int, sizes: Sequence[int | MultipleOf]) -> tuple[int, ...]:
         """The divisors of `number` that `sizes` allow, ascending."""
+        number = check_size("number", number)
         return tuple(size for size in _divisors(number) if MultipleOf.allows(sizes, size))
 
     @staticmethod
     def nearest(sizes: Sequence[int | MultipleOf], wanted: int) -> int:
         """The smallest allowed size of at least `wanted`, or the largest below it."""
+        wanted = check_size("wanted", wanted, -MOST)
+        _check_sizes("sizes", sizes)
         found = [item.from_on(wanted) if isinstance(item, MultipleOf) else item for item in sizes]
         if not found:
             raise SpecError("sizes", list(sizes), "must name at least one size")
@@ -76,6 +86,8 @@ class MultipleOf:
         one: Sequence[int | MultipleOf], other: Sequence[int | MultipleOf]
     ) -> tuple[int | MultipleOf, ...]:
         """The sizes that are in both sets, those of `one` first; empty if there are none."""
+        _check_sizes("one", one)
+        _check_sizes("other", other)
         multiples = [
             MultipleOf(math.lcm(left.base, right.base), (*left.but, *right.but))
             for left in one
@@ -95,3 +107,9 @@ class MultipleOf:
 def _divisors(number: int) -> tuple[int, ...]:
     below = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
     return tuple(sorted({*below, *(number // size for size in below)}))
+
+
+def _check_sizes(field: str, sizes: Sequence[int | MultipleOf]) -> None:
+    is_listed = isinstance(sizes, Sequence) and not isinstance(sizes, (str, bytes))
+    if not is_listed or not all(isinstance(size, MultipleOf) or type(size) is int for size in sizes):
+        raise SpecError(field, sizes, "must be a sequence of integers and MultipleOf")

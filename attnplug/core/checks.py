@@ -11,6 +11,7 @@ from typing import TypeVar
 from attnplug.core.errors import SpecError
 
 _E = TypeVar("_E", bound=enum.StrEnum)
+_T = TypeVar("_T")
 
 
 MOST = 2**31 - 1
@@ -23,7 +24,7 @@ def check_size(field: str, value: object, least: int = 1, most: int = MOST) -> i
     """`value` as an int from `least` to `most`; SpecError for any other number, a bool or any other type."""
     try:
         number = _index(value)
-    except TypeError:
+    except Exception:  # noqa: BLE001  (`__index__` is code of the caller)
         # A value that is no integer gets the same error as one that is too small.
         number = least - 1
     if number < least:
@@ -37,7 +38,7 @@ def check_positive(field: str, value: object, remedy: str | None = None) -> floa
     """`value` as a float above 0; SpecError for anything else, infinity, nan and text included."""
     try:
         number = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # noqa: BLE001  (`__float__` is code of the caller)
         number = math.nan
     # float() reads text, and reads True as 1.0, so these types are refused here.
     if not (math.isfinite(number) and number > 0) or isinstance(value, (bool, str, bytes)):
@@ -56,7 +57,7 @@ def check_member(kind: type[_E], field: str, value: str) -> _E:
     """The member of `kind` that `value` is or names; SpecError with the list of members."""
     try:
         return kind(value)
-    except ValueError:
+    except Exception:  # noqa: BLE001  (a comparison is code of the caller)
         raise SpecError(field, value, f"must be one of {', '.join(kind)}") from None
 
 
@@ -68,7 +69,7 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
     """
     try:
         left, right = (_index(side) for side in window)
-    except (TypeError, ValueError):
+    except Exception:  # noqa: BLE001  (`__iter__` and `__index__` are code of the caller)
         raise SpecError("window", window, "must be (left, right), two integers") from None
     if min(left, right) < -1:
         raise SpecError("window", (left, right), "must not go below -1, which means no limit")
@@ -85,6 +86,22 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
         # sliding_window counts the query's own token, and window does not.
         left = check_size("sliding_window", sliding_window, most=MOST_TOKENS + 1) - 1
     return left, 0 if causal else right
+
+
+def check_names(field: str, value: object) -> tuple[str, ...]:
+    """`value` as a tuple of names; SpecError for text, and for anything else that is no sequence of names."""
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        names = tuple(value)
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise SpecError(field, value, "must be a sequence of names")
+
+
+def check_instances(field: str, value: object, kind: type[_T]) -> tuple[_T, ...]:
+    """`value` as a tuple of `kind`; SpecError for anything else."""
+    if not isinstance(value, Sequence) or not all(isinstance(each, kind) for each in value):
+        raise SpecError(field, value, f"must be a sequence of {kind.__name__}")
+    return tuple(value)
 
 
 def short_number(number: int) -> object:

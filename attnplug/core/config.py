@@ -57,5 +57,9 @@ class BuilderConfig:
         given = self.cudagraph_batch_sizes
         if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
             raise SpecError("cudagraph_batch_sizes", given, "must be a sequence of integers")
-        sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in given)
+        try:
+            listed = tuple(given)
+        except Exception:  # noqa: BLE001  (`__iter__` is code of the caller)
+            raise SpecError("cudagraph_batch_sizes", given, "must be a sequence of integers") from None
+        sizes = tuple(check_size("cudagraph_batch_sizes", size) for size in listed)
         object.__setattr__(self, "cudagraph_batch_sizes", sizes)

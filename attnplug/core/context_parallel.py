@@ -28,6 +28,16 @@ class RankGroup(Protocol):
         ...
 
 
+def _positions(position: Any) -> Any:
+    """`position`, an int or an array or tensor of integers; SpecError for anything else."""
+    # The name of a dtype tells integers of numpy and of torch, which is not imported here.
+    if type(position) is int:
+        return check_size("position", position, 0)
+    if "int" not in str(getattr(position, "dtype", "")):
+        raise SpecError("position", position, "must be an integer, or an array or tensor of integers")
+    return position
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class ContextParallel:
     """The size of a context-parallel group, the rank of this process in it, and the rule of placement.
@@ -69,15 +79,29 @@ class ContextParallel:
 
     @classmethod
     def of(cls, group: RankGroup, interleave: int = 1) -> Self:
-        """Size and rank of a process group, such as `mesh["cp"].get_group()` of torch."""
-        return cls(group.size(), group.rank(), interleave)
+        """Size and rank of a process group, such as `mesh["cp"].get_group()` of torch.
+
+        Raises:
+            SpecError: `group` has no `size()` and `rank()`, or they give no place in a group.
+        """
+        methods = getattr(group, "size", None), getattr(group, "rank", None)
+        if isinstance(group, type) or not all(map(callable, methods)):
+            raise SpecError("group", group, "must be a process group, with size() and rank()")
+        try:
+            size, rank = group.size(), group.rank()
+        except Exception as error:
+            raise SpecError(
+                "group", group, f"has a size() or rank() that raised {type(error).__name__}"
+            ) from error
+        return cls(size, rank, interleave)
 
     def owner(self, position: Any) -> Any:
         """The rank of the token at a position: an int, or elementwise for an array or tensor of integers."""
-        return position // self.interleave % self.size
+        return _positions(position) // self.interleave % self.size
 
     def local_position(self, position: Any) -> Any:
         """The place of a token among the tokens of its own rank: an int, or elementwise."""
+        _positions(position)
         return position // (self.interleave * self.size) * self.interleave + position % self.interleave
 
     def local_length(self, length: int, rank: int | None = None) -> int:

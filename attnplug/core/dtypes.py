@@ -91,6 +91,8 @@ def stored_dtype_name(kv_cache_dtype: str, dtype: str) -> str:
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """Whether stored values differ from the computed ones by a scale ("fp8", "fp8_e5m2", "int8")."""
+    if not isinstance(kv_cache_dtype, str):
+        raise SpecError("kv_cache_dtype", kv_cache_dtype, "must be the name of a dtype")
     return kv_cache_dtype.startswith(("fp8", "int8", "nvfp4"))
 
 

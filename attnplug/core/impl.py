@@ -52,6 +52,8 @@ class LayerTensors:
 
         It does not read a scale in a tensor, which may be on a device.
         """
+        if not isinstance(spec, LayerSpec):
+            raise SpecError("spec", spec, "must be a LayerSpec")
         for field, flag in (("sinks", "has_sinks"), ("alibi_slopes", "has_alibi")):
             tensor, asked = getattr(self, field), getattr(spec, flag)
             if asked and tensor is None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from attnplug.core.checks import check_size
+from attnplug.core.checks import check_instances, check_names, check_size
 from attnplug.core.dtypes import element_size, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
+
+_MOST_BYTES = 2**63 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class KVCacheSpec:
 
     def __post_init__(self) -> None:
         # False == 0, so without the second test False would count as the default.
-        if self.head_size_v == 0 and self.head_size_v is not False:
+        if isinstance(self.head_size_v, int) and self.head_size_v == 0 and self.head_size_v is not False:
             object.__setattr__(self, "head_size_v", self.head_size)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -97,6 +99,10 @@ class KVCacheTensor:
     size: int
     shared_by: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", check_size("size", self.size, 0, _MOST_BYTES))
+        object.__setattr__(self, "shared_by", check_names("shared_by", self.shared_by))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
@@ -104,6 +110,11 @@ class KVCacheGroupSpec:
 
     layer_names: tuple[str, ...]
     kv_cache_spec: KVCacheSpec
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layer_names", check_names("layer_names", self.layer_names))
+        if not isinstance(self.kv_cache_spec, KVCacheSpec):
+            raise SpecError("kv_cache_spec", self.kv_cache_spec, "must be a KVCacheSpec")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,6 +124,13 @@ class KVCacheConfig:
     num_blocks: int
     kv_cache_tensors: tuple[KVCacheTensor, ...]
     kv_cache_groups: tuple[KVCacheGroupSpec, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "num_blocks", check_size("num_blocks", self.num_blocks, -_MOST_BYTES, _MOST_BYTES)
+        )
+        for name, kind in (("kv_cache_tensors", KVCacheTensor), ("kv_cache_groups", KVCacheGroupSpec)):
+            object.__setattr__(self, name, check_instances(name, getattr(self, name), kind))
 
 
 def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 import torch
 from typing_extensions import deprecated
 
+from attnplug.core.arguments import integer
 from attnplug.core.errors import BatchError
 from attnplug.core.overrides import owner_of
 from attnplug.core.selection import Selection
@@ -169,7 +170,7 @@ class CommonAttentionMetadata:
             ("num_actual_tokens", num_actual_tokens, self.slot_mapping.shape[0]),
             ("num_actual_reqs", num_actual_reqs, self.num_reqs),
         ):
-            if not 0 <= value <= limit:
+            if not 0 <= integer(name, value) <= limit:
                 raise BatchError(name, value, f"must be in 0 .. {limit}, the size of the batch")
         reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
         ends = dict.fromkeys(_PER_REQUEST, reqs) | dict.fromkeys(_START_LOCATIONS, starts)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
+from attnplug.core.arguments import Shape
+from attnplug.core.checks import check_size
 from attnplug.core.errors import SpecError
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ class DenseProjection:
     @classmethod
     def of(cls, kv_b_proj: torch.Tensor, nope: int, v_head_dim: int) -> DenseProjection:
         """The projection of a model's weight; shares its storage."""
+        nope, v_head_dim = check_size("nope", nope), check_size("v_head_dim", v_head_dim)
+        Shape("_ _: floats", SpecError).check("kv_b_proj", kv_b_proj, {})
+        if kv_b_proj.shape[0] % (nope + v_head_dim):
+            limit = f"must have a multiple of {nope + v_head_dim} rows, nope + v_head_dim of each head"
+            raise SpecError("kv_b_proj", tuple(kv_b_proj.shape), limit)
         heads = kv_b_proj.view(-1, nope + v_head_dim, kv_b_proj.shape[1])
         return cls(heads[:, :nope], heads[:, nope:].transpose(1, 2), kv_b_proj)
 

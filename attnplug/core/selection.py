@@ -7,9 +7,11 @@ from typing import Final, Self
 
 import torch
 
+from attnplug.core.arguments import Shape, at_least, instance, integer, torch_device
 from attnplug.core.errors import BatchError
 from attnplug.core.sparse import SparseSpec
 
+_ENDS = Shape("T: host int64")
 NOT_GIVEN: Final = -1
 """The count of a query whose keys nobody picked yet."""
 
@@ -49,6 +51,8 @@ class Selection:
     @classmethod
     def allocate(cls, tokens: int, topk: int, device: torch.device | str) -> Self:
         """Buffers for steps of up to `tokens` queries with up to `topk` positions each, not given yet."""
+        tokens, topk = at_least(0)("tokens", tokens), at_least(0)("topk", topk)
+        device = torch_device("device", device)
         positions = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
         return cls(positions, torch.full((tokens,), NOT_GIVEN, dtype=torch.int32, device=device))
 
@@ -58,11 +62,16 @@ class Selection:
 
     def clear(self, count: int = NOT_GIVEN) -> None:
         """Forget the positions of all rows; `count` 0 means that they pick no key."""
+        if integer("count", count) not in (NOT_GIVEN, 0):
+            raise BatchError("count", count, "must be 0 or NOT_GIVEN (-1)")
         self.positions.fill_(-1)
         self.counts.fill_(count)
 
     def copy_from(self, other: Selection) -> None:
         """Copy the rows of `other` to the first rows, without waiting for the device; of its columns those that fit."""
+        instance("other", other, Selection)
+        if other.counts.shape[0] > self.counts.shape[0]:
+            raise BatchError("other", other.counts.shape[0], f"must have at most {self.counts.shape[0]} rows")
         rows, width = other.counts.shape[0], min(other.positions.shape[1], self.positions.shape[1])
         self.positions[:rows, width:].fill_(-1)
         self.positions[:rows, :width].copy_(other.positions[:, :width], non_blocking=True)
@@ -71,6 +80,8 @@ class Selection:
     def check_size(self, tokens: int) -> None:
         """BatchError if there are fewer rows than `tokens`."""
         rows = self.counts.shape[0]
+        if integer("tokens", tokens) < 0:
+            raise BatchError("tokens", tokens, "must be at least 0")
         if rows < tokens:
             raise BatchError("selection", rows, f"must have a row for each of the step's {tokens} tokens")
 
@@ -85,6 +96,8 @@ class Selection:
             BatchError: a query without a selection; too many positions; a position twice, before 0, or past the keys of its
                 query; a position after the counted ones. The error names the token.
         """
+        instance("sparse", sparse, SparseSpec)
+        _ENDS.check("ends", ends, {})
         tokens, most = ends.shape[0], min(self.positions.shape[1], sparse.topk)
         self.check_size(tokens)
         counts = self.counts[:tokens].to("cpu", torch.int64)

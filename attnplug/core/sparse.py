@@ -32,7 +32,7 @@ class SparseSpec:
     block: int = 1
 
     def __post_init__(self) -> None:
-        if self.kind not in SPARSE_KINDS:
+        if not isinstance(self.kind, str) or self.kind not in SPARSE_KINDS:
             raise SpecError("sparse.kind", self.kind, f"must be one of {', '.join(SPARSE_KINDS)}")
         # The exact types are kept, because a spec is written as JSON.
         object.__setattr__(self, "kind", str(self.kind))
@@ -51,6 +51,8 @@ class SparseSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The spec of a JSON object with `kind`, `topk` and, for kind "block", `block`. SpecError for other fields."""
+        if not isinstance(data, Mapping):
+            raise SpecError("sparse", data, "must be a mapping of kind and topk, and block for kind block")
         if not {"kind", "topk"} <= set(data) <= {"kind", "topk", "block"}:
             raise SpecError("sparse", dict(data), "must name kind and topk, and block for kind block")
         return cls(**data)

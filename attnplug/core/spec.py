@@ -349,6 +349,8 @@ class LayerSpec:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerSpec:
         """The spec that `to_dict` wrote; fields left out take their defaults. SpecError for an unknown one."""
+        if not isinstance(data, Mapping):
+            raise SpecError("data", data, "must be a mapping of the fields of a LayerSpec")
         known = [f.name for f in dataclasses.fields(cls) if f.init] + ["sliding_window"]
         for name in data:
             if name not in known:
@@ -397,5 +399,7 @@ def check_layers(
     if not isinstance(specs, Mapping):
         raise SpecError("specs", specs, limit)
     for name, spec in specs.items():
+        if not isinstance(name, str):
+            raise SpecError("specs", name, "must have layer names as keys")
         if not isinstance(spec, LayerSpec):
             raise SpecError(f"specs[{name!r}]", spec, "must be a LayerSpec")

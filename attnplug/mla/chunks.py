@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from attnplug.core.arguments import integers
+from attnplug.core.batch.host import check_count
+from attnplug.core.checks import MOST, check_size
 from attnplug.core.dtypes import element_size
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import LayerSpec
@@ -49,10 +52,7 @@ def plan_context_chunks(context_lens: Sequence[int], rows: int, block_size: int)
     Raises:
         BatchError: a negative length, or fewer rows than a page has tokens.
     """
-    if rows < block_size:
-        raise BatchError("rows", rows, f"must be at least block_size={block_size}")
-    if any(length < 0 for length in context_lens):
-        raise BatchError("context_lens", list(context_lens), "must be at least 0")
+    context_lens = _checked(context_lens, rows, block_size)
     chunks: list[ContextChunk] = []
     first, starts, lengths, free = 0, [0] * 0, [0] * 0, rows
 
@@ -89,12 +89,28 @@ def plan_context_chunks(context_lens: Sequence[int], rows: int, block_size: int)
     return chunks
 
 
+def _checked(context_lens: Sequence[int], rows: int, block_size: int) -> list[int]:
+    check_count("rows", rows, 1)
+    check_count("block_size", block_size, 1)
+    lengths = integers("context_lens", context_lens)
+    if max(lengths, default=0) > MOST:
+        raise BatchError("context_lens", max(lengths), f"must be at most {MOST}")
+    if rows < block_size:
+        raise BatchError("rows", rows, f"must be at least block_size={block_size}")
+    if any(length < 0 for length in lengths):
+        raise BatchError("context_lens", lengths, "must be at least 0")
+    return lengths
+
+
 def prefill_workspace_bytes(spec: LayerSpec, rows: int) -> int:
     """Bytes of the workspace of an expanded prefill: `rows` latents, and their keys and values for each head.
 
     Raises:
         SpecError: the layer has no `mla`.
     """
+    if not isinstance(spec, LayerSpec):
+        raise SpecError("spec", spec, "must be a LayerSpec")
+    rows = check_size("rows", rows, 0)
     if spec.mla is None:
         raise SpecError("mla", None, "is required: other layers expand nothing")
     expanded = spec.num_heads * (spec.mla.query_size + spec.mla.v_head_dim)

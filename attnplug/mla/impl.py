@@ -17,9 +17,9 @@ from attnplug.core.spec import LayerSpec
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages
 from attnplug.ops.calls import check_rows, kv_scales, refuse_output_scales
-from attnplug.ops.gather import gather_pages, gather_slots
+from attnplug.ops.gather import pages_into, slots_into
 from attnplug.ops.kv_write import bound_kv_write
-from attnplug.ops.merging import merge_attn_states
+from attnplug.ops.merging import merge_into
 from attnplug.ops.storage import compute_dtype, in_words, typed_view
 
 if TYPE_CHECKING:
@@ -244,13 +244,13 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         merged = output if len(meta.chunks) <= _FEW_CHUNKS else output.float()
         for chunk in meta.chunks:
             latent, key, value = self._workspace(meta.workspace, chunk.rows, q)
-            gather_pages(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale)
+            pages_into(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale=scale)
             self._expand(latent[:, :rank], latent[:, rank:], key, value)
             queries, into = q[chunk.queries], merged[chunk.queries]
             part, part_lse = torch.empty_like(output[chunk.queries]), torch.empty_like(lse[chunk.queries])
             impl.attend(None, queries, key, value, None, chunk.attend, part, output_lse=part_lse)
             parts = (into, part), (lse[chunk.queries], part_lse)
-            merge_attn_states(*parts, into, lse[chunk.queries])
+            merge_into(*parts, into, lse[chunk.queries])
         if merged is not output:
             output.copy_(merged)
 
@@ -348,7 +348,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         slots = prefill.slots if prefill.key_rows is None else prefill.slots[prefill.key_rows]
         pages = self._latents(kv_cache)
         into = torch.empty(slots.shape[0], size, dtype=self._dtype, device=kv_cache.device)
-        return gather_slots(pages, slots, into, self._stored_scale(layer, pages.dtype))
+        return slots_into(pages, slots, into, self._stored_scale(layer, pages.dtype))
 
     def _workspace(self, buffer: torch.Tensor | None, rows: int, like: torch.Tensor) -> list[torch.Tensor]:
         """Latents `[rows, L + R]`, keys `[rows, H, nope + rope]` and values `[rows, H, v_head_dim]`, contiguous.

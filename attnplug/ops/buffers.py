@@ -8,6 +8,7 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from attnplug.core.arguments import at_least, instance, integer, listed, number, torch_device
 from attnplug.core.errors import BatchError
 
 # numpy has no such types, so a host buffer of them has no numpy view.
@@ -34,12 +35,24 @@ class CpuGpuBuffer:
     ) -> None:
         if not size:
             raise BatchError("size", size, "must have at least one dimension")
+        instance("dtype", dtype, torch.dtype)
+        for each in size:
+            at_least(0)("size", each)
+        number("fill", fill)
         if dtype in _NOT_IN_NUMPY:
             raise BatchError("dtype", dtype, "has no numpy view", "view the device's tensor as that dtype")
-        where = torch.device(device)
+        where = torch_device("device", device)
         # Only copies from pinned memory run without making the host wait.
         pinned = where.type == "cuda"
-        self.cpu = torch.full(size, fill, dtype=dtype, device="cpu", pin_memory=pinned)
+        try:
+            self.cpu = torch.full(size, fill, dtype=dtype, device="cpu", pin_memory=pinned)
+        except (OverflowError, TypeError, ValueError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or 0 in size:
+                raise
+            found = f"size {size} and fill={fill!r}"
+            raise BatchError(
+                "dtype", dtype, f"cannot be had with {found}: {str(error).splitlines()[0]}"
+            ) from None
         self.np: npt.NDArray[Any] = self.cpu.numpy()
         self.gpu = self.cpu if where.type == "cpu" else self.cpu.to(where)
 
@@ -49,7 +62,7 @@ class CpuGpuBuffer:
         Raises:
             BatchError: more rows than the buffer has.
         """
-        rows = self.cpu.shape[0] if n is None else n
+        rows = self.cpu.shape[0] if n is None else integer("n", n)
         if not 0 <= rows <= self.cpu.shape[0]:
             raise BatchError("n", rows, f"must be in 0 .. {self.cpu.shape[0]}, the buffer's rows")
         if self.gpu is self.cpu:
@@ -71,10 +84,11 @@ class StagingRing:
     """
 
     def __init__(self, slots: Sequence[Any], device: torch.device | str) -> None:
+        slots = listed("slots", slots, "sets of buffers")
         if len(slots) < 2:
             raise BatchError("slots", len(slots), "must be at least 2 sets of buffers")
-        self._slots = list(slots)
-        self._device = torch.device(device)
+        self._slots = slots
+        self._device = torch_device("device", device, is_used=False)
         self._events: list[torch.cuda.Event | None] = [None] * len(slots)
         self._next = 0
         self._stream: tuple[int, int, torch.cuda.Stream] | None = None

@@ -9,9 +9,11 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from attnplug.core.arguments import at_least, checked, flag, rank_group, sequence_of, torch_device
 from attnplug.core.context_parallel import MOST_SENT_BYTES
 from attnplug.core.errors import BatchError
-from attnplug.ops.merging import merge_attn_states
+from attnplug.ops.checks import check_apart, check_merge, is_same
+from attnplug.ops.merging import merge_into
 
 Exchange: TypeAlias = Literal["ag_rs", "a2a"]
 """How ranks exchange partial results: weighted outputs are summed, or the outputs themselves are sent."""
@@ -26,6 +28,12 @@ _reduce_scatter: Callable[..., Any] = (
 _ALIGN = 16
 
 
+def _exchange(field: str, value: object) -> object:
+    if not isinstance(value, str) or value not in _EXCHANGES:
+        raise BatchError(field, value, f"must be one of {', '.join(_EXCHANGES)}, or None")
+    return value
+
+
 class ExchangeBuffers:
     """The memory of `combine_partials` on one rank: it grows until `freeze`, and never afterwards.
 
@@ -36,7 +44,7 @@ class ExchangeBuffers:
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+        self.device = torch_device("device", device)
         self._memory: dict[str, torch.Tensor] = {}
         self._is_frozen = False
 
@@ -49,6 +57,7 @@ class ExchangeBuffers:
         """Refuse to grow from now on."""
         self._is_frozen = True
 
+    @checked(name=str, shape=sequence_of(at_least(0), "sizes"), dtype=torch.dtype)
     def take(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """An uninitialised tensor in the buffer `name`: the same memory in each call.
 
@@ -65,6 +74,9 @@ class ExchangeBuffers:
             memory = self._memory[name] = torch.empty(needed, dtype=torch.uint8, device=self.device)
         return memory[:needed].view(dtype).view(tuple(shape))
 
+    @checked(
+        tokens=at_least(0), heads=at_least(1), head_size=at_least(1), dtype=torch.dtype, group=rank_group
+    )
     def partial(
         self, tokens: int, heads: int, head_size: int, dtype: torch.dtype, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,6 +84,7 @@ class ExchangeBuffers:
         block = self._block(tokens, heads, head_size, dtype, group.size())[group.rank()]
         return _views(block, tokens, heads, head_size, dtype)
 
+    @checked(like="T H D: floats", group=rank_group)
     def partial_or_new(
         self, like: torch.Tensor, group: dist.ProcessGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,6 +98,15 @@ class ExchangeBuffers:
         lse = torch.empty(tokens, heads, dtype=torch.float32, device=like.device)
         return torch.empty(like.shape, dtype=like.dtype, device=like.device), lse
 
+    @checked(
+        tokens=at_least(0),
+        heads=at_least(1),
+        head_size=at_least(1),
+        dtype=torch.dtype,
+        group=rank_group,
+        scatter_heads=flag,
+        backend=_exchange,
+    )
     def reserve(
         self,
         tokens: int,
@@ -130,7 +152,11 @@ def combine(
 
     Returns:
         The output in the dtype of `outs`, and the LSE, computed in float32, or float64 where given.
+
+    Raises:
+        BatchError: no partial, or shapes that do not fit each other.
     """
+    check_merge(outs, lses, name="outs")
     stacked, logs = torch.stack(tuple(outs)), torch.stack(tuple(lses))
     precise = torch.float64 if torch.float64 in (stacked.dtype, logs.dtype) else torch.float32
     weights, total = _weights(logs.to(precise))
@@ -139,6 +165,16 @@ def combine(
     return out.to(stacked.dtype), total
 
 
+@checked(
+    out="T H D: floats",
+    lse="T H: float32",
+    group=rank_group,
+    scatter_heads=flag,
+    backend=_exchange,
+    buffers=ExchangeBuffers,
+    output="T _ D: floats",
+    output_lse="T _: float32",
+)
 def combine_partials(
     out: torch.Tensor,
     lse: torch.Tensor,
@@ -173,9 +209,23 @@ def combine_partials(
     Raises:
         BatchError: shapes that do not fit each other; heads that the ranks cannot split; an unknown backend.
     """
-    _check(out, lse, group, scatter_heads, backend)
     tokens, heads, head_size = out.shape
+    if scatter_heads and heads % group.size():
+        limit = f"must be a multiple of {group.size()}, the ranks that split them"
+        raise BatchError("out.shape[1]", heads, limit)
     own = heads // group.size() if scatter_heads else heads
+    for name, written in (("output", output), ("output_lse", output_lse)):
+        if written is not None:
+            if written.shape[1] != own:
+                expected = (tokens, own, head_size)[: written.ndim]
+                raise BatchError(name, tuple(written.shape), f"must have the shape {expected}")
+            others = {"out": out, "lse": lse, "output_lse": output_lse}
+            own_places = {
+                n: t
+                for n, t in others.items()
+                if t is not None and t is not written and not is_same(t, written)
+            }
+            check_apart(name, written, **own_places)
     if output is None:
         output = out.new_empty(tokens, own, head_size)
     if output_lse is None:
@@ -184,7 +234,7 @@ def combine_partials(
         return output, output_lse
     if group.size() == 1:
         # As in a group, rows without keys are 0, whatever a kernel left there.
-        return merge_attn_states([out], [without_nan(lse)], output, output_lse)
+        return merge_into([out], [without_nan(lse)], output, output_lse)
     memory = buffers or ExchangeBuffers(out.device)
     if (backend or _chosen(tokens, heads, head_size, out.dtype)) == "a2a":
         _send_partials(out, lse, group, scatter_heads, memory, output, output_lse)
@@ -222,7 +272,7 @@ def _send_partials(
         without_nan(lse, part_lse)
         all_gather(blocks.view(-1), mine, group=group)
     parts = [_views(block, tokens, own, head_size, dtype) for block in blocks]
-    merge_attn_states([part for part, _ in parts], [each for _, each in parts], output, output_lse)
+    merge_into([part for part, _ in parts], [each for _, each in parts], output, output_lse)
 
 
 def _sum_weighted(
@@ -312,19 +362,3 @@ def _chosen(tokens: int, heads: int, head_size: int, dtype: torch.dtype) -> Exch
 
 def _most_sent_rows(heads: int, head_size: int, dtype: torch.dtype) -> int:
     return max(MOST_SENT_BYTES // (heads * head_size * dtype.itemsize), 1)
-
-
-def _check(
-    out: Any, lse: Any, group: dist.ProcessGroup, scatter_heads: bool, backend: Exchange | None
-) -> None:
-    if backend is not None and backend not in _EXCHANGES:
-        raise BatchError("backend", backend, f"must be one of {', '.join(_EXCHANGES)}, or None")
-    if not isinstance(out, torch.Tensor) or out.ndim != 3:
-        found = tuple(out.shape) if isinstance(out, torch.Tensor) else out
-        raise BatchError("out", found, "must be a tensor [T, H, D]")
-    if not isinstance(lse, torch.Tensor) or lse.dtype != torch.float32 or lse.shape != out.shape[:2]:
-        found = f"{lse.dtype} {tuple(lse.shape)}" if isinstance(lse, torch.Tensor) else lse
-        raise BatchError("lse", found, f"must be torch.float32 {tuple(out.shape[:2])}")
-    if scatter_heads and out.shape[1] % group.size():
-        limit = f"must be a multiple of {group.size()}, the ranks that split them"
-        raise BatchError("out.shape[1]", out.shape[1], limit)

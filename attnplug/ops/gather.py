@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import torch
 
+from attnplug.core.arguments import checked, positive
+from attnplug.core.errors import BatchError
+from attnplug.ops.checks import check_apart, check_lengths, check_numbers, check_slots
 from attnplug.ops.triton import triton_ops
 
 
+@checked(
+    k_cache="B S H D: floats",
+    v_cache="B S H Dv: floats",
+    block_table="R M: int32",
+    cu_lens="R+1: int32",
+    k_out="T H D: floats",
+    v_out="T H Dv: floats",
+)
 def gather_keys(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
@@ -26,16 +37,46 @@ def gather_keys(
         cu_lens: int32 `[R + 1]`: request i gets the rows `cu_lens[i] : cu_lens[i + 1]`.
         k_out: contiguous `[cu_lens[R], Hkv, D]`.
         v_out: contiguous `[cu_lens[R], Hkv, Dv]`.
+
+    Raises:
+        BatchError: tensors of other shapes, dtypes or devices, or outputs that share memory with what is read. On a CPU also
+            a page that is not in the cache, and rows that are not as many as the tokens.
     """
+    for name, tensor in (("v_cache", v_cache), ("k_out", k_out), ("v_out", v_out)):
+        if tensor.dtype != k_cache.dtype:
+            raise BatchError(f"{name}.dtype", tensor.dtype, f"must be that of k_cache, {k_cache.dtype}")
+    given = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "cu_lens": cu_lens}
+    check_apart("k_out", k_out, **given, v_out=v_out)
+    check_apart("v_out", v_out, **given)
+    keys_into(k_cache, v_cache, block_table, cu_lens, k_out, v_out)
+
+
+def keys_into(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_lens: torch.Tensor,
+    k_out: torch.Tensor,
+    v_out: torch.Tensor,
+) -> None:
+    """`gather_keys` without its checks of types, for tensors that the caller made itself."""
     kernels = triton_ops("gather") if k_out.is_cuda else None
     if kernels is not None:
         kernels.gather_keys(k_cache, v_cache, block_table, cu_lens, k_out, v_out)
         return
     starts = torch.zeros_like(cu_lens[1:])
-    gather_pages(k_cache, block_table, cu_lens, starts, k_out)
-    gather_pages(v_cache, block_table, cu_lens, starts, v_out)
+    pages_into(k_cache, block_table, cu_lens, starts, k_out, "k_cache", "k_out")
+    pages_into(v_cache, block_table, cu_lens, starts, v_out, "v_cache", "v_out")
 
 
+@checked(
+    kv_cache="B S *: stored",
+    block_table="R M: int32",
+    cu_lens="R+1: integers",
+    starts="R: integers",
+    out="T *: floats",
+    scale=positive,
+)
 def gather_pages(
     kv_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -56,20 +97,83 @@ def gather_pages(
 
     Returns:
         `out`.
+
+    Raises:
+        BatchError: as `gather_keys`.
     """
+    check_apart("out", out, kv_cache=kv_cache, block_table=block_table, cu_lens=cu_lens, starts=starts)
+    return pages_into(kv_cache, block_table, cu_lens, starts, out, "kv_cache", "out", scale)
+
+
+def pages_into(
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_lens: torch.Tensor,
+    starts: torch.Tensor,
+    out: torch.Tensor,
+    pages: str = "kv_cache",
+    rows: str = "out",
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """`gather_pages` without its checks of types; `pages` and `rows` are the names of two arguments in errors."""
+    if out.shape[1:] != kv_cache.shape[2:]:
+        expected = ", ".join(map(str, ("cu_lens[R]", *kv_cache.shape[2:])))
+        raise BatchError(
+            rows, tuple(out.shape), f"must have the shape ({expected}), that of tokens of {pages}"
+        )
+    on_host = out.device.type == "cpu"
+    if on_host:
+        # On a device the host would wait for these numbers.
+        check_lengths("cu_lens", cu_lens, rows, out.shape[0])
     places = torch.arange(out.shape[0], device=out.device)
     ends = cu_lens[1:].long()
     owners = torch.searchsorted(ends, places, right=True)
     positions = places - cu_lens.long()[owners] + starts.long()[owners]
     size = kv_cache.shape[1]
-    blocks = block_table[owners, positions // size].long()
+    columns = positions // size
+    if on_host:
+        check_numbers("starts", starts, 0, None)
+        check_numbers(
+            "block_table",
+            columns,
+            0,
+            block_table.shape[1],
+            "is the number of a page past the table's columns",
+        )
+    blocks = block_table[owners, columns].long()
+    if on_host:
+        check_numbers(
+            "block_table",
+            blocks,
+            0,
+            kv_cache.shape[0],
+            f"must be in 0 .. {kv_cache.shape[0] - 1}, the pages of {pages}",
+        )
     return _dequantised(kv_cache, blocks, positions % size, out, scale)
 
 
+@checked(kv_cache="B S *: stored", slot_mapping="T: int64", out="T *: floats", scale=positive)
 def gather_slots(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, out: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
-    """Write the token of each slot, int64 `[T]`, to `out [T, D]`; rows of slot -1 are undefined."""
+    """Write the token of each slot, int64 `[T]`, to `out [T, D]`; rows of slot -1 are undefined.
+
+    Raises:
+        BatchError: tensors of other shapes, dtypes or devices, or, on a CPU, a slot that is not in the cache.
+    """
+    if out.shape[1:] != kv_cache.shape[2:]:
+        limit = f"must have the shape ({', '.join(map(str, (slot_mapping.shape[0], *kv_cache.shape[2:])))})"
+        raise BatchError("out", tuple(out.shape), limit)
+    check_apart("out", out, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    if out.device.type == "cpu":
+        check_slots(slot_mapping, kv_cache)
+    return slots_into(kv_cache, slot_mapping, out, scale)
+
+
+def slots_into(
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, out: torch.Tensor, scale: float = 1.0
+) -> torch.Tensor:
+    """`gather_slots` without its checks, for tensors that the caller made itself."""
     slots = slot_mapping.clamp(min=0)
     size = kv_cache.shape[1]
     return _dequantised(kv_cache, slots // size, slots % size, out, scale)

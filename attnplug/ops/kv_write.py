@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from attnplug.ops.checks import check_kv_write
+from attnplug.core.arguments import positive
+from attnplug.ops.checks import check_kv_write, check_slots
 from attnplug.ops.triton import triton_ops
 
 
@@ -39,6 +40,9 @@ def write_kv_cache(
         LayoutError: pages of integers (they would need more than a scale), or K and V pages that do not fit.
     """
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
+    k_scale, v_scale = positive("k_scale", k_scale), positive("v_scale", v_scale)
+    if key.device.type == "cpu":
+        check_slots(slot_mapping, k_cache)
     write = bound_kv_write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale))
     write(key, value, k_cache, v_cache, slot_mapping)
 

@@ -31,15 +31,25 @@ def merge_attn_states(
         The merged output and LSE.
 
     Raises:
-        BatchError: shapes that do not fit each other.
+        BatchError: shapes or devices that do not fit each other; an output that shares memory with another argument.
     """
-    kernels = triton_ops("merging") if len(outputs) and outputs[0].is_cuda else None
+    check_merge(outputs, lses, output, output_lse)
+    return merge_into(outputs, lses, output, output_lse)
+
+
+def merge_into(
+    outputs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    output: torch.Tensor | None = None,
+    output_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attn_states` without its checks, for tensors that the caller made itself."""
+    kernels = triton_ops("merging") if outputs[0].is_cuda else None
     if kernels is not None:
         on_gpu: tuple[torch.Tensor, torch.Tensor]
-        on_gpu = kernels.merge_attn_states(outputs, lses, output, output_lse)
+        on_gpu = kernels.merge_into(outputs, lses, output, output_lse)
         return on_gpu
-    check_merge(outputs, lses, output, output_lse)
-    merged, lse = merge(outputs, lses)
+    merged, lse = _merge(outputs, lses)
     return (
         merged if output is None else output.copy_(merged),
         lse if output_lse is None else output_lse.copy_(lse),
@@ -60,6 +70,12 @@ def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tupl
         BatchError: no partial, or shapes that do not fit each other.
     """
     check_merge(outputs, lses)
+    return _merge(outputs, lses)
+
+
+def _merge(
+    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
     stacked = torch.stack([lse.float() for lse in lses])
     top = stacked.amax(0)
     # In rows without any key a finite pivot keeps -inf - pivot from becoming NaN.

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.reach_checks import broadcast_bounds, check_reach
 
 _Ints = npt.NDArray[np.int64]
 
@@ -27,6 +28,9 @@ class Reach:
     right: int
     chunk: int
     spans: bool = False
+
+    def __post_init__(self) -> None:
+        check_reach(self.left, self.right, self.chunk, self.spans)
 
     @classmethod
     def of(cls, spec: LayerSpec, causal: bool | None) -> Reach:
@@ -49,8 +53,7 @@ class Reach:
 
         `low == high` for queries that see nothing. Neither decreases over the queries of a request.
         """
-        shape = positions.shape
-        low, high = np.broadcast_to(first, shape), np.broadcast_to(end, shape)
+        low, high = broadcast_bounds(positions, first, end, spans)
         if self.left >= 0:
             low = np.maximum(low, positions - self.left)
         if self.chunk:

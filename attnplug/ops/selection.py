@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import torch
 
+from attnplug.core.arguments import at_least, checked, integers
+from attnplug.core.errors import BatchError
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
+from attnplug.ops.checks import check_numbers
 from attnplug.ops.triton import triton_ops
 
 
+def _steps(field: str, value: object) -> tuple[int, int]:
+    found = integers(field, value)
+    if len(found) != 2 or min(found) < 1:
+        raise BatchError(
+            field, value, "must be two integers of at least 1, (from block to block, from token to token)"
+        )
+    return found[0], found[1]
+
+
+@checked(selection=Selection, sparse=SparseSpec, low="T: int64", high="T: int64")
 def chosen_keys(
     selection: Selection, sparse: SparseSpec, low: torch.Tensor, high: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys that queries see: chosen, and in their range. It checks nothing, and no host waits.
+    """The keys that queries see: chosen, and in their range. It reads no values for checks, so no host waits.
 
     Positions that are no key of the query are left out, as are a second copy of one, and counts below 0.
 
@@ -25,8 +38,12 @@ def chosen_keys(
     Returns:
         Positions int64 `[T, K]` in ascending order, K being `sparse.block` times the width of the selection, then
         -1; and their number, int64 `[T]`.
+
+    Raises:
+        BatchError: bounds of another shape or dtype, or a selection of fewer queries.
     """
     tokens = low.shape[0]
+    selection.check_size(tokens)
     chosen, counts = selection.positions[:tokens].long(), selection.counts[:tokens].clamp(max=sparse.topk)
     device = chosen.device
     seen = (torch.arange(chosen.shape[1], device=device) < counts[:, None]) & (chosen >= 0)
@@ -47,6 +64,13 @@ def chosen_keys(
     return keys.masked_fill(~seen, -1), seen.sum(dim=1)
 
 
+@checked(
+    keys="T K: integers",
+    requests="T: int64",
+    block_table="R M: int32",
+    block_size=at_least(1),
+    steps=_steps,
+)
 def slots_of_keys(
     keys: torch.Tensor,
     requests: torch.Tensor,
@@ -65,13 +89,35 @@ def slots_of_keys(
 
     Returns:
         Slots int64 `[T, K]`, -1 for none. Int64, because a slot of a large cache can exceed 32 bits.
+
+    Raises:
+        BatchError: tensors of other shapes or dtypes; on a CPU also a request or a page that the table does not have.
     """
     by_block, by_token = steps or (block_size, 1)
     at = keys.clamp(min=0).long()
-    blocks = block_table[requests[:, None], at // block_size].long()
+    columns = at // block_size
+    if keys.device.type == "cpu":
+        rows, width = block_table.shape
+        check_numbers("requests", requests, 0, rows, f"must be in 0 .. {rows - 1}, the rows of block_table")
+        check_numbers("keys", columns, 0, width, f"is a page past the {width} of a row of block_table")
+    blocks = block_table[requests[:, None], columns].long()
+    if keys.device.type == "cpu":
+        check_numbers("block_table", blocks[keys >= 0], 0, None)
     return torch.where(keys >= 0, blocks * by_block + at % block_size * by_token, -1)
 
 
+@checked(
+    selection=Selection,
+    sparse=SparseSpec,
+    query_start_loc="R+1: int32",
+    seq_lens="R: int32",
+    block_table="R M: int32",
+    block_size=at_least(1),
+    steps=_steps,
+    page_table="T K: int32",
+    counts="T: int32",
+    ends="T: int32",
+)
 def table_of_tokens(
     selection: Selection,
     sparse: SparseSpec,
@@ -116,6 +162,7 @@ def table_of_tokens(
     counts.copy_(found.clamp_(max=width))
 
 
+@checked(query_start_loc="R+1: int32", seq_lens="R: int32", ends="T: int32")
 def query_ends(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, ends: torch.Tensor) -> None:
     """Write how many keys each query sees, before any are chosen, without waiting for a device.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import LayoutError, PolicyError
@@ -33,7 +33,11 @@ def allowed_names(given: AllowRefuted) -> tuple[str, ...] | None:
     if given is None:
         return None
     parts = given.split(",") if isinstance(given, str) else given
-    names = tuple(parts) if isinstance(parts, Collection) else (parts,)
+    names: tuple[Any, ...]
+    try:
+        names = tuple(parts) if isinstance(parts, Collection) else (parts,)
+    except Exception:  # noqa: BLE001  (`__iter__` is code of the caller)
+        names = (parts,)
     if not all(isinstance(name, str) and name.strip() for name in names):
         raise PolicyError(_ARGUMENT, given, "must be names of backends, or 'all'", "as 'FLASHINFER'")
     return tuple(dict.fromkeys(name.strip() for name in names))

@@ -30,7 +30,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
     """The argument as a hashable value; PolicyError for an invalid version or form."""
     if assume_installed is None:
         return None
-    if assume_installed == "all":
+    if isinstance(assume_installed, str) and assume_installed == "all":
         return "all"
     is_mapping = isinstance(assume_installed, Mapping)
     if not is_mapping or any(not isinstance(name, str) for name in assume_installed):
@@ -39,7 +39,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
     items = tuple(assume_installed.items())
     try:
         return _checked(items)
-    except TypeError:
+    except Exception:  # noqa: BLE001  (a hash is code of the caller)
         # A value that cannot be remembered is no version: say which.
         return _checked.__wrapped__(items)
 
@@ -47,12 +47,12 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
 # Reading versions takes longer than a remembered decision, and what-if queries repeat theirs.
 @functools.lru_cache(maxsize=64)
 def _checked(items: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import Version
 
     for name, version in items:
         try:
             Version(version)
-        except (InvalidVersion, TypeError):
+        except Exception:  # noqa: BLE001  (text that is none may be code of the caller)
             raise PolicyError(f"assume_installed[{name!r}]", version, "is not a version") from None
     # Sorted, and under canonical names, so that equal assumptions share one cached decision.
     return tuple(sorted((canonical_name(name), version) for name, version in items))

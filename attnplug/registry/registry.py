@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 from attnplug.core.checks import check_member
 from attnplug.core.errors import PluginError, PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase, check_layers
+from attnplug.core.text import shown
 from attnplug.registry.decision import Decision, Placement
 from attnplug.registry.devices import DeviceLike, is_here, resolve_device
 from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
@@ -78,6 +79,14 @@ class Registry:
     """
 
     def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
+        if plugins is not None and not isinstance(plugins, Mapping):
+            try:
+                if isinstance(plugins, (str, bytes)):
+                    raise TypeError("its items would be letters")
+                plugins = tuple(plugins)
+            except Exception:  # noqa: BLE001  (`__iter__` is code of the caller)
+                limit = "must be a mapping of names to plugins, or a sequence of them"
+                raise PluginError(f"plugins={shown(plugins)} {limit}") from None
         self.plugins = PluginSet(plugins)
         """The plugins, and the backends that each name refers to."""
         self._changing = threading.RLock()
@@ -129,6 +138,8 @@ class Registry:
         Raises:
             PluginError: it does not follow the interface, or offers a name that is taken.
         """
+        if name is not None and not isinstance(name, str):
+            raise PluginError(f"name={shown(name)} must be text or None")
         return self._change(lambda plugins: plugins.with_plugin(plugin, name))
 
     def unregister(self, name: str) -> PluginRecord:
@@ -137,6 +148,8 @@ class Registry:
         Raises:
             PluginError: no plugin was registered under this name, such as the name of an installed plugin.
         """
+        if not isinstance(name, str):
+            raise PluginError(f"name={shown(name)} must be text")
         return self._change(lambda plugins: plugins.without_plugin(name))
 
     def _change(self, change: Callable[[PluginSet], tuple[PluginSet, PluginRecord]]) -> PluginRecord:
@@ -306,6 +319,8 @@ class Registry:
         # `is_whole`: this one decision is the answer, so without a phase no rule for one phase may be ignored.
         if not isinstance(spec, LayerSpec):
             raise SpecError("spec", spec, "must be a LayerSpec")
+        if layer_name is not None and not isinstance(layer_name, str):
+            raise PolicyError("layer_name", layer_name, "must be text or None")
         where = resolve_device(device)
         when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
         # Engines name their table in every call, so this setting alone takes no time to merge.

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnplug.core.arguments import at_least, checked, instance, mapping_of, one_of, subclass_of, torch_device
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
@@ -17,6 +18,21 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 
 
+def _device(field: str, value: object) -> torch.device:
+    return torch_device(field, value, LayoutError)
+
+
+def _layouts(field: str, value: object) -> object:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Mapping) or not all(
+        each is None or isinstance(each, str) for each in value.values()
+    ):
+        raise LayoutError(field, value, "must be NHD, HND, or a mapping of layers to them")
+    return value
+
+
+@checked(config=one_of(KVCacheConfig, error=LayoutError), device=_device)
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict[str, torch.Tensor]:
     """Zero-filled raw bytes (uint8, 1-D) for each layer; layers that share a tensor get the same object.
 
@@ -43,6 +59,13 @@ def allocate_kv_cache(config: KVCacheConfig, device: torch.device | str) -> dict
     return raw
 
 
+@checked(
+    config=one_of(KVCacheConfig, error=LayoutError),
+    raw=mapping_of(torch.Tensor),
+    specs=mapping_of(LayerSpec),
+    backends=mapping_of(subclass_of(AttentionBackend, LayoutError)),
+    layouts=_layouts,
+)
 def reshape_kv_cache(
     config: KVCacheConfig,
     raw: Mapping[str, torch.Tensor],
@@ -87,6 +110,14 @@ def reshape_kv_cache(
     return caches
 
 
+@checked(
+    raw=one_of(torch.Tensor, error=LayoutError),
+    cache=one_of(KVCacheSpec, error=LayoutError),
+    spec=one_of(LayerSpec, error=LayoutError),
+    backend=subclass_of(AttentionBackend, LayoutError),
+    layout=one_of(str, error=LayoutError),
+    num_layers=at_least(1, LayoutError),
+)
 def view_kv_cache(
     raw: torch.Tensor,
     cache: KVCacheSpec,
@@ -110,8 +141,6 @@ def view_kv_cache(
         LayoutError: `raw` is not raw bytes or not a whole number of pages; the backend cannot read the layout; its
             shape is not that of the pages.
     """
-    if num_layers is not None and num_layers < 1:
-        raise LayoutError("num_layers", num_layers, "must be at least 1")
     if raw.dtype != torch.uint8 or raw.ndim != 1 or not raw.is_contiguous():
         limit = "must be contiguous bytes: torch.uint8, 1-D"
         raise LayoutError("raw", f"{raw.dtype} {tuple(raw.shape)}", limit)
@@ -168,6 +197,20 @@ def bind_kv_cache(
     Raises:
         LayoutError: the list is not empty, or names differ; the error lists missing and extra names.
     """
+    for field, given, kind in (
+        ("kv_caches", kv_caches, Mapping),
+        ("layers", layers, Mapping),
+        ("runner_kv_caches", runner_kv_caches, MutableSequence),
+    ):
+        instance(field, given, kind, LayoutError)
+    for name, cache in kv_caches.items():
+        instance(f"kv_caches[{name!r}]", cache, torch.Tensor, LayoutError)
+    for name, layer in layers.items():
+        # A tensor or a plain value would take the attribute, or refuse it by an error of its own.
+        if isinstance(layer, (torch.Tensor, type)) or not (
+            hasattr(layer, "kv_cache") or hasattr(layer, "__dict__")
+        ):
+            raise LayoutError(f"layers[{name!r}]", layer, "must be a layer, which has kv_cache")
     if runner_kv_caches:
         raise LayoutError("runner_kv_caches", len(runner_kv_caches), "must be empty")
     _check_same("kv_caches", set(layers), Counter(list(kv_caches)))
@@ -176,6 +219,7 @@ def bind_kv_cache(
         runner_kv_caches.append(kv_caches[name])
 
 
+@checked(config=one_of(KVCacheConfig, error=LayoutError), device=_device)
 def init_kv_cache(
     config: KVCacheConfig,
     specs: Mapping[str, LayerSpec],

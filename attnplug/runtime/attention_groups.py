@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from attnplug.core.arguments import checked, mapping_of, one_of, sequence_of, torch_device
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
 from attnplug.core.config import BuilderConfig
@@ -34,6 +35,13 @@ from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.step_batch import StepBatch
 from attnplug.runtime.step_serial import StepMetadata, check_current
+
+
+def _names(field: str, value: object) -> object:
+    is_names = isinstance(value, (Sequence, Set, Mapping)) and not isinstance(value, str)
+    if not is_names or not all(isinstance(name, str) for name in cast("Collection[Any]", value)):
+        raise LayoutError(field, value, "must be a collection of layer names")
+    return value
 
 
 @runtime_checkable
@@ -78,6 +86,13 @@ class AttentionGroup:
     fast_prefill: bool = False
 
 
+@checked(
+    groups=sequence_of(one_of(KVCacheGroupSpec, error=LayoutError), "KVCacheGroupSpec"),
+    decisions=mapping_of(Decision),
+    config=one_of(BuilderConfig, error=LayoutError),
+    device=torch_device,
+    fast_prefill=_names,
+)
 def init_attn_backend(
     groups: Sequence[KVCacheGroupSpec],
     decisions: Mapping[str, Decision],
@@ -282,6 +297,7 @@ def build_step(
     return made
 
 
+@checked(common=CommonAttentionMetadata, block_table="R M", slot_mapping="S")
 def cross_metadata(
     common: CommonAttentionMetadata, block_table: torch.Tensor, slot_mapping: torch.Tensor
 ) -> CommonAttentionMetadata:

@@ -36,6 +36,7 @@ from attnplug.runtime.engine_caches import (
 )
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.layer_steps import LayerStep, direct_steps, paged_steps
+from attnplug.runtime.memory_overlap import NO_CACHES, CacheMemory
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_limits import (
     check_sharing,
@@ -174,6 +175,9 @@ class AttentionRuntime:
             self.kv_caches = check_kv_caches(self.kv_cache_config, given, *form, plan.kv_sharing)
         for name, cache in self.kv_caches.items():
             self.layers[name].kv_cache = cache
+        memory = CacheMemory(self.kv_caches)
+        for layer in self.layers.values():
+            layer.cache_memory = memory
         # Two backends may view the same bytes differently, and only views of real caches show it.
         check_shared_views(self.kv_caches, plan.kv_sharing, plan.specs, backends)
         if kv_caches is not None or allocator is not None:
@@ -375,7 +379,8 @@ class AttentionRuntime:
         if scales and sharded is not None:
             sharded.refuse_scales(layer_name, scales)
         elif scales:
-            layer.check_quantised(output, output_scale, output_block_scale, tokens)
+            read = {"query": query, "key": key, "value": value, "output_lse": output_lse}
+            layer.check_quantised(output, output_scale, output_block_scale, tokens, **read)
         layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
@@ -414,7 +419,7 @@ class AttentionRuntime:
         self._direct_groups.clear()
         self._sharded = None
         for layer in self.layers.values():
-            layer.kv_cache = None
+            layer.kv_cache, layer.cache_memory = None, NO_CACHES
 
     def __enter__(self) -> Self:
         return self

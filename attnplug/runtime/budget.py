@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
+from attnplug.core.arguments import at_least, checked, one_of
 from attnplug.core.checks import short_number
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import LayoutError
@@ -91,6 +92,8 @@ class MemoryBudget:
 def parse_memory(text: str | int) -> int:
     """The bytes in "80GiB", "80 GB", "512MiB" or a number, from 1 to 2**62; LayoutError for anything else."""
     # A longer number is above the limit, and Python refuses to write out integers of thousands of digits.
+    if not isinstance(text, (int, str)) or isinstance(text, bool):
+        raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
     if isinstance(text, int) and not 0 < text <= _MOST_MEMORY:
         raise LayoutError("memory", short_number(text), _MEMORY_LIMIT)
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower(), re.ASCII)
@@ -103,6 +106,7 @@ def parse_memory(text: str | int) -> int:
     return int(size)
 
 
+@checked(config=one_of(KVCacheConfig, error=LayoutError))
 def bytes_per_block(config: KVCacheConfig) -> int:
     """Bytes of one block number over all raw tensors; LayoutError for a pool without blocks."""
     if config.num_blocks < 1:
@@ -110,6 +114,12 @@ def bytes_per_block(config: KVCacheConfig) -> int:
     return sum(tensor.size for tensor in config.kv_cache_tensors) // config.num_blocks
 
 
+@checked(
+    spec=one_of(KVCacheSpec, error=LayoutError),
+    num_tokens=at_least(0, LayoutError),
+    new_tokens=at_least(1, LayoutError),
+    context_parallel=one_of(ContextParallel, error=LayoutError),
+)
 def blocks_needed(
     spec: KVCacheSpec, num_tokens: int, new_tokens: int = 1, context_parallel: ContextParallel | None = None
 ) -> int:
@@ -139,6 +149,13 @@ def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
     return max((prefill_workspace_bytes(spec, rows) for spec in expanding), default=0)
 
 
+@checked(
+    config=one_of(KVCacheConfig, error=LayoutError),
+    memory=at_least(-_MOST_MEMORY, LayoutError),
+    new_tokens=at_least(1, LayoutError),
+    prefill_workspace=at_least(0, LayoutError),
+    context_parallel=one_of(ContextParallel, error=LayoutError),
+)
 def fit_kv_cache(
     config: KVCacheConfig,
     memory: int,

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from attnplug.core.arguments import at_least, checked, mapping_of, one_of
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.kv_cache_spec import (
     CrossAttentionSpec,
@@ -22,6 +23,7 @@ _MOST_GROWTH = 16
 """Latents of 576 elements beside ordinary heads need 9 of their pages: blocks of 144 tokens for 16, still small."""
 
 
+@checked(specs=mapping_of(LayerSpec, SpecError), block_size=at_least(1, SpecError))
 def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[str, KVCacheSpec]:
     """The cache of each layer, in pages of `block_size` tokens; layers with direct K and V have none.
 
@@ -40,6 +42,7 @@ def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[s
     return caches
 
 
+@checked(specs=mapping_of(KVCacheSpec))
 def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """The same caches with pages of equal bytes, the least common multiple: smaller ones get more tokens per page.
 
@@ -62,6 +65,7 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
     return unified
 
 
+@checked(specs=mapping_of(KVCacheSpec), num_blocks=at_least(1, LayoutError), kv_sharing=mapping_of(str))
 def group_kv_caches(
     specs: Mapping[str, KVCacheSpec], num_blocks: int = 1, kv_sharing: Mapping[str, str] | None = None
 ) -> KVCacheConfig:
@@ -112,6 +116,7 @@ def group_kv_caches(
     return KVCacheConfig(num_blocks, tuple(tensors), specs_of_groups)
 
 
+@checked(config=one_of(KVCacheConfig, error=LayoutError), num_blocks=at_least(1, LayoutError))
 def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
     """The same groups with a pool of another size.
 
@@ -128,6 +133,7 @@ def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
     return dataclasses.replace(config, num_blocks=num_blocks, kv_cache_tensors=tensors)
 
 
+@checked(config=one_of(KVCacheConfig, error=LayoutError))
 def num_padding_layers(config: KVCacheConfig) -> int:
     """The unused pages of all groups, counted in layers: the cost of groups of equal size."""
     home = {name: p for p, tensor in enumerate(config.kv_cache_tensors) for name in tensor.shared_by}

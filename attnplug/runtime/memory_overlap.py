@@ -1,14 +1,17 @@
-"""Whether caches of layers that must not share memory overlap."""
+"""Whether caches of layers that must not share memory overlap, and whether an output is in a cache."""
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig
+from attnplug.ops.shared_memory import byte_span, share_memory
 
 
 class Blocks(NamedTuple):
@@ -22,6 +25,45 @@ class Blocks(NamedTuple):
     size: int
     pieces: int
     by_block: bool = True
+
+
+class CacheMemory:
+    """The memory of caches, in which no output of a layer may be.
+
+    Args:
+        caches: the cache of each layer.
+    """
+
+    __slots__ = ("_caches", "_ends", "_starts")
+
+    def __init__(self, caches: Mapping[str, torch.Tensor]) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        self._caches: list[list[tuple[str, torch.Tensor]]] = []
+        spans = ((byte_span(cache), name, cache) for name, cache in caches.items() if cache.numel())
+        # Layers may share an allocation, so spans that overlap are one.
+        for (start, end), name, cache in sorted(spans, key=lambda each: each[0]):
+            if self._ends and start < self._ends[-1]:
+                self._ends[-1] = max(end, self._ends[-1])
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
+                self._caches.append([])
+            self._caches[-1].append((name, cache))
+
+    def owner_of(self, tensor: torch.Tensor, start: int, end: int) -> str | None:
+        """The first layer in whose cache a tensor with this `byte_span` has bytes; None if it has none there."""
+        first = bisect.bisect_right(self._ends, start)
+        for at in range(first, len(self._starts)):
+            if self._starts[at] >= end:
+                break
+            for name, cache in self._caches[at]:
+                if share_memory(tensor, cache):
+                    return name
+        return None
+
+
+NO_CACHES = CacheMemory({})
 
 
 def check_overlaps(

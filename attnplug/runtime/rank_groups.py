@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from attnplug.core.arguments import instance
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import RankFailureError, SpecError
 
@@ -61,9 +62,12 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
     With NCCL each process must have set its own GPU by `torch.cuda.set_device` before.
 
     Raises:
+        SpecError: `plan` is no ModelPlan, or `group` no process group.
         RankFailureError: a rank planned otherwise than most ranks; it names the rank and the first layer. Also if a
             rank died, or does not answer within the timeout of the group.
     """
+    for field, given, kind in (("plan", plan, _model_plan()), ("group", group, dist.ProcessGroup)):
+        instance(field, given, kind, SpecError)
     gathered: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(gathered, (plan.digest(), plan.layer_digests()), group=group)
@@ -73,6 +77,13 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
             f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
         ) from error
     compare_digests(gathered)
+
+
+def _model_plan() -> type[ModelPlan]:
+    # A plan imports this module.
+    from attnplug.runtime.model_plan import ModelPlan
+
+    return ModelPlan
 
 
 def compare_digests(gathered: list[tuple[str, dict[str, str]]]) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from attnplug.core.arguments import instance, torch_device
 from attnplug.core.checks import check_positive
 from attnplug.core.errors import RankFailureError, SpecError
 
@@ -61,12 +62,13 @@ class RankWatch:
     def __init__(
         self, group: dist.ProcessGroup, timeout: float = 30.0, device: torch.device | str = "cpu"
     ) -> None:
+        instance("group", group, dist.ProcessGroup, SpecError)
         if dist.get_backend(group) != dist.Backend.GLOO:
             remedy = 'make one by torch.distributed.new_group(backend="gloo")'
             raise SpecError("group", dist.get_backend(group), "must be of gloo", remedy)
         self.timeout = check_positive("timeout", timeout)
         self.size, self.rank = group.size(), group.rank()
-        self._group, self._device, self._step = group, torch.device(device), 0
+        self._group, self._device, self._step = group, torch_device("device", device, SpecError), 0
         self._failure: RankFailureError | None = None
 
     @contextlib.contextmanager

@@ -13,8 +13,10 @@ from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, Spe
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.shared_memory import byte_span, overlaps_itself, share_memory
 from attnplug.registry.decision import Decision
 from attnplug.runtime.arguments import instance
+from attnplug.runtime.memory_overlap import NO_CACHES
 from attnplug.runtime.model_plan import ModelPlan
 
 _LEARNED = ("sinks", "alibi_slopes", "w_uk", "w_uv", "kv_b_proj")
@@ -47,6 +49,8 @@ class RuntimeLayer:
         self.backend = str(decision.backend)
         self.spec: LayerSpec = decision.spec
         self.kv_cache: torch.Tensor | None = None
+        self.cache_memory = NO_CACHES
+        """The caches of all layers of the runtime, which no output may be in."""
         self._q_scale_float = self._prob_scale_float = 1.0
         self._k_scale_float, self._v_scale_float = float(tensors.k_scale), float(tensors.v_scale)
         self._q_scale = self._prob_scale = torch.ones((), device=device)
@@ -98,7 +102,7 @@ class RuntimeLayer:
         if output is not None:
             self._check("output", output, tokens, self._output, self._dtype)
             self._check_written("output", output)
-            self._check_apart(output, query=query, key=key, value=value)
+            self._check_apart("output", output, query=query, key=key, value=value, output_lse=output_lse)
         if output_lse is not None:
             if not self.spec.needs_lse:
                 shape = tuple(self._tensor("output_lse", output_lse, "must be None").shape)
@@ -106,6 +110,7 @@ class RuntimeLayer:
                 raise BatchError("output_lse", shape, self._of_layer("must be None"), remedy)
             self._check("output_lse", output_lse, tokens, self._output[:1], torch.float32)
             self._check_written("output_lse", output_lse)
+            self._check_apart("output_lse", output_lse, query=query, key=key, value=value)
         # The layer never writes to the pages that it reads, so keys in the call would be lost.
         if self.target is not None:
             if key is not None or value is not None:
@@ -133,6 +138,7 @@ class RuntimeLayer:
         output_scale: torch.Tensor | None,
         output_block_scale: torch.Tensor | None,
         tokens: int,
+        **read: torch.Tensor | None,
     ) -> None:
         """BatchError unless the layer's impl writes outputs of this dtype, with these scales, for `tokens` rows."""
         name = "output_block_scale" if output_scale is None else "output_scale"
@@ -161,8 +167,10 @@ class RuntimeLayer:
         tail = (heads, size // 2) if key == "nvfp4" else (heads, size)
         self._check("output", output, tokens, tail, None)
         self._check_written("output", output)
+        self._check_apart("output", output, **read, **scales)
         if output_block_scale is not None:
             self._check_written("output_block_scale", output_block_scale)
+            self._check_apart("output_block_scale", output_block_scale, **read, output_scale=output_scale)
 
     def refuse_nan(self, tokens: int, keys: int, **given: torch.Tensor | None) -> None:
         """BatchError for NaN in the arguments, which would otherwise look like a fault of the backend."""
@@ -234,12 +242,30 @@ class RuntimeLayer:
         if tensor.is_inference() and not torch.is_inference_mode_enabled():
             limit = self._of_layer("can only be written under torch.inference_mode()")
             raise BatchError(name, "an inference tensor", limit)
+        if overlaps_itself(tensor):
+            limit = self._of_layer(
+                f"with strides {tensor.stride()} must not overlap itself: all of it is written"
+            )
+            raise BatchError(name, tuple(tensor.shape), limit)
 
-    def _check_apart(self, output: torch.Tensor, **read: torch.Tensor | None) -> None:
-        for name, tensor in read.items():
-            if isinstance(tensor, torch.Tensor) and _overlap(output, tensor):
-                limit = self._of_layer(f"must not be the memory of {name}, which is read meanwhile")
-                raise BatchError("output", tuple(output.shape), limit)
+    def _check_apart(self, field: str, written: torch.Tensor, **others: object) -> None:
+        """BatchError if what the layer writes shares memory with `others`, or with a cache of the runtime."""
+        start, end = byte_span(written)
+        for name, tensor in others.items():
+            # Tensors of other layouts are refused later, by the checks of their own.
+            if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+                continue
+            begin = tensor.data_ptr()
+            # Most tensors are contiguous and elsewhere, so this loop calls nothing for them.
+            if begin >= end or (begin < start and tensor.is_contiguous() and begin + tensor.nbytes <= start):
+                continue
+            if share_memory(written, tensor):
+                limit = self._of_layer(f"must not be in the memory of {name}, which is used meanwhile")
+                raise BatchError(field, tuple(written.shape), limit)
+        owner = self.cache_memory.owner_of(written, start, end)
+        if owner is not None:
+            limit = self._of_layer(f"must not be in the KV cache of layer {owner}")
+            raise BatchError(field, tuple(written.shape), limit)
 
 
 def _check(name: str, tensors: LayerTensors, spec: LayerSpec) -> None:
@@ -248,16 +274,6 @@ def _check(name: str, tensors: LayerTensors, spec: LayerSpec) -> None:
     except SpecError as error:
         field = f"{error.field} of layer {name}"
         raise SpecError(field, error.value, error.limit, error.remedy) from None
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors begin at the same byte, or are contiguous and share bytes."""
-    if one.is_meta or other.is_meta or not one.numel() or not other.numel():
-        return False
-    start, begin = one.data_ptr(), other.data_ptr()
-    if start == begin or not (one.is_contiguous() and other.is_contiguous()):
-        return start == begin
-    return start < begin + other.nbytes and begin < start + one.nbytes
 
 
 def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:

@@ -15,7 +15,7 @@ from attnplug.core.errors import BatchError, LayoutError, RankFailureError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.ops.combining import ExchangeBuffers, combine_partials, gather_rows, without_nan
-from attnplug.ops.merging import merge_attn_states
+from attnplug.ops.merging import merge_into
 from attnplug.registry.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup
 from attnplug.runtime.model_plan import ModelPlan
@@ -154,7 +154,7 @@ class ShardedLayers:
             self._new.attend(layer.name, query, keys, *rows)
             # Each row is on one rank, so all its new keys and its sinks count once.
             own = part.index_select(0, split.rows), without_nan(lse.index_select(0, split.rows))
-            merge_attn_states((own[0], rows[0]), (own[1], rows[1]), *rows)
+            merge_into((own[0], rows[0]), (own[1], rows[1]), *rows)
             part.index_copy_(0, split.rows, rows[0])
             lse.index_copy_(0, split.rows, rows[1])
             self._combine(layer.name, part, lse, output, output_lse)
@@ -163,7 +163,7 @@ class ShardedLayers:
         self._attend_and_combine(*call, False, context, context_lse)
         fresh, fresh_lse = torch.empty_like(output), _new_lse(output)
         self._new.attend(layer.name, query, keys, fresh, fresh_lse)
-        merge_attn_states((context, fresh), (context_lse, fresh_lse), output, output_lse)
+        merge_into((context, fresh), (context_lse, fresh_lse), output, output_lse)
 
     def _attend_and_combine(
         self,

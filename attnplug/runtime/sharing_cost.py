@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterable
 from typing import Any, Self
 
+from attnplug.core.checks import check_size
 from attnplug.core.context_parallel import MOST_SENT_BYTES
 from attnplug.core.device import Device
 from attnplug.core.dtypes import element_size
+from attnplug.core.errors import SpecError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.spec import LayerSpec
 
@@ -60,7 +62,16 @@ class SharingCost:
     @classmethod
     def of(cls, ranks: int, specs: Iterable[LayerSpec], device: Device) -> Self | None:
         """The cost for a device; None without sharded layers, or for a device that was not measured."""
-        rates, layers = DeviceRates.of(device), tuple(specs)
+        ranks = check_size("ranks", ranks)
+        if not isinstance(device, Device):
+            raise SpecError("device", device, "must be a Device")
+        try:
+            layers = tuple(specs)
+        except Exception:  # noqa: BLE001  (`__iter__` is code of the caller)
+            raise SpecError("specs", specs, "must be LayerSpecs") from None
+        if not all(isinstance(each, LayerSpec) for each in layers):
+            raise SpecError("specs", specs, "must be LayerSpecs")
+        rates = DeviceRates.of(device)
         return cls(ranks, layers, rates) if rates is not None and layers else None
 
     def attention_us(self, tokens: int) -> float:

@@ -185,7 +185,7 @@ def test_8_bit_types_without_numbers_to_clamp_to_are_refused(device):
     cache = torch.zeros(2, 4, 2, 16, dtype=torch.uint8, device=device).view(torch.float8_e8m0fnu)
     key = torch.zeros(1, 2, 16, device=device)
     with pytest.raises(LayoutError, match=r"float8_e8m0fnu must be one of torch\.float8_e4m3fn, "):
-        kernels.write_kv_cache(key, key, cache, cache, torch.tensor([3], device=device))
+        kernels.write_kv_cache(key, key, cache, torch.empty_like(cache), torch.tensor([3], device=device))
 
 
 def test_the_public_function_uses_the_kernel_on_a_gpu(device, on_gpu, launches_of):

@@ -15,7 +15,7 @@ from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.backends.flash_attn.metadata import Call, Kernels, Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
-from attnplug.ops.gather import gather_keys
+from attnplug.ops.gather import keys_into
 from attnplug.ops.triton.launch import on_device_of
 
 FORWARD = (
@@ -122,7 +122,7 @@ def _in_rows(call: Call) -> Call:
         requests.kept["packed"] = packed
     key = call.key.new_empty(requests.num_keys, *call.key.shape[2:])
     value = call.value.new_empty(requests.num_keys, *call.value.shape[2:])
-    gather_keys(call.key, call.value, requests.block_table, packed.key_start_loc, key, value)
+    keys_into(call.key, call.value, requests.block_table, packed.key_start_loc, key, value)
     return dataclasses.replace(call, requests=packed, key=key, value=value, paged=False)
 
 

@@ -6,12 +6,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from attnplug.core.arguments import Shape, integer
 from attnplug.core.batch.host import check_count
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 
 _Integers = TypeVar("_Integers", bound=Any)
 """A numpy array, or a tensor, of integers."""
+_LENGTHS = Shape("R: integers")
 
 
 def local_lengths(lengths: _Integers, place: ContextParallel) -> _Integers:
@@ -64,8 +66,7 @@ def get_dcp_local_seq_lens(
     check_count("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, 1)
     if not isinstance(seq_lens, torch.Tensor):
         raise BatchError("seq_lens", type(seq_lens).__name__, "must be a tensor of lengths")
-    if seq_lens.ndim != 1:
-        raise BatchError("seq_lens", tuple(seq_lens.shape), "must have one dimension")
+    _LENGTHS.check("seq_lens", seq_lens, {})
     if seq_lens.device.type == "cpu" and seq_lens.numpy().min(initial=0) < 0:
         raise BatchError("seq_lens", int(seq_lens.min()), "must be at least 0")
     lengths = seq_lens.to(torch.int32)
@@ -75,7 +76,7 @@ def get_dcp_local_seq_lens(
         offset = torch.arange(dcp_size, dtype=torch.int32, device=seq_lens.device)
         offset *= cp_kv_cache_interleave_size
     else:
-        rank = 0 if dcp_rank is None else dcp_rank
+        rank = 0 if dcp_rank is None else integer("dcp_rank", dcp_rank)
         if not 0 <= rank < dcp_size:
             raise BatchError("dcp_rank", rank, f"must be in 0 .. {dcp_size - 1}, dcp_size being {dcp_size}")
         offset = rank * cp_kv_cache_interleave_size

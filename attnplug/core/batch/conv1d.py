@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnplug.core.arguments import checked, torch_device
 from attnplug.core.batch.host import host_view, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
@@ -16,6 +17,7 @@ _BLOCK_M = 8
 _LEAST_PROGRAMS = 1024
 
 
+@checked(device=torch_device)
 def compute_causal_conv1d_metadata(
     query_start_loc: torch.Tensor, *, device: torch.device | None = None
 ) -> tuple[dict[int, dict[str, Any]], torch.Tensor, torch.Tensor]:
@@ -38,6 +40,8 @@ def compute_causal_conv1d_metadata(
     starts = host_view("query_start_loc", query_start_loc)
     if starts.ndim != 1 or not starts.size:
         raise BatchError("query_start_loc", starts.shape, "must be of shape (R + 1,)")
+    if starts[0]:
+        raise BatchError("query_start_loc", int(starts[0]), "must begin with 0")
     lengths = starts[1:] - starts[:-1]
     if lengths.min(initial=0) < 0:
         row = int((lengths < 0).argmax())

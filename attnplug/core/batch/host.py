@@ -9,27 +9,37 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.arguments import integer
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
+_MOST = 2**63 - 1
 IntArray = npt.NDArray[Any]
 """A one-dimensional array of some integer type."""
+_INTEGERS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
 
 
 def check_count(field: str, value: object, least: int) -> None:
     """BatchError unless `value` is an integer of at least `least`."""
-    if not isinstance(value, (int, np.integer)) or value < least:
-        raise BatchError(field, value, f"must be an integer of at least {least}")
+    if type(value) is not int or not least <= value <= _MOST:
+        limit = f"must be an integer of at least {least}"
+        if not least <= integer(field, value, limit) <= _MOST:
+            raise BatchError(field, value, f"{limit} and at most {_MOST}")
 
 
 def host_view(field: str, tensor: torch.Tensor) -> IntArray:
-    """The memory of a host tensor as numpy.
+    """The memory of a host tensor of integers as numpy.
 
     Raises:
-        BatchError: the tensor is on a device; reading it would wait for the device.
+        BatchError: the tensor is on a device; reading it would wait for the device. Or it is no tensor of integers.
     """
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        raise BatchError(field, tensor, "must be a tensor of integers")
     if tensor.device.type != "cpu":
         raise BatchError(field, str(tensor.device), "must be on the host: a copy would wait for the device")
+    # torch.tensor([]) is of floats.
+    if tensor.dtype not in _INTEGERS and tensor.numel():
+        raise BatchError(f"{field}.dtype", tensor.dtype, "must be an integer type")
     return tensor.numpy()
 
 
@@ -40,6 +50,10 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
         BatchError: start locations that are not R + 1, do not start at 0, decrease, or go past
             `num_actual_tokens`.
     """
+    if not isinstance(common, CommonAttentionMetadata):
+        raise BatchError("common_attn_metadata", common, "must be a CommonAttentionMetadata")
+    for name in ("num_reqs", "num_actual_tokens"):
+        check_count(name, getattr(common, name), 0)
     starts = host_view("query_start_loc_cpu", common.query_start_loc_cpu)
     if starts.shape != (common.num_reqs + 1,):
         raise BatchError("query_start_loc_cpu", starts.shape, f"must be of shape ({common.num_reqs + 1},)")
@@ -85,10 +99,12 @@ def known_seq_lens(common: CommonAttentionMetadata) -> IntArray | None:
     field = "seq_lens"
     if common.seq_lens_host is not None and common.seq_lens_host_exact:
         field, lengths = "seq_lens_host", common.seq_lens_host
+        if not isinstance(lengths, np.ndarray) or lengths.dtype.kind not in "iu":
+            raise BatchError(field, lengths, "must be a numpy array of integers")
     elif common._seq_lens_cpu is not None:
-        lengths = common._seq_lens_cpu.numpy()
-    elif common.seq_lens.device.type == "cpu":
-        lengths = common.seq_lens.numpy()
+        lengths = host_view("_seq_lens_cpu", common._seq_lens_cpu)
+    elif not isinstance(common.seq_lens, torch.Tensor) or common.seq_lens.device.type == "cpu":
+        lengths = host_view(field, common.seq_lens)
     else:
         return None
     if lengths.shape != (common.num_reqs,):
@@ -115,7 +131,7 @@ def exact_seq_lens(
         remedy = "give the batch exact seq_lens_host"
         raise BatchError("seq_lens_host", found, "must be exact: a copy would wait for the device", remedy)
     if lengths.size and (lengths - query_lens).min() < 0:
-        short = (lengths < query_lens) & (lengths > 0) if keyless else lengths < query_lens
+        short = (lengths < query_lens) & (lengths != 0) if keyless else lengths < query_lens
         if not short.any():
             return lengths
         row = int(short.argmax())

@@ -9,12 +9,28 @@ from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 import numpy as np
 import torch
 
+from attnplug.core.arguments import checked, integer, listed, subclass_of
 from attnplug.core.backend import AttentionBackend, subclass_attention_backend
 from attnplug.core.batch.host import IntArray, host_view, query_spans, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
 _M = TypeVar("_M", bound=AttentionMetadata)
+
+
+def _prefix(field: str, value: object) -> object:
+    if not isinstance(value, str) or not (value == "" or value.isidentifier()):
+        raise BatchError(field, value, "must be text that can begin the name of a class")
+    return value
+
+
+def _fields(field: str, value: object) -> list[Any]:
+    found = listed(field, value, "(name, type) or (name, type, default)")
+    for index, each in enumerate(found):
+        is_pair = isinstance(each, (tuple, list)) and len(each) in (2, 3) and isinstance(each[0], str)
+        if not is_pair or not each[0].isidentifier():
+            raise BatchError(f"{field}[{index}]", each, "must be (name, type) or (name, type, default)")
+    return found
 
 
 @runtime_checkable
@@ -81,12 +97,16 @@ def _host_indices(common: CommonAttentionMetadata) -> IntArray:
     if padded is None or count is None:
         field = "logits_indices_padded" if padded is None else "num_logits_indices"
         raise BatchError(field, None, "is required where requests have more than one token")
-    if not 0 <= count <= padded.shape[0]:
+    if not isinstance(padded, torch.Tensor) or padded.ndim != 1:
+        found = tuple(padded.shape) if isinstance(padded, torch.Tensor) else padded
+        raise BatchError("logits_indices_padded", found, "must be a tensor of one dimension")
+    if not 0 <= integer("num_logits_indices", count) <= padded.shape[0]:
         raise BatchError("num_logits_indices", count, f"must be in 0 .. {padded.shape[0]}, the indices given")
     on_host = common.logits_indices_cpu
     return host_view("logits_indices_padded", padded if on_host is None else on_host)[:count]
 
 
+@checked(name_prefix=_prefix, metadata_cls=subclass_of(AttentionMetadata), fields=_fields)
 def subclass_attention_metadata(
     name_prefix: str,
     metadata_cls: type[_M],
@@ -111,6 +131,7 @@ def subclass_attention_metadata(
     return cast("type[_M]", made)
 
 
+@checked(prefix=_prefix, underlying_attn_backend=subclass_of(AttentionBackend))
 def create_fast_prefill_custom_backend(
     prefix: str, underlying_attn_backend: type[AttentionBackend]
 ) -> type[AttentionBackend]:

@@ -8,9 +8,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from attnplug.core.arguments import Shape, instance, one_of
 from attnplug.core.batch.host import IntArray, check_count, exact_seq_lens, query_spans, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
+
+_TABLE = Shape("R M: integers")
 
 
 def make_local_attention_virtual_batches(
@@ -38,7 +41,7 @@ def make_local_attention_virtual_batches(
         BatchError: sizes that do not divide; lengths that are ragged, negative or not known to the host; a table
             without one row per request; keys that do not come from pages.
     """
-    common = common_attn_metadata
+    common = one_of(CommonAttentionMetadata)("common_attn_metadata", common_attn_metadata)
     _check_sizes(attn_chunk_size, block_size)
     if common.key_start_loc is not None:
         raise BatchError("key_start_loc", "given", "must be None: pieces find their keys in pages")
@@ -128,9 +131,11 @@ class _PieceTable:
         Raises:
             BatchError: not one row for each request of the batch that was cut, or no column.
         """
+        instance("block_table", block_table, torch.Tensor)
         if block_table.ndim != 2 or block_table.shape[0] != self.num_reqs or not block_table.shape[1]:
             found = tuple(block_table.shape)
             raise BatchError("block_table", found, f"must be of shape ({self.num_reqs}, max_blocks)")
+        _TABLE.check("block_table", block_table, {})
         last = block_table.shape[1] - 1
         if block_table.device.type == "cpu":
             columns = self.first_pages[:, None] + np.arange(self.pages)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from attnplug.core.batch.host import check_count
 from attnplug.core.errors import BatchError
 
 _DECODE, _EXTEND, _PREFILL = range(3)
@@ -78,13 +79,36 @@ def reorder_batch_to_split_decodes_and_prefills(
 def _regions(
     input_batch: InputBatch, scheduler_output: SchedulerOutput, decode_threshold: int
 ) -> npt.NDArray[np.int8]:
-    req_ids = input_batch.req_ids
+    check_count("decode_threshold", decode_threshold, 0)
+    for field, given, names in (
+        ("input_batch", input_batch, ("req_ids", "num_computed_tokens_cpu", "swap_states")),
+        ("scheduler_output", scheduler_output, ("num_scheduled_tokens",)),
+    ):
+        for name in names:
+            if not hasattr(given, name):
+                raise BatchError(field, given, f"has no {name}")
+    req_ids, by_request = input_batch.req_ids, scheduler_output.num_scheduled_tokens
+    if not isinstance(req_ids, Sequence) or isinstance(req_ids, (str, bytes)):
+        raise BatchError("req_ids", req_ids, "must be a sequence of request names")
+    if not isinstance(by_request, Mapping):
+        raise BatchError("num_scheduled_tokens", by_request, "must be a mapping of requests to tokens")
     try:
-        counts = list(map(scheduler_output.num_scheduled_tokens.__getitem__, req_ids))
-    except KeyError as missing:
-        raise BatchError("req_ids", missing.args[0], "has no num_scheduled_tokens") from None
+        counts = [by_request[req_id] for req_id in req_ids]
+    except (KeyError, TypeError):
+        missing = next(
+            req_id for req_id in req_ids if not isinstance(req_id, Hashable) or req_id not in by_request
+        )
+        raise BatchError("req_ids", missing, "has no num_scheduled_tokens") from None
+    for req_id, count in zip(req_ids, counts, strict=True):
+        if type(count) is not int or not 0 <= count < 1 << 63:
+            check_count(f"num_scheduled_tokens[{req_id!r}]", count, 0)
     scheduled = np.array(counts, dtype=np.int64)
-    computed = np.asarray(input_batch.num_computed_tokens_cpu)[: len(req_ids)]
+    given_computed = input_batch.num_computed_tokens_cpu
+    if not isinstance(given_computed, np.ndarray) or given_computed.dtype.kind not in "iu":
+        raise BatchError("num_computed_tokens_cpu", given_computed, "must be a numpy array of integers")
+    computed = given_computed[: len(req_ids)]
+    if computed.min(initial=0) < 0:
+        raise BatchError("num_computed_tokens_cpu", int(computed.min()), "must be at least 0")
     if computed.shape != scheduled.shape:
         raise BatchError("num_computed_tokens_cpu", computed.shape, f"must have {len(req_ids)} rows or more")
     region = (scheduled > decode_threshold).astype(np.int8)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.arguments import flag
 from attnplug.core.batch.context_parallel import local_offsets
 from attnplug.core.batch.host import IntArray, check_count
 from attnplug.core.context_parallel import ContextParallel
@@ -39,6 +40,7 @@ def compute_slot_mapping_start_idx(
     Raises:
         BatchError: a count that is no integer, or is negative.
     """
+    is_prompt = flag("is_prompt", is_prompt)
     for field, count in (("query_len", query_len), ("context_len", context_len)):
         check_count(field, count, 0)
     if sliding_window is not None:
@@ -113,11 +115,14 @@ def compute_slot_mapping(
             divide the block size.
     """
     check_count("block_size", block_size, 1)
+    if num_tokens is not None:
+        check_count("num_tokens", num_tokens, 0)
     place = _checked(context_parallel, block_size)
     table = None if is_block_tables_empty(block_table) else block_table
     given = (table, num_computed_tokens, num_new_tokens, start_idx, out)
     _check_kinds(given)
     _check_shapes(table, num_computed_tokens, num_new_tokens, start_idx)
+    _check_dtypes(given)
     if not isinstance(num_new_tokens, torch.Tensor):
         return _on_host(block_size, num_tokens, *given, place=place)
     if num_new_tokens.device.type != "cpu":
@@ -153,6 +158,28 @@ def _check_kinds(given: tuple[Any, ...]) -> None:
         if not isinstance(part, kind) and not (part is None and may_be_left_out):
             limit = f"must be a {kind.__name__}, as num_new_tokens is"
             raise BatchError(field, type(part).__name__, limit)
+
+
+_INTEGERS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8))
+
+
+def _check_dtypes(given: tuple[Any, ...]) -> None:
+    """All are integers on one device; the computed tokens are not read without a table."""
+    new = given[_FIELDS.index("num_new_tokens")]
+    for field, part in zip(_FIELDS, given, strict=True):
+        if part is None or (given[0] is None and field == "num_computed_tokens"):
+            continue
+        if isinstance(part, np.ndarray):
+            if part.dtype.kind not in "iu":
+                raise BatchError(field, str(part.dtype), "must be of an integer type")
+        elif part.dtype not in _INTEGERS or part.layout is not torch.strided:
+            raise BatchError(
+                field, f"{part.dtype} {part.layout}", "must be a strided tensor of an integer type"
+            )
+        elif part.device != new.device:
+            raise BatchError(
+                f"{field}.device", str(part.device), f"must be {new.device}, that of num_new_tokens"
+            )
 
 
 def _check_shapes(table: Any, computed: Any, new: Any, start_idx: Any) -> None:
@@ -196,6 +223,10 @@ def _on_host(
         raise BatchError("position", int(positions[last]), limit)
     pages = table.take(rows * width + blocks) if table.flags.c_contiguous else table[rows, blocks]
     pages, written = _signed("block_table", pages), slots[:total]
+    if pages.min() < 0:
+        at = int(pages.argmin())
+        limit = f"is the block of position {int(positions[at])} of request {int(rows[at])}; least is 0"
+        raise BatchError("block_table", int(pages[at]), limit)
     if place is None:
         # block * block_size + position - position // block_size * block_size, in 64 bits
         np.subtract(pages, blocks, out=written, dtype=np.int64)
@@ -260,6 +291,9 @@ def _on_device(
     if num_tokens is None:
         raise BatchError("num_tokens", None, "is required on a device: counting would wait for it")
     num_reqs = new.shape[0]
+    if out is not None and (out.dtype != torch.int64 or out.ndim != 1 or out.shape[0] < num_tokens):
+        limit = f"must be int64 with at least {num_tokens} elements"
+        raise BatchError("out", f"{out.dtype} {tuple(out.shape)}", limit)
     slots = torch.empty(num_tokens, dtype=torch.int64, device=new.device) if out is None else out[:num_tokens]
     if table is None or not num_reqs or not table.shape[1]:
         return slots.fill_(PAD_SLOT_ID)

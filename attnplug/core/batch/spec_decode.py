@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from attnplug.core.arguments import Shape
 from attnplug.core.batch.host import check_count
 from attnplug.core.errors import BatchError
+
+_ROWS = Shape("*")
 
 
 def reshape_query_for_spec_decode(query: torch.Tensor, batch_size: int) -> torch.Tensor:
@@ -14,6 +17,7 @@ def reshape_query_for_spec_decode(query: torch.Tensor, batch_size: int) -> torch
     Raises:
         BatchError: another number of dimensions, or tokens that do not divide among the requests.
     """
+    _ROWS.check("query", query, {})
     if query.ndim != 3:
         raise BatchError("query", tuple(query.shape), "must be [tokens, heads, head_size]")
     check_count("batch_size", batch_size, 1)
@@ -32,6 +36,7 @@ def reshape_attn_output_for_spec_decode(attn_output: torch.Tensor) -> torch.Tens
     Raises:
         BatchError: another number of dimensions.
     """
+    _ROWS.check("attn_output", attn_output, {})
     if attn_output.ndim == 3:
         return attn_output
     if attn_output.ndim != 4:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from attnplug.core.arguments import integers
 from attnplug.core.batch.host import IntArray, check_count, exact_seq_lens, host_view, query_spans
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
@@ -33,6 +34,9 @@ def split_decodes_and_prefills(
             rows times that length.
     """
     common = common_attn_metadata
+    check_count("decode_threshold", decode_threshold, 0)
+    if type(require_uniform) is not bool:
+        raise BatchError("require_uniform", require_uniform, "must be True or False")
     starts, lengths = query_spans(common)
     num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
     if num_reqs == 0:
@@ -70,6 +74,7 @@ def split_decodes_prefills_and_extends(
         BatchError: lengths that are negative, ragged or not known to the host, or a batch out of order.
     """
     common = common_attn_metadata
+    check_count("decode_threshold", decode_threshold, 0)
     starts, lengths = query_spans(common)
     num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
     context = exact_seq_lens(common, lengths) - lengths
@@ -112,8 +117,15 @@ def split_prefill_chunks(
     """
     if isinstance(seq_lens_cpu, torch.Tensor):
         seq_lens_cpu = host_view("seq_lens_cpu", seq_lens_cpu)
-    lengths = np.asarray(seq_lens_cpu)
+    if not isinstance(seq_lens_cpu, np.ndarray):
+        seq_lens_cpu = np.array(
+            [_in_64_bits(each) for each in integers("seq_lens_cpu", seq_lens_cpu)], dtype=np.int64
+        )
+    lengths = seq_lens_cpu
+    if lengths.dtype.kind not in "iu":
+        raise BatchError("seq_lens_cpu", str(lengths.dtype), "must be of an integer type")
     check_count("workspace_size", workspace_size, 0)
+    check_count("request_offset", request_offset, 0)
     if lengths.ndim != 1:
         raise BatchError("seq_lens_cpu", lengths.shape, "must have one dimension")
     if not lengths.size:
@@ -130,6 +142,11 @@ def split_prefill_chunks(
         chunks.append((start + request_offset, end + request_offset))
         start = end
     return chunks
+
+
+def _in_64_bits(length: int) -> int:
+    check_count("seq_lens_cpu", length, 0)
+    return length
 
 
 def _check_padded(query_len: int, num_reqs: int, num_tokens: int) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 
+from attnplug.core.arguments import Shape, instance, integer, one_of, sequence_of
 from attnplug.core.batch.host import IntArray, known_seq_lens, query_spans
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
+
+_STARTS, _LENGTHS, _TABLE = Shape("R+1: integers"), Shape("R: integers"), Shape("R M: integers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class UBatchSlice:
 
 def slice_query_start_locs(query_start_loc: torch.Tensor, request_slice: slice) -> torch.Tensor:
     """Start locations of some requests, `[n + 1]`, rebased to 0: a new tensor, on the same device."""
+    _STARTS.check("query_start_loc", query_start_loc, {})
+    _range("request_slice", request_slice, query_start_loc.shape[0] - 1, may_be_open=True)
     start = request_slice.start or 0
     stop = query_start_loc.shape[0] if request_slice.stop is None else request_slice.stop + 1
     return query_start_loc[start:stop] - query_start_loc[start]
@@ -60,12 +65,21 @@ def split_attn_metadata(
             (`causal=False`, multimodal spans) or whose lengths per rank are already fixed; start locations
             that decrease; lengths or a table that are not one per request.
     """
+    ubatch_slices = sequence_of(one_of(UBatchSlice), "UBatchSlice")("ubatch_slices", ubatch_slices)
     starts, _ = query_spans(common_attn_metadata)
     table = common_attn_metadata.block_table_tensor
+    instance("block_table_tensor", table, torch.Tensor)
     if table.ndim != 2 or table.shape[0] != common_attn_metadata.num_reqs:
         limit = f"must be of shape ({common_attn_metadata.num_reqs}, max_blocks)"
         raise BatchError("block_table_tensor", tuple(table.shape), limit)
+    _TABLE.check("block_table_tensor", table, {})
     lengths = known_seq_lens(common_attn_metadata)
+    if lengths is None or lengths is common_attn_metadata.seq_lens_host:
+        _LENGTHS.check(
+            "seq_lens", common_attn_metadata.seq_lens, {"R": (table.shape[0], "block_table_tensor")}
+        )
+    if lengths is not None and lengths.min(initial=0) < 0:
+        raise BatchError("seq_lens", int(lengths.min()), "must be at least 0")
     return [_micro_batch(part, common_attn_metadata, starts, lengths) for part in ubatch_slices]
 
 
@@ -158,11 +172,17 @@ def _bounds(
     return first, last, begin, end, max(limit - end, 0)
 
 
-def _range(field: str, part: slice, limit: int) -> tuple[int, int]:
+def _range(field: str, part: slice, limit: int, *, may_be_open: bool = False) -> tuple[int, int]:
+    text = f"must be a slice with bounds in 0 .. {limit} that holds something"
+    if not isinstance(part, slice):
+        raise BatchError(field, part, text)
     start, stop = part.start, part.stop
-    if start is None or stop is None or part.step not in (None, 1) or not 0 <= start < stop <= limit:
-        raise BatchError(field, part, f"must be a slice with bounds in 0 .. {limit} that holds something")
-    return int(start), int(stop)
+    if may_be_open:
+        start, stop = 0 if start is None else start, limit if stop is None else stop
+    begin, end = (-1 if each is None else integer(field, each, text) for each in (start, stop))
+    if part.step not in (None, 1) or not 0 <= begin < end + may_be_open or end > limit:
+        raise BatchError(field, part, text)
+    return begin, end
 
 
 def _per_token(common: CommonAttentionMetadata, rows: slice) -> dict[str, Any]:

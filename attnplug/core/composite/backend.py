@@ -11,7 +11,7 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
 from attnplug.core.composite.options import composite_options
 from attnplug.core.dtypes import bare_dtype_name
-from attnplug.core.errors import LayoutError
+from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason, as_reason
@@ -206,6 +206,9 @@ def composite_backend(
     It serves layers with pages if each member serves its phase and both can share the cache, and refuses
     all others with reasons. A composite given as a member contributes its half for that phase.
     """
+    for name, given in (("prefill", prefill), ("decode", decode)):
+        if not (isinstance(given, type) and issubclass(given, AttentionBackend)):
+            raise SpecError(name, given, "must be a subclass of AttentionBackend")
     first = prefill.prefill if issubclass(prefill, CompositeBackend) else prefill
     second = decode.decode if issubclass(decode, CompositeBackend) else decode
     return first if first is second else _composed(first, second)

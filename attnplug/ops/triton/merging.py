@@ -31,7 +31,18 @@ def merge_attn_states(
     It has the arguments, result and errors of `attnplug.ops.merge_attn_states`. It launches once for up to 16 partials,
     and once for every 15 more. Tensors may have any strides. Outputs of rows with LSE -inf are not read.
     """
-    shape = check_merge(outputs, lses, output, output_lse)
+    check_merge(outputs, lses, output, output_lse)
+    return merge_into(outputs, lses, output, output_lse)
+
+
+def merge_into(
+    outputs: Sequence[torch.Tensor],
+    lses: Sequence[torch.Tensor],
+    output: torch.Tensor | None = None,
+    output_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attn_states` without its checks."""
+    shape = outputs[0].shape
     if output is None:
         output = torch.empty(shape, dtype=outputs[0].dtype, device=outputs[0].device)
     if output_lse is None:

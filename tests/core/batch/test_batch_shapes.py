@@ -79,7 +79,7 @@ def test_one_rank_holds_everything_in_one_dimension() -> None:
 def test_shares_are_computed_where_the_lengths_are() -> None:
     shares = get_dcp_local_seq_lens(torch.empty(5, dtype=torch.int64, device="meta"), 4, None, 2)
     assert (shares.shape, shares.device.type) == ((5, 4), "meta")
-    assert get_dcp_local_seq_lens(torch.empty(5, device="meta"), 4, 3).shape == (5,)
+    assert get_dcp_local_seq_lens(torch.empty(5, dtype=torch.int32, device="meta"), 4, 3).shape == (5,)
 
 
 @pytest.mark.parametrize(
