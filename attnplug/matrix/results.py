@@ -102,22 +102,22 @@ def run_to_dict(run: Run) -> dict[str, Any]:
         {**dataclasses.asdict(each.cell), "status": str(each.status), "why": list(each.why)}
         for each in run.findings
     ]
-    axes = None if run.axes is None else {axis: list(run.axes[axis]) for axis in AXIS_NAMES}
-    more = {"axes": axes, "sampled": _sampled(run)}
+    more: dict[str, Any] = {}
+    if run.axes is not None:
+        more = {"axes": {axis: list(run.axes[axis]) for axis in AXIS_NAMES}, "sampled": _sampled(run)}
     return {**about, "versions": dict(run.versions), **more, "cells": cells}
 
 
 def _sampled(run: Run) -> dict[str, Any] | None:
-    """What was run of all combinations that the backend serves; None if nothing was, or all of them.
+    """What was run of all combinations of served values; None if nothing was, or all of them.
 
-    `of` is their number, or None if it is not known; `lacking` names an axis of which values were not run.
+    `of` is their number; `lacking` names an axis of which values were not run.
     """
     ran = sum(each.status in (Status.VERIFIED, Status.REFUTED) for each in run.findings)
     extent = Extent(run)
     if not ran or extent.is_whole(run.findings):
         return None
-    of = None if run.axes is None else extent.combinations()
-    return {"cells": ran, "of": of, "lacking": extent.lacking(run.findings) or None}
+    return {"cells": ran, "of": extent.combinations(), "lacking": extent.lacking(run.findings) or None}
 
 
 def matrix_text(matrix: Matrix) -> str:

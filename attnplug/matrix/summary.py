@@ -29,6 +29,7 @@ CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.SAMPLED, Status.RE
 STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
+    Status.SAMPLED,
     Status.DECLARED,
     Status.NOT_RUN,
     Status.UNCLAIMED,
