@@ -70,7 +70,7 @@ class Extent:
         )
         return settled == self.combinations(axis, value)
 
-    def lacking(self, findings: Sequence[Finding], axis: str | None = None) -> str:
+    def lacking(self, findings: Sequence[Finding], axis: str | None = None, value: Value = None) -> str:
         """The first other axis of which served values were not run: "3 of 31 head sizes"; empty if there is none.
 
         Values that were refused with all `findings` do not count.
@@ -82,8 +82,16 @@ class Extent:
             served = {_values(each.cell)[place] for each in findings if each.status in _CLAIMED}
             refused = {_values(each.cell)[place] for each in findings} - served
             if name in self._filtered:
-                served |= set(self._served[name]) - refused
+                served |= {
+                    each for each in self._served[name] if self._goes(axis, value, name, each)
+                } - refused
             served.discard(None)
             if len(ran & served) < len(served):
                 return f"{len(ran & served)} of {len(served)} {AXIS_NAMES[name]}s"
         return ""
+
+    def _goes(self, axis: str | None, value: Value, other: str, its: Value) -> bool:
+        """Whether a layer can have both values, as far as a feature decides that."""
+        if axis == "feature":
+            return goes_with(str(value), other, its, self._latents)
+        return axis is None or other != "feature" or goes_with(str(its), axis, value, self._latents)

@@ -205,7 +205,7 @@ def _answer(
     else:
         why = ()
     if status is Status.VERIFIED and not extent.is_whole(findings, axis, value):
-        return Answer(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis))
+        return Answer(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
     return Answer(status, dict(counts), why)
 
 

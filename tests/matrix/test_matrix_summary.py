@@ -44,7 +44,10 @@ def test_nothing_wrong_hides_behind_something_right(statuses: tuple[Status, ...]
 
 
 def test_a_sample_says_of_which_values_it_is() -> None:
-    assert answer_of(Status.VERIFIED, Status.NOT_RUN, Status.DECLARED, Status.REFUSED).part == "1 of 3 head sizes"
+    assert (
+        answer_of(Status.VERIFIED, Status.NOT_RUN, Status.DECLARED, Status.REFUSED).part
+        == "1 of 3 head sizes"
+    )
 
 
 def test_a_fraction_says_how_many_of_the_claimed_cells_were_verified() -> None:

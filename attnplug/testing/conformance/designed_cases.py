@@ -119,7 +119,8 @@ def designed_cases(target: Target) -> list[Case]:
 
     Each value is also tried with the plainest values of the other axes. The full level has three designs,
     which differ in the values that go with a pair. If the backend has compile keys, only the cases of those
-    keys are kept that cover most pairs: 6 keys, at the full level 24. The cases of _many_rows are kept beside them.
+    keys are kept that cover most pairs: 6 keys, at the full level 24. The cases of _many_rows are always kept; at the smoke
+    level their keys are among the 6.
     """
     search = CaseSearch(target)
     few = target.level is Level.SMOKE
@@ -269,7 +270,9 @@ def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]], kept: fro
         if key is not None:
             pairs[key].update(itertools.combinations(row.items(), 2))
     plainest = next(iter(pairs), None)
-    covered = pairs.pop(plainest, set())
-    chosen = {None, plainest, *most_adding(pairs, covered, _MAX_COMPILE_KEYS[target.level] - 1)}
-    chosen |= {key for key, (case, _) in zip(keys, designed, strict=True) if case.id in kept}
+    first = {plainest, *(key for key, (case, _) in zip(keys, designed, strict=True) if case.id in kept)}
+    covered = set().union(*(pairs.pop(key, set()) for key in first))
+    had = len(first - {None}) if target.level is Level.SMOKE else 1
+    most = max(_MAX_COMPILE_KEYS[target.level] - had, 0)
+    chosen = {None, *first, *most_adding(pairs, covered, most)}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]
