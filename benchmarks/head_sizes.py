@@ -1,6 +1,6 @@
 """Every head size of a backend over every stored type in every phase, each compared with the float64 oracle.
 
-    python benchmarks/head_sizes.py --json FILE [--backend TRITON] [--jobs 16] [--minutes 7.5]
+    python benchmarks/head_sizes.py --json FILE [--backend TRITON] [--jobs 16] [--minutes 7]
 
 `attnplug matrix` samples pairs of values; this crosses head sizes, stored types and phases, with steps that take each launch
 and have more than 64 rows a request. Cells run in worker processes, of which a fault ends only one cell. The file is one of
@@ -210,7 +210,7 @@ def main() -> int:
     parser.add_argument("--backend", action="append", help="may be repeated [default: TRITON]")
     parser.add_argument("--json", type=Path, required=True, help="the file to write")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="worker processes")
-    parser.add_argument("--minutes", type=float, default=7.5, help="the longest run of one backend")
+    parser.add_argument("--minutes", type=float, default=7.0, help="the longest run of one backend")
     parser.add_argument("--most", type=int, help="only the first so many cells")
     chosen = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
