@@ -121,7 +121,7 @@ def check_step(target: Target, spec: Any, step: Step, options: Any) -> None:
     from attnplug.testing.conformance.harness import Answer
 
     serving = target.backend.for_layer(spec)
-    scales = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
+    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}
     batch = paged_batch(
         spec, step.new, step.tokens, device=target.torch_device, backend=serving, padding=3, **scales
     )
