@@ -124,14 +124,13 @@ class Answer:
 
         For a sample it is `lacking`, if there is such an axis.
         """
-        if self.lacking:
-            return self.lacking
-        if (
-            self.status not in (Status.VERIFIED, Status.SAMPLED, Status.REFUTED)
-            or self._count == self.claimed
-        ):
-            return ""
-        return f"{self._count}/{self.claimed}"
+        return self.lacking or self.fraction
+
+    @property
+    def fraction(self) -> str:
+        """The share of the claimed cells with this status, if only some were run; else empty."""
+        may_be_part = self.status in (Status.VERIFIED, Status.SAMPLED, Status.REFUTED)
+        return f"{self._count}/{self.claimed}" if may_be_part and self._count != self.claimed else ""
 
     @property
     def ran(self) -> str:
@@ -281,12 +280,17 @@ def counts_in_words(answer: Answer) -> str:
 def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status, str]:
     """The values of an axis by status, as a list; a star marks each value with limits.
 
-    None, of cells without pages, is left out: the features direct KV and encoder say the same.
+    A fraction of the cells is shorter than what a sample lacks. None, of cells without pages, is left out: the
+    features direct KV and encoder say the same.
     """
     lists = {}
     for status in MEANINGS:
         marked = [
-            (value, ("*" if answer.limits else "") + (f" ({answer.part})" if answer.part else ""))
+            (
+                value,
+                ("*" if answer.limits else "")
+                + (f" ({part})" if (part := answer.fraction or answer.part) else ""),
+            )
             for value, answer in answers.items()
             if answer.status is status and value is not None
         ]

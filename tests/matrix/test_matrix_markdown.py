@@ -31,7 +31,7 @@ def test_each_device_has_a_heading_and_what_it_was_run_with() -> None:
 def test_values_of_the_other_axes_are_listed_by_status() -> None:
     text = render_markdown(synthetic_matrix())
     assert "| head sizes | ◐ sampled: 16, 32, 64, 80, 96, 112, 128, 192, 256, 576 |" in text
-    assert "◐ sampled: 64, 256 (1 of 11 features)<br>✗ refuted: 128 (1/135)<br>– refused: 16, 32" in text  # noqa: RUF001
+    assert "◐ sampled: 64, 256 (10/20)<br>✗ refuted: 128 (1/135)<br>– refused: 16, 32" in text  # noqa: RUF001
 
 
 def test_what_was_not_run_says_so_and_a_missing_date_leaves_a_dash() -> None:
