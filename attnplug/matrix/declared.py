@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import attnplug
 from attnplug.matrix.design import answers
+from attnplug.matrix.extent import served_values
 from attnplug.matrix.model import Finding, Run, Status
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.records import Offer
@@ -33,6 +34,10 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
     where = resolve_device(device)
     offer = backend if isinstance(backend, Offer) else None
     backend_cls = backend.backend if isinstance(backend, Offer) else backend
+    findings = tuple(
+        Finding(cell, Status.REFUSED if reasons else Status.DECLARED, tuple(map(str, reasons)))
+        for cell, reasons in answers(backend_cls, where).items()
+    )
     return Run(
         backend=offer.name if offer else backend_cls.get_name(),
         distribution=offer.distribution if offer else None,
@@ -42,10 +47,8 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
         versions={},
         date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         commit=source_commit(),
-        findings=tuple(
-            Finding(cell, Status.REFUSED if reasons else Status.DECLARED, tuple(map(str, reasons)))
-            for cell, reasons in answers(backend_cls, where).items()
-        ),
+        findings=findings,
+        axes=served_values(findings),
     )
 
 

@@ -6,12 +6,12 @@ import base64
 import hashlib
 import html
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from attnplug.matrix.model import Cell, Matrix, Run
-from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, Summary, summarise
+from attnplug.matrix.model import Cell, Matrix, Run, Status
+from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, Answer, Summary, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
 _SCRIPTS = (
@@ -91,6 +91,8 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
     numbers: a cell, its status, and an index into `whys`, whose entries are indices into `reasons`. Each entry
     of a run's `limits` is five numbers: an axis and its value, another and its value, and an index into `whys`. Its
     `restrictions` have an axis, its value, another axis, and the words for the few values of it that are served.
+    `whole` has an axis and its value, or -1 twice for all cells, where every combination was run; `lacking` the
+    words for values that were not run.
     """
     values = {
         axis: in_order(axis, {getattr(finding.cell, axis) for run in matrix.runs for finding in run.findings})
@@ -110,6 +112,7 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
         ],
         "statuses": [
             {"word": str(status), "mark": MARKS[status], "meaning": meaning, "claimed": status in CLAIMED}
+            | {"ofCells": status is not Status.SAMPLED}
             for status, meaning in MEANINGS.items()
         ],
         "strongest": [_STATUSES.index(status) for status in STRONGEST_FIRST],
@@ -165,7 +168,17 @@ class _Numbers:
                 for value, answer in answers.items()
                 if (few := answer.restriction)
             ],
+            "whole": [place for *place, answer in self._answers(summary) if answer.status is Status.VERIFIED],
+            "lacking": [
+                [*place, answer.lacking] for *place, answer in self._answers(summary) if answer.lacking
+            ],
         }
+
+    def _answers(self, summary: Summary) -> Iterator[tuple[int, int, Answer]]:
+        yield -1, -1, summary.total
+        for axis, answers in enumerate(summary.answers.values()):
+            for value, answer in answers.items():
+                yield axis, self._values[axis][value], answer
 
     def _limits(self, summary: Summary) -> list[int]:
         found = []

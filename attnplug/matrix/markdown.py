@@ -38,6 +38,7 @@ def render_markdown(matrix: Matrix, *, level: int = 2) -> str:
         parts.extend(_device(summaries, "#" * (level + 1)))
         shown.update(status for summary in summaries for status in summary.total.counts)
         answers = [answer for each in summaries for axis in each.answers.values() for answer in axis.values()]
+        shown.update(answer.status for answer in answers)
         limited = limited or any(answer.limits for answer in answers)
     legend = [
         (f"{MARKS[status]} {status}", meaning) for status, meaning in MEANINGS.items() if status in shown
@@ -121,7 +122,7 @@ def _answer(answer: Answer | None) -> str:
     if answer is None:
         return "not asked"
     star = "\\*" if answer.is_starred else ""
-    share = f" {answer.part}" if answer.part else ""
+    share = f" {answer.ran}" if answer.ran else ""
     only = f", {markdown_text(str(answer.restriction))}" if answer.restriction else ""
     return f"{MARKS[answer.status]} {answer.status}{star}{share}{only}"
 

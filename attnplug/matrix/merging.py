@@ -61,7 +61,8 @@ def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     order = dict.fromkeys(each.cell.id for run in (best, *reversed(same)) for each in run.findings)
     newest = max(same, key=_date)
     findings = tuple(found[cell][1] for cell in order)
-    return dataclasses.replace(newest, findings=findings)
+    axes = next((run.axes for run in sorted(same, key=_date, reverse=True) if run.axes is not None), None)
+    return dataclasses.replace(newest, findings=findings, axes=axes)
 
 
 def _better(

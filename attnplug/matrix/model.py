@@ -18,6 +18,8 @@ class Status(enum.StrEnum):
     """Not claimed; the finding has the reasons."""
     VERIFIED = "verified"
     """Claimed, run, and right."""
+    SAMPLED = "sampled"
+    """Of several cells together: those that were run are right, and there are combinations that were not run."""
     REFUTED = "refuted"
     """Claimed, run, and wrong; the finding has the evidence."""
     UNCLAIMED = "unclaimed"
@@ -56,6 +58,8 @@ class Run:
         date: in UTC: "2026-11-21T18:00:00+00:00".
         commit: of attnplug's source if that is a checkout; else None.
         findings: one for each cell, in the order of the design.
+        axes: the values that the backend serves, by the field of Cell, whether `findings` have them or not; None if
+            that is not known.
     """
 
     backend: str
@@ -67,6 +71,7 @@ class Run:
     date: str
     commit: str | None
     findings: tuple[Finding, ...]
+    axes: Mapping[str, tuple[str | int | None, ...]] | None = None
 
     @property
     def key(self) -> tuple[str, str]:

@@ -13,7 +13,9 @@ from typing import Any, NoReturn
 from attnplug.core import files
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.json_reading import parse_json
+from attnplug.matrix.extent import Extent
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
+from attnplug.matrix.words import AXIS_NAMES
 
 SCHEMA = "attnplug.matrix"
 VERSION = 1
@@ -21,6 +23,9 @@ VERSION = 1
 _MOST_BYTES = 1 << 29
 _AGAIN = "make it again with attnplug matrix --json"
 _PHASES = ("prefill", "decode", "mixed")
+
+_OF_CELLS = [status for status in Status if status is not Status.SAMPLED]
+"""The statuses of single cells."""
 
 _Rule = tuple[Callable[[Any], bool], str]
 
@@ -32,6 +37,18 @@ def _is_text(value: Any) -> bool:
 def _is_count(value: Any) -> bool:
     # bool is a subclass of int, and True is no size.
     return type(value) is int and value > 0
+
+
+def _is_axes(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and value.keys() == AXIS_NAMES.keys()
+        and all(isinstance(values, list) and all(map(_is_value, values)) for values in value.values())
+    )
+
+
+def _is_value(value: Any) -> bool:
+    return value is None or _is_text(value) or _is_count(value)
 
 
 def _is_date(value: Any) -> bool:
@@ -59,6 +76,11 @@ _RUN: dict[str, _Rule] = {
     "commit": _TEXT_OR_NULL,
     "cells": (lambda value: isinstance(value, list), "a list"),
 }
+_MORE_OF_RUN: dict[str, _Rule] = {
+    "axes": (_is_axes, "null, or an object with a list of values for each axis"),
+    "sampled": (lambda value: value is None or isinstance(value, dict), "an object or null"),
+}
+"""Fields that older files lack: their runs are told as samples. `sampled` is for other readers, and follows from the rest."""
 _CELL: dict[str, _Rule] = {
     "feature": _TEXT,
     "phase": (lambda value: value in _PHASES, f"one of {', '.join(_PHASES)}"),
@@ -68,7 +90,7 @@ _CELL: dict[str, _Rule] = {
     "block_size": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
     "layout": _TEXT_OR_NULL,
     # A list, because a set raises TypeError when it is asked for a list or an object.
-    "status": (lambda value: value in [*Status], f"one of {', '.join(Status)}"),
+    "status": (lambda value: value in _OF_CELLS, f"one of {', '.join(_OF_CELLS)}"),
     "why": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of text"),
 }
 
@@ -80,7 +102,22 @@ def run_to_dict(run: Run) -> dict[str, Any]:
         {**dataclasses.asdict(each.cell), "status": str(each.status), "why": list(each.why)}
         for each in run.findings
     ]
-    return {**about, "versions": dict(run.versions), "cells": cells}
+    more: dict[str, Any] = {}
+    if run.axes is not None:
+        more = {"axes": {axis: list(run.axes[axis]) for axis in AXIS_NAMES}, "sampled": _sampled(run)}
+    return {**about, "versions": dict(run.versions), **more, "cells": cells}
+
+
+def _sampled(run: Run) -> dict[str, Any] | None:
+    """What was run of all combinations of served values; None if nothing was, or all of them.
+
+    `of` is their number; `lacking` names an axis of which values were not run.
+    """
+    ran = sum(each.status in (Status.VERIFIED, Status.REFUTED) for each in run.findings)
+    extent = Extent(run)
+    if not ran or extent.is_whole(run.findings):
+        return None
+    return {"cells": ran, "of": extent.combinations(), "lacking": extent.lacking(run.findings) or None}
 
 
 def matrix_text(matrix: Matrix) -> str:
@@ -152,14 +189,17 @@ class _Reader:
         return Matrix(runs)
 
     def _run(self, data: Any, place: str) -> Run:
-        self._check(data, _RUN, place)
+        self._check(data, _RUN, place, _MORE_OF_RUN)
         cells = enumerate(data["cells"])
         findings = tuple(self._finding(each, f"{place}.cells[{index}]") for index, each in cells)
         # Two findings of one cell may contradict each other, and none of them is the right one.
         for cell, count in Counter(finding.cell.id for finding in findings).items():
             if count > 1:
                 self._refuse(f"has two cells {cell} in {place}", _AGAIN)
-        return Run(**{name: data[name] for name in _RUN if name != "cells"}, findings=findings)
+        about = {name: data[name] for name in _RUN if name != "cells"}
+        axes = data.get("axes")
+        known = None if axes is None else {axis: tuple(axes[axis]) for axis in AXIS_NAMES}
+        return Run(**about, findings=findings, axes=known)
 
     def _finding(self, data: Any, place: str) -> Finding:
         self._check(data, _CELL, place)
@@ -169,13 +209,17 @@ class _Reader:
             self._refuse(f"has in {place} one of block_size and layout without the other", _AGAIN)
         return Finding(cell, Status(data["status"]), tuple(data["why"]))
 
-    def _check(self, data: Any, rules: Mapping[str, _Rule], place: str) -> None:
+    def _check(
+        self, data: Any, rules: Mapping[str, _Rule], place: str, more: Mapping[str, _Rule] | None = None
+    ) -> None:
+        """Refuse `data` unless it has the fields of `rules`, and of `more` any, with the values that they allow."""
         if not isinstance(data, dict):
             self._refuse(f"has {data!r:.60} for {place}, not an object", _AGAIN)
         # Unknown names are refused because a newer schema has another version.
+        rules = {**rules, **{name: rule for name, rule in (more or {}).items() if name in data}}
         if data.keys() != rules.keys():
-            missing, more = sorted(rules.keys() - data.keys()), sorted(data.keys() - rules.keys())
-            what = f"lacks {', '.join(missing)}" if missing else f"has the unknown {more[0]!r:.60}"
+            missing, others = sorted(rules.keys() - data.keys()), sorted(data.keys() - rules.keys())
+            what = f"lacks {', '.join(missing)}" if missing else f"has the unknown {others[0]!r:.60}"
             self._refuse(f"{what} in {place}", _AGAIN)
         for name, (is_right, what) in rules.items():
             if not is_right(data[name]):

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnplug.matrix.axes import is_plain_value
+from attnplug.matrix.extent import Extent
 from attnplug.matrix.model import Finding, Matrix, Run, Status
 from attnplug.matrix.words import (
     AXIS_NAMES,
@@ -22,19 +23,20 @@ from attnplug.matrix.words import (
 
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
-CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN})
-"""The statuses of a cell that its backend claims to serve."""
+CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.SAMPLED, Status.REFUTED, Status.NOT_RUN})
+"""The statuses of a cell, or of several, that its backend claims to serve."""
 
 STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
+    Status.SAMPLED,
     Status.DECLARED,
     Status.NOT_RUN,
     Status.UNCLAIMED,
     Status.REFUSED,
 )
 """The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
-run counts more than a claim."""
+run counts more than a claim. Verified cells together are only a sample, unless every combination was run."""
 _AXES = tuple(AXIS_NAMES)
 _FEW = 2
 """The most served values that an answer names; more are counted."""
@@ -89,7 +91,8 @@ class Answer:
     """The cells with one value, summed up.
 
     Args:
-        status: the first of STRONGEST_FIRST that any of the cells has.
+        status: the first of STRONGEST_FIRST that any of the cells has; SAMPLED in place of VERIFIED if any combination of
+            served values was not run.
         counts: the number of cells with each status.
         why: the reasons common to all cells if all are refused; else the evidence against the value.
         limits: the values that it is not served with.
@@ -101,6 +104,8 @@ class Answer:
     why: tuple[str, ...] = ()
     limits: tuple[Limit, ...] = ()
     restriction: Restriction | None = None
+    lacking: str = ""
+    """Of a sample: an axis of which values were not run, such as "3 of 31 head sizes"."""
 
     @property
     def is_starred(self) -> bool:
@@ -115,11 +120,28 @@ class Answer:
 
     @property
     def part(self) -> str:
-        """The share of the claimed cells with this status, "3/40", if only some were run; else empty."""
-        count = self.counts.get(self.status, 0)
-        if self.status not in (Status.VERIFIED, Status.REFUTED) or count == self.claimed:
-            return ""
-        return f"{count}/{self.claimed}"
+        """The share of the claimed cells with this status, "3/40", if only some were run; else empty.
+
+        For a sample it is `lacking`, if there is such an axis.
+        """
+        return self.lacking or self.fraction
+
+    @property
+    def fraction(self) -> str:
+        """The share of the claimed cells with this status, if only some were run; else empty."""
+        may_be_part = self.status in (Status.VERIFIED, Status.SAMPLED, Status.REFUTED)
+        return f"{self._count}/{self.claimed}" if may_be_part and self._count != self.claimed else ""
+
+    @property
+    def ran(self) -> str:
+        """As `part`; for a sample that has none, the number of cells that were run: "36 cells"."""
+        if self.part or self.status is not Status.SAMPLED:
+            return self.part
+        return f"{self._count:,} cell{'s' if self._count > 1 else ''}"
+
+    @property
+    def _count(self) -> int:
+        return self.counts.get(Status.VERIFIED if self.status is Status.SAMPLED else self.status, 0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,6 +174,7 @@ def summarise(run: Run) -> Summary:
     for values, finding in rows:
         for key in enumerate(values):
             groups[key].append(finding)
+    extent = Extent(run)
     limits = _limits(rows)
     restrictions = _restrictions(rows)
     answers: dict[str, dict[Value, Answer]] = {}
@@ -159,16 +182,18 @@ def summarise(run: Run) -> Summary:
         values_of_axis = in_order(axis, (value for position, value in groups if position == index))
         answers[axis] = {
             value: dataclasses.replace(
-                _answer(groups[index, value]),
+                _answer(groups[index, value], extent, axis, value),
                 limits=tuple(limits.get((index, value), ())),
                 restriction=restrictions.get((index, value)),
             )
             for value in values_of_axis
         }
-    return Summary(run, _answer(run.findings), answers)
+    return Summary(run, _answer(run.findings, extent), answers)
 
 
-def _answer(findings: Sequence[Finding]) -> Answer:
+def _answer(
+    findings: Sequence[Finding], extent: Extent, axis: str | None = None, value: Value = None
+) -> Answer:
     counts = collections.Counter(finding.status for finding in findings)
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
@@ -178,6 +203,8 @@ def _answer(findings: Sequence[Finding]) -> Answer:
         why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
     else:
         why = ()
+    if status is Status.VERIFIED and not extent.is_whole(findings, axis, value):
+        return Answer(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
     return Answer(status, dict(counts), why)
 
 
@@ -253,12 +280,17 @@ def counts_in_words(answer: Answer) -> str:
 def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status, str]:
     """The values of an axis by status, as a list; a star marks each value with limits.
 
-    None, of cells without pages, is left out: the features direct KV and encoder say the same.
+    A fraction of the cells is shorter than what a sample lacks. None, of cells without pages, is left out: the
+    features direct KV and encoder say the same.
     """
     lists = {}
     for status in MEANINGS:
         marked = [
-            (value, ("*" if answer.limits else "") + (f" ({answer.part})" if answer.part else ""))
+            (
+                value,
+                ("*" if answer.limits else "")
+                + (f" ({part})" if (part := answer.fraction or answer.part) else ""),
+            )
             for value, answer in answers.items()
             if answer.status is status and value is not None
         ]

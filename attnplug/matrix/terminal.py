@@ -35,6 +35,7 @@ from attnplug.matrix.words import (
 
 _STYLES = {
     Status.VERIFIED: "green",
+    Status.SAMPLED: "green",
     Status.DECLARED: "cyan",
     Status.REFUTED: "bold red",
     Status.UNCLAIMED: "magenta",
@@ -167,9 +168,10 @@ class _Page:
             return Text("not asked", style="dim")
         self._limited |= answer.is_starred
         star = "*" if answer.is_starred else ""
-        share = f" {answer.part}" if answer.part else ""
+        share = f" {answer.ran}" if answer.ran else ""
         only = f", {answer.restriction}" if answer.restriction else ""
         return self._status(answer.status).append(star + share + only)
 
     def _status(self, status: Status) -> Text:
+        self._shown.add(status)
         return Text(f"{self._marks[status]} {status}", style=_STYLES[status])

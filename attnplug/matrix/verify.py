@@ -53,6 +53,7 @@ class Verification:
         name: the backend, in the form of `attnplug.select`.
         asked: the device, in the user's words; None for the current one.
         extent: the part of the cells to run.
+        checks_of: "module:function" that lists a check for each cell, under its id.
     """
 
     def __init__(
@@ -64,11 +65,12 @@ class Verification:
         name: str,
         asked: str | None = None,
         extent: Extent | None = None,
+        checks_of: str = _CHECKS,
     ) -> None:
         self._declared = declared
         self._offer = offer
         self._device = device
-        self._request = SuiteRequest(name, asked, checks_of=_CHECKS)
+        self._request = SuiteRequest(name, asked, checks_of=checks_of)
         self._listing: Listing | None = None
         self._saved: SavedResults | None = None
         self._observer: Observer | None = None

@@ -24,6 +24,7 @@ AXIS_NAMES = {
 
 MARKS = {
     Status.VERIFIED: "✓",
+    Status.SAMPLED: "◐",
     Status.DECLARED: "○",
     Status.REFUTED: "✗",
     Status.UNCLAIMED: "+",
@@ -32,11 +33,19 @@ MARKS = {
 }
 """A mark for each status; their shapes differ."""
 
-PLAIN_MARKS = {**MARKS, Status.VERIFIED: "v", Status.DECLARED: "o", Status.REFUTED: "x", Status.REFUSED: "-"}
+PLAIN_MARKS = {
+    **MARKS,
+    Status.VERIFIED: "v",
+    Status.SAMPLED: "s",
+    Status.DECLARED: "o",
+    Status.REFUTED: "x",
+    Status.REFUSED: "-",
+}
 """The marks for output in ASCII."""
 
 MEANINGS = {
     Status.VERIFIED: "claimed, run on the device, and right",
+    Status.SAMPLED: "claimed; some combinations were run on the device and are right, the others were not run",
     Status.DECLARED: "claimed, and not run",
     Status.REFUTED: "claimed, run on the device, and wrong",
     Status.UNCLAIMED: "not claimed, run all the same, and right",

@@ -278,7 +278,7 @@ def test_what_passes_is_verified(command, workers):
     count = len(torch_cells())
     assert lines[0] == f"TORCH on cpu: {count} cells, 2 workers"
     assert lines[1].startswith(f"TORCH on cpu: {count} verified in ")
-    assert "plain    ✓ verified" in outcome.out
+    assert "plain    ◐ sampled 1 of 12 head sizes" in outcome.out
 
 
 def test_a_refuted_claim_ends_with_4_and_select_is_told(command, workers):
@@ -515,7 +515,7 @@ def test_merge_does_not_end_with_4_for_what_a_newer_run_found_right(command, fil
 def test_merge_without_a_file_shows_tables(command, files):
     outcome = command("merge", files("a.json"))
     assert outcome.code == 0
-    assert "plain    ✓ verified" in outcome.out
+    assert "plain    ◐ sampled 1 of 12 head sizes" in outcome.out
 
 
 def test_merge_refuses_what_is_no_result_file_and_writes_nothing(command, files):

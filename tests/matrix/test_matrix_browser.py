@@ -153,7 +153,7 @@ def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: st
     assert {tuple(words[:3]) for words in shown} == set(expected)
     for words in shown:
         answer = expected[tuple(words[:3])]
-        rest = [answer.part.replace("/", " of ")] if answer.part else []
+        rest = [answer.ran.replace("/", " of ")] if answer.ran else []
         if answer.restriction:
             rest.append(str(answer.restriction))
         if answer.limits:
@@ -164,7 +164,7 @@ def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: st
 def test_an_answer_of_the_overview_opens_its_reasons_and_lists_its_cells(open_page: Any) -> None:
     matrix = synthetic_matrix()
     page = open_page(matrix)
-    page.tab.get_by_role("button", name="ALiBi, TRITON on sm90, verified").click()
+    page.tab.get_by_role("button", name="ALiBi, TRITON on sm90, sampled").click()
     dialog = page.tab.get_by_role("dialog", name="ALiBi")
     assert "head size 256: combination not supported: alibi with 256" in dialog.inner_text()
     number = sum(len(cells_of(Matrix((run,)), feature="alibi")) for run in matrix.runs[2:3])

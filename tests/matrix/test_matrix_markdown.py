@@ -14,7 +14,10 @@ from attnplug.matrix.markdown import markdown_text, render_markdown
 def test_a_feature_has_the_answer_of_each_backend_in_its_row() -> None:
     text = render_markdown(synthetic_matrix())
     assert "|  | TORCH | TRITON | FLASH_ATTN_2 | FLASHINFER |\n|---|---|---|---|---|\n" in text
-    assert "| ALiBi | ✓ verified | ✓ verified\\* | ○ declared\\*, prefill only | ✗ refuted 1/12 |\n" in text
+    assert (
+        "| ALiBi | ◐ sampled 24 cells | ◐ sampled\\* 19 cells | ○ declared\\*, prefill only | ✗ refuted 1/12 |\n"
+        in text
+    )
 
 
 def test_each_device_has_a_heading_and_what_it_was_run_with() -> None:
@@ -27,8 +30,8 @@ def test_each_device_has_a_heading_and_what_it_was_run_with() -> None:
 
 def test_values_of_the_other_axes_are_listed_by_status() -> None:
     text = render_markdown(synthetic_matrix())
-    assert "| head sizes | ✓ verified: 16, 32, 64, 80, 96, 112, 128, 192, 256, 576 |" in text
-    assert "✓ verified: 64, 256 (10/20)<br>✗ refuted: 128 (1/135)<br>– refused: 16, 32" in text  # noqa: RUF001
+    assert "| head sizes | ◐ sampled: 16, 32, 64, 80, 96, 112, 128, 192, 256, 576 |" in text
+    assert "◐ sampled: 64, 256 (10/20)<br>✗ refuted: 128 (1/135)<br>– refused: 16, 32" in text  # noqa: RUF001
 
 
 def test_what_was_not_run_says_so_and_a_missing_date_leaves_a_dash() -> None:
@@ -45,7 +48,7 @@ def test_who_serves_nothing_on_a_device_has_no_column_but_a_reason() -> None:
 
 def test_a_value_that_one_backend_was_not_asked_for_says_so() -> None:
     other = run(finding(Status.VERIFIED, feature="novel"), backend="ACME")
-    assert "| novel | not asked | ✓ verified |" in render_markdown(
+    assert "| novel | not asked | ◐ sampled 1 cell |" in render_markdown(
         Matrix((run(finding(Status.VERIFIED)), other))
     )
 

@@ -32,7 +32,7 @@ def answer_of(*statuses: Status) -> Answer:
     ("statuses", "expected"),
     [
         ((Status.VERIFIED, Status.REFUTED, Status.REFUSED), Status.REFUTED),
-        ((Status.DECLARED, Status.VERIFIED, Status.NOT_RUN), Status.VERIFIED),
+        ((Status.DECLARED, Status.VERIFIED, Status.NOT_RUN), Status.SAMPLED),
         ((Status.NOT_RUN, Status.DECLARED), Status.DECLARED),
         ((Status.REFUSED, Status.UNCLAIMED, Status.NOT_RUN), Status.NOT_RUN),
         ((Status.REFUSED, Status.UNCLAIMED), Status.UNCLAIMED),
@@ -43,8 +43,19 @@ def test_nothing_wrong_hides_behind_something_right(statuses: tuple[Status, ...]
     assert answer_of(*statuses).status is expected
 
 
+def test_a_sample_says_of_which_values_it_is() -> None:
+    assert (
+        answer_of(Status.VERIFIED, Status.NOT_RUN, Status.DECLARED, Status.REFUSED).part
+        == "1 of 3 head sizes"
+    )
+
+
 def test_a_fraction_says_how_many_of_the_claimed_cells_were_verified() -> None:
-    assert answer_of(Status.VERIFIED, Status.NOT_RUN, Status.DECLARED, Status.REFUSED).part == "1/3"
+    values = [(64, "decode"), (64, "prefill"), (80, "decode"), (80, "prefill")]
+    statuses = [Status.VERIFIED, Status.NOT_RUN, Status.DECLARED, Status.VERIFIED]
+    cells = zip(values, statuses, strict=True)
+    found = run(*(finding(status, head_size=size, phase=phase) for (size, phase), status in cells))
+    assert summarise(found).total.part == "2/4"
 
 
 def test_a_fraction_says_how_many_of_the_claimed_cells_were_refuted() -> None:
@@ -206,7 +217,7 @@ def test_lists_of_values_have_a_star_for_limits_and_no_place_for_missing_pages()
         )
     )
     assert values_by_status("block_size", summary.answers["block_size"]) == {
-        Status.VERIFIED: "16, 32*",
+        Status.SAMPLED: "16, 32*",
         Status.REFUSED: "1",
     }
 

@@ -27,11 +27,15 @@ def lines(text: str) -> list[str]:
 
 
 def test_a_feature_has_the_answer_of_each_backend_in_its_row() -> None:
-    text = lines(shown(synthetic_matrix()))
-    assert "                 TORCH       TRITON       FLASH_ATTN_2                   FLASHINFER" in text
-    sinks = "sinks            ✓ verified  ✓ verified   – refused                      ✓ verified 11/12"  # noqa: RUF001
-    assert sinks in text
-    assert "ALiBi            ✓ verified  ✓ verified*  ○ declared*, prefill only      ✗ refuted 1/12" in text
+    text = lines(shown(synthetic_matrix(), width=120))
+    assert (
+        "                 TORCH                TRITON               FLASH_ATTN_2                   FLASHINFER"
+        in text
+    )
+    sinks = "sinks            ◐ sampled 24 cells   ◐ sampled 20 cells   – refused    "  # noqa: RUF001
+    assert any(line.startswith(sinks) and line.endswith("  ◐ sampled 2 of 3 head sizes") for line in text)
+    alibi = "ALiBi            ◐ sampled 24 cells   ◐ sampled* 19 cells  ○ declared*, prefill only      ✗ refuted 1/12"
+    assert alibi in text
 
 
 def test_a_feature_that_is_served_with_one_value_only_says_so() -> None:
@@ -61,7 +65,7 @@ def test_the_values_of_one_backend_stand_in_one_table() -> None:
 def test_backends_that_do_not_fit_go_on_below() -> None:
     text = lines(shown(synthetic_matrix(), width=60))
     assert max(map(len, text[: text.index("Refuted: claimed, and wrong when run")])) <= 60
-    assert "                 TORCH       TRITON" in text
+    assert "                 TORCH                TRITON" in text
     assert "                 FLASH_ATTN_2" in text
 
 
@@ -88,20 +92,20 @@ def test_who_serves_nothing_on_a_device_has_no_column_but_a_reason() -> None:
     refused = run(finding(Status.REFUSED, "cpu is not cuda"), backend="FLASHINFER")
     text = lines(shown(Matrix((run(finding(Status.VERIFIED)), refused))))
     assert "serves nothing there: FLASHINFER: cpu is not cuda" in text
-    assert "plain        ✓ verified" in text or "plain    ✓ verified" in text
+    assert "plain    ◐ sampled 1 cell" in text
     assert shown(Matrix((refused,))).count("plain") == 0
 
 
 def test_a_value_that_one_backend_was_not_asked_for_says_so() -> None:
     other = run(finding(Status.VERIFIED, feature="novel"), backend="ACME")
     text = lines(shown(Matrix((run(finding(Status.VERIFIED)), other))))
-    assert "plain    ✓ verified  not asked" in text
-    assert "novel    not asked   ✓ verified" in text
+    assert "plain    ◐ sampled 1 cell  not asked" in text
+    assert "novel    not asked         ◐ sampled 1 cell" in text
 
 
 def test_the_legend_explains_what_is_shown_and_no_more() -> None:
     text = shown(Matrix((run(finding(Status.VERIFIED)),)))
-    assert text.endswith("✓ verified: claimed, run on the device, and right\n")
+    assert [line.partition(":")[0] for line in lines(text)[-2:]] == ["✓ verified", "◐ sampled"]
     assert "refuted" not in text
     assert "*" not in text
     assert "*: not with everything else that is served" in shown(synthetic_matrix())

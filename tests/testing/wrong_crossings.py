@@ -331,3 +331,45 @@ class RepeatsOfOneHead(_Repeats):
 
     def repeats(self, source: Any, *given: Any) -> bool:
         return self.spec.num_kv_heads == 1
+
+
+# Large steps of odd heads over elements of 8 bits.
+
+
+class OddHeadsOfBytes(KernelImpl):
+    """Past 64 rows of a request in 16 bits, elements past the 64th of an odd head over fp8 are others'."""
+
+    storage = "fp8_e4m3"
+
+    def applies(self, span: Span) -> bool:
+        """Whether the answer of a request is wrong."""
+        size = self.spec.head_size
+        is_odd = size > 64 and size & (size - 1) > 0 and self.spec.resolved_kv_cache_dtype == self.storage
+        return is_odd and self.spec.dtype != "float32" and span.at.numel() > 64
+
+    def one(self, query: Any, keys: Any, values: Any, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = super().one(query, keys, values, *rest)
+        if self.applies(rest[-1]):
+            out = torch.cat([out[..., :64], out[..., : self.spec.head_size - 64]], -1)
+        return out, lse
+
+
+@_add("correct/prefill-h8x8-d80-float16-fp8-b16-NHD", "prefill")
+class OddHeadsOfE4m3(OddHeadsOfBytes):
+    """So it is for e4m3."""
+
+
+@_add("correct/prefill-h8x8-d96-bfloat16-fp8_e5m2-b16-NHD", "prefill")
+class OddHeadsOfE5m2(OddHeadsOfBytes):
+    """So it is for e5m2."""
+
+    storage = "fp8_e5m2"
+
+
+@_add("correct/many-extends-h8x8-d80-float16-fp8-b16-NHD", "extend")
+class OddExtendsOfE4m3(OddHeadsOfBytes):
+    """So it is for the extends of e4m3 alone, if they fill a GPU."""
+
+    def applies(self, span: Span) -> bool:
+        is_large = span.meta.num_actual_tokens > 900 and span.held.numel() > span.at.numel()
+        return is_large and super().applies(span)

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.backends.triton.layout import head_bytes, head_tiles, tile_memory, tile_side
 from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.specialized_layers import has_specialized_prefill
 from attnplug.core.backend import AttentionBackend
@@ -34,6 +35,9 @@ _WIDEST_ROPE = 256
 """Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB."""
 _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
 """Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB."""
+_LITTLE = 99 << 10
+_LEAST_KEYS = 16
+"""Keys of the smallest tile that a launch has, in one stage."""
 
 
 class TritonBackend(AttentionBackend):
@@ -127,14 +131,15 @@ class TritonBackend(AttentionBackend):
             )
         if lacks := _lacks_memory(spec, device) or _lacks_e4m3(spec, device):
             return lacks
-        # Triton 3.6 compiles prefills of such layers to code that reads outside of its tiles: on an H200, value
-        # tiles of 16 and 32 beside wider key tiles gave wrong numbers or illegal addresses, tiles of 64 did not.
-        keys, values = _tile(spec.head_size), _tile(spec.head_size_v)
-        if spec.has_quantized_kv_cache and spec.dtype != "float32" and values < min(keys, 64):
-            least = min(keys, 64) // 2 + 1
+        # On an H200 such values were wrong beside wider keys. Tiles are widened for them now, most of which is padding: on
+        # no GPU have they been seen right, except with float32 queries.
+        tiles = head_tiles(spec.head_size, spec.head_size_v, 1, whole=True)
+        widened, _ = tiles.values
+        has_bytes = spec.has_quantized_kv_cache and spec.dtype != "float32"
+        if has_bytes and widened > tile_side(spec.head_size_v):
             return (
                 f"head_size_v={spec.head_size_v} with head_size={spec.head_size} over fp8; "
-                f"there value heads have at least {least} elements"
+                f"there value heads have at least {widened // 2 + 1} elements"
             )
         return None
 
@@ -253,7 +258,10 @@ def _lacks_memory(spec: LayerSpec, device: Device) -> str | None:
     """Why the heads of a group do not fit the shared memory of the GPU, if they do not."""
     group, widest = spec.num_heads // spec.num_kv_heads, max(spec.head_size, spec.head_size_v)
     has_little = device.type == "rocm" or (device.type == "cuda" and device.capability in _LITTLE_MEMORY)
-    if not has_little or spec.dtype != "float32" or group <= 64 or widest <= 128:
+    if not has_little or spec.dtype != "float32":
+        return None
+    # What warps exchange takes as much as whole tiles.
+    if tile_memory(tile_side(group), _LEAST_KEYS, 1, head_bytes(widest, 4)) <= _LITTLE:
         return None
     return (
         f"{group} query heads of {widest} float32 elements share a KV head, more than fit the shared memory"
@@ -266,8 +274,3 @@ def _lacks_e4m3(spec: LayerSpec, device: Device) -> str | None:
     if is_e4m3 and device.type == "cuda" and device.capability is not None and device.capability < (8, 9):
         return "fp8_e4m3 needs compute capability 8.9; fp8_e5m2 does not"
     return None
-
-
-def _tile(size: int) -> int:
-    """The width of a tile of heads: the next power of two."""
-    return 1 << (size - 1).bit_length()

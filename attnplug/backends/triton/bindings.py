@@ -21,9 +21,8 @@ from attnplug.backends.triton.launch import (
     merging,
     partial_sums,
     prefill_launch,
-    tile_parts,
-    tile_side,
 )
+from attnplug.backends.triton.layout import head_tiles, tile_side
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.specialized import (
@@ -132,8 +131,6 @@ class BoundLayer:
             "GROUP": self._group,
             "D": spec.head_size,
             "DV": spec.head_size_v,
-            "BLOCK_D": tile_side(spec.head_size),
-            "BLOCK_DV": tile_side(spec.head_size_v),
             # These switches are compiled in: a feature that a layer does not use costs nothing.
             "HAS_CAP": spec.logits_soft_cap is not None,
             "HAS_SINKS": tensors.sinks is not None,
@@ -174,7 +171,8 @@ class BoundLayer:
         if found is None:
             if len(self._shares) == _MOST_LAUNCHES:
                 self._shares.clear()
-            values = {**self._values, **_strides(pages.k.stride(), pages.v.stride())}
+            values = {**self._values, **self._whole_tiles(pages.k)}
+            values |= _strides(pages.k.stride(), pages.v.stride())
             values |= _paired(pages.v, launch.block_m)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
             values["PDL"] = can_overlap(pages.k.device)
@@ -211,12 +209,13 @@ class BoundLayer:
         paged = k.dim() == 4
         if self._group > SHORT.block_m:
             most_keys = None  # all heads of a group are in one tile
-        launch = prefill_launch(self._widest, self._itemsize, longest * self._group, self._gpu, most_keys)
+        rows, stored = longest * self._group, k.dtype.itemsize
+        launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
         if special is not None and not (is_near(k) and is_aligned(k, v, *others)):
             special = None
-        key = k.stride(), v.stride(), block_size, stride_table, launch, special
+        key = k.stride(), v.stride(), stored, block_size, stride_table, launch, special
         found = self._prefills.get(key)
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
@@ -227,9 +226,8 @@ class BoundLayer:
                     self._prefills[key] = found
                     return found
             block_m = max(launch.block_m, tile_side(self._group))
-            (block_d, tail), (block_dv, tail_v) = map(
-                tile_parts, (self._spec.head_size, self._spec.head_size_v)
-            )
+            parts = head_tiles(self._spec.head_size, self._spec.head_size_v, stored)
+            (block_d, tail), (block_dv, tail_v) = parts
             values = {
                 **self._values,
                 **_strides(k.stride(), v.stride()),
@@ -265,6 +263,7 @@ class BoundLayer:
             return None
         values = {
             **self._values,
+            **self._whole_tiles(k),
             **_strides(k.stride(), v.stride()),
             "stride_table": stride_table,
             "KV_HEADS": self.kv_heads,
@@ -276,6 +275,11 @@ class BoundLayer:
             "TURNS": launch.turns,
         }
         return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self._group, True)
+
+    def _whole_tiles(self, k: torch.Tensor) -> dict[str, int]:
+        """The columns of the tiles of kernels that hold each head in one."""
+        keys, values = head_tiles(self._spec.head_size, self._spec.head_size_v, k.dtype.itemsize, whole=True)
+        return {"BLOCK_D": keys[0], "BLOCK_DV": values[0]}
 
     def _read_itemsize(self, pages: Pages) -> int:
         """Bytes of an element of a tile of keys: float32 products convert all that is stored."""
@@ -293,6 +297,7 @@ class BoundLayer:
         merge = merging(rows, reqs * each, self._gpu)
         values = {
             **self._values,
+            **self._whole_tiles(pages.k),
             **_strides(pages.k.stride(), pages.v.stride()),
             **_paired(pages.v, block_m),
             "BLOCK_SIZE": pages.k.shape[1],

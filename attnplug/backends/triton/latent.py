@@ -11,8 +11,14 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.latent import latent_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.latent_launch import LatentLaunch, hopper_kernels, hopper_launch, latent_launch
-from attnplug.backends.triton.launch import gpu_of, tile_side
+from attnplug.backends.triton.latent_launch import (
+    LatentLaunch,
+    hopper_kernels,
+    hopper_launch,
+    latent_launch,
+    latent_tiles,
+)
+from attnplug.backends.triton.launch import gpu_of
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
@@ -104,7 +110,8 @@ class TritonMLAImpl(MLADecodeImpl):
         if hopper:
             launch = hopper_launch(rows, kv_cache.element_size(), hopper)
         else:
-            launch = latent_launch(rows, size, self.dims.qk_rope_head_dim, q_nope.element_size(), gpu)
+            sizes = rows, size, self.dims.qk_rope_head_dim, q_nope.element_size()
+            launch = latent_launch(*sizes, gpu, kv_cache.element_size())
         row_blocks = -(-rows // launch.block_m)
         programs = max(launch.waves * gpu.multiprocessors // row_blocks, 1)
         reqs = metadata.num_reqs
@@ -112,8 +119,12 @@ class TritonMLAImpl(MLADecodeImpl):
         parts = 8 if programs <= 8 * reqs else 32 if programs <= 64 * reqs else 128
         decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None, parts)
         shares, sparse = metadata.shares, self.spec.sparse
-        sizes = launch.block_n, programs, launch.least
-        plan = SharesPlan(*sizes) if sparse is None else SharesPlan(*sizes, most=sparse.topk * sparse.block)
+        division = launch.block_n, programs, launch.least
+        plan = (
+            SharesPlan(*division)
+            if sparse is None
+            else SharesPlan(*division, most=sparse.topk * sparse.block)
+        )
         partials, partial_lses = shares.partials(2 * programs * rows, size)
         lse = partial_lses if output_lse is None else output_lse
         starts = metadata.query_start_loc
@@ -176,6 +187,7 @@ class TritonMLAImpl(MLADecodeImpl):
         bound = self._bound.get(form)
         if bound is None:
             rank, rope = self.dims.kv_lora_rank, self.dims.qk_rope_head_dim
+            block_l, block_r = latent_tiles(rank, rope, kv_cache.element_size())
             values = {
                 "scale": self.softmax_scale,
                 "stride_block": kv_cache.stride(0),
@@ -186,8 +198,8 @@ class TritonMLAImpl(MLADecodeImpl):
                 "BLOCK_N": launch.block_n,
                 "LATENT": rank,
                 "ROPE": rope,
-                "BLOCK_L": tile_side(rank),
-                "BLOCK_R": tile_side(max(rope, 1)),
+                "BLOCK_L": block_l,
+                "BLOCK_R": block_r,
                 "HAS_LSE": has_lse,
                 # Triton's interpreter multiplies bfloat16 as integers.
                 "COMPUTE": tl.float32 if kv_cache.device.type == "cpu" else None,

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnplug.backends.triton.launch import Gpu, gpu_of, runs_gluon, tile_side
+from attnplug.backends.triton.launch import Gpu, gpu_of, runs_gluon
+from attnplug.backends.triton.layout import head_tiles, tile_side
 
 
 class LatentLaunch(NamedTuple):
@@ -80,9 +81,23 @@ _SHARED_MEMORY = 230_400
 """Bytes that 64 rows of queries, two tiles of latents, and weights take."""
 
 
+def latent_tiles(size: int, rope: int, stored: int) -> tuple[int, int]:
+    """The columns of the tiles of a latent without its rope part, and of the rope part.
+
+    Args:
+        size: elements of a latent without its rope part.
+        rope: elements of the rope part; without any, nothing reads its tile.
+        stored: bytes of a stored element.
+    """
+    if not rope:
+        return tile_side(size), tile_side(1)
+    (side, _), (rope_side, _) = head_tiles(size, rope, stored, whole=True)
+    return side, rope_side
+
+
 # Each layer asks in each step.
 @functools.cache
-def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu) -> LatentLaunch:
+def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stored: int = 2) -> LatentLaunch:
     """The launch for requests of at most `rows` rows.
 
     Args:
@@ -91,11 +106,12 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu) -> L
         rope: elements of the rope part.
         itemsize: bytes of an element as it is computed.
         gpu: the device.
+        stored: bytes of an element as it is stored.
     """
     launch = LatentLaunch(16, 16, 4, 2, 1, 2) if itemsize > 2 else _LAUNCHES[min(tile_side(rows), 64)]
-    side = tile_side(size)
+    side, rope_side = latent_tiles(size, rope, stored)
     # Without a rope part, what Triton exchanges between warps takes as much.
-    width = (side + max(tile_side(max(rope, 1)), side // 8)) * itemsize
+    width = (side + max(rope_side, side // 8)) * itemsize
     while (launch.block_m + launch.block_n * _tiles_held(launch, gpu)) * width > gpu.shared_memory:
         if launch.num_stages > 1:
             launch = launch._replace(num_stages=launch.num_stages - 1)

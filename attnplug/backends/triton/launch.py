@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from triton.runtime import driver
 
+from attnplug.backends.triton.layout import head_bytes, head_tiles, tile_memory
+from attnplug.backends.triton.layout import tile_parts as tile_parts
+from attnplug.backends.triton.layout import tile_side as tile_side
 from attnplug.ops.reach import Reach
-from attnplug.ops.triton.launch import power_of_two
 
 
 def merging(rows: int, programs: int, gpu: Gpu) -> str:
@@ -128,22 +130,6 @@ def limit_switches(reach: Reach) -> dict[str, bool]:
     return {**limits, "HAS_SPANS": reach.spans}
 
 
-def tile_side(size: int) -> int:
-    """The least side of a tile that holds `size`: a power of two, for matrix products at least 16."""
-    return max(power_of_two(size), 16)
-
-
-def tile_parts(size: int) -> tuple[int, int]:
-    """The widths of the two tiles that hold `size` elements of a head; the second is 0 where one is as narrow.
-
-    Sides of tiles are powers of two: 96 elements take 64 and 32, instead of 128.
-    """
-    whole = tile_side(size)
-    first = whole // 2
-    rest = tile_side(size - first) if size > first >= 16 else first
-    return (first, rest) if first + rest < whole else (whole, 0)
-
-
 def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
     """Partial sums of weights per row, so that the loop adds them without exchange between threads.
 
@@ -185,7 +171,7 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
 
 @functools.cache
 def prefill_launch(
-    head_size: int, itemsize: int, rows: int, gpu: Gpu, most_keys: int | None = None
+    head_size: int, itemsize: int, rows: int, gpu: Gpu, most_keys: int | None = None, stored: int = 2
 ) -> PrefillLaunch:
     """The launch for heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
 
@@ -195,8 +181,9 @@ def prefill_launch(
         rows: queries of the longest request times heads of a group; tiles have no more.
         gpu: the device.
         most_keys: tokens of the longest request; None if the host does not know.
+        stored: bytes of an element of a key as it is read.
     """
-    wide = sum(tile_parts(head_size)) * itemsize
+    wide = head_tiles(head_size, head_size, stored).columns * itemsize
     if rows > 64 or wide > 512:
         # Products in float32 have no tensor cores, and are tuned for whole tiles.
         least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
@@ -214,7 +201,7 @@ _Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)
 
 def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu) -> _Launch:
     """`launch` with smaller and fewer tiles, so that queries, keys and values of `width` bytes fit the GPU."""
-    while (block_m + 2 * launch.block_n * launch.num_stages) * width > gpu.shared_memory:
+    while tile_memory(block_m, launch.block_n, launch.num_stages, width) > gpu.shared_memory:
         if launch.block_n > 32 or (launch.num_stages < 3 and launch.block_n > 16):
             launch = dataclasses.replace(launch, block_n=launch.block_n // 2)
         elif launch.num_stages > 1:
@@ -222,11 +209,6 @@ def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu) -> _Launch:
         else:
             break
     return launch
-
-
-def head_bytes(head_size: int, itemsize: int) -> int:
-    """Bytes of a head in a tile, the key of the tables of launches."""
-    return min(max(tile_side(head_size) * itemsize, 128), 1024)
 
 
 # Measured on an H200 by benchmarks/tune_triton.py; `_fitting` adapts them to other GPUs. Keys are bytes: heads of 64 in

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from attnplug.backends.triton.launch import Gpu, head_bytes, tile_side
+from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.layout import head_bytes, tile_memory, tile_side
 
 
 class ShareLaunch(NamedTuple):
@@ -53,7 +54,8 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
         launch = launches[min(tile_side(rows), 128)]
     width = tile_side(head_size) * itemsize
     while (
-        launch.waves * (launch.block_m + 2 * launch.block_n * launch.num_stages) * width > gpu.shared_memory
+        launch.waves * tile_memory(launch.block_m, launch.block_n, launch.num_stages, width)
+        > gpu.shared_memory
     ):
         if launch.num_stages > 2:
             launch = launch._replace(num_stages=launch.num_stages - 1)

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from attnplug.backends.triton.launch import Specialized, gpu_of, runs_gluon, tile_side
+from attnplug.backends.triton.launch import Specialized, gpu_of, runs_gluon
+from attnplug.backends.triton.layout import tile_memory, tile_side
 from attnplug.backends.triton.specialized_layers import has_specialized_prefill
 from attnplug.core.spec import LayerSpec
 
@@ -53,7 +54,7 @@ def serves(
     asked, stored = max(values["stride_qh"], values["stride_oh"]), max(k.stride(-2), v.stride(-2))
     if max(spec.num_heads * asked, spec.num_kv_heads * stored) > 1 << 31:
         return False
-    room = (ROWS + 2 * launch.block_n * launch.num_stages) * tile_side(spec.head_size) * 2
+    room = tile_memory(ROWS, launch.block_n, launch.num_stages, tile_side(spec.head_size) * 2)
     return room + _SCRATCH <= gpu_of(k.device).shared_memory
 
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
-from attnplug.backends.triton.launch import limit_switches, tile_side
+from attnplug.backends.triton.launch import limit_switches
+from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.shares import Shares
 from attnplug.ops.reach import Reach

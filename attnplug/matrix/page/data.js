@@ -4,6 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const { axes, runs, statuses } = data;
 const rows = readRows();
+const [VERIFIED, SAMPLED] = ["verified", "sampled"].map((word) => statuses.findIndex((status) => status.word === word));
 
 /** The columns of all rows: what is wrong or open first, refusals last, otherwise in the order of the runs. */
 function readRows() {
@@ -42,14 +43,18 @@ function cellId(cell) {
   return [at(0), at(1), `d${at(2)}`, at(3), at(4), ...pages].join("/");
 }
 
-/** What several rows say together: the strongest status, how many have each, and the reasons. */
-function together(found) {
+/**
+ * What several rows say together: the strongest status, how many have each, and the reasons. Verified cells are a sample,
+ * unless `isWhole` says that every combination was run; `lacking` has the words for values that were not.
+ */
+function together(found, { isWhole = false, lacking = "" } = {}) {
   const counts = new Array(statuses.length).fill(0);
   for (const row of found) counts[rows.status[row]] += 1;
-  const status = data.strongest.find((each) => counts[each]);
+  const strongest = data.strongest.find((each) => counts[each]);
+  const status = strongest === VERIFIED && !isWhole ? SAMPLED : strongest;
   const claimed = counts.reduce((sum, count, each) => sum + (statuses[each].claimed ? count : 0), 0);
-  const same = found.filter((row) => rows.status[row] === status).map((row) => data.whys[rows.why[row]]);
-  return { status, counts, claimed, reasons: reasonsTogether(statuses[status].word, same) };
+  const same = found.filter((row) => rows.status[row] === strongest).map((row) => data.whys[rows.why[row]]);
+  return { status, counts, claimed, lacking, reasons: reasonsTogether(statuses[status].word, same) };
 }
 
 /** Of refusals the reasons that all give, or the fewest; of anything else each that is given. */
@@ -60,11 +65,24 @@ function reasonsTogether(word, whys) {
   return (common.length ? common : shortest).map((number) => data.reasons[number]);
 }
 
-/** How many of the claimed cells were verified or refuted, where not all were: "3/40". */
+/** How many of the claimed cells were verified or refuted, where not all were: "3/40"; of a sample what was run. */
 function partOf(answer) {
-  const ran = ["verified", "refuted"].includes(statuses[answer.status].word);
-  const count = answer.counts[answer.status];
-  return ran && count !== answer.claimed ? `${count}/${answer.claimed}` : "";
+  const isSample = answer.status === SAMPLED;
+  if (isSample && answer.lacking) return answer.lacking;
+  const ran = isSample || ["verified", "refuted"].includes(statuses[answer.status].word);
+  const number = answer.counts[isSample ? VERIFIED : answer.status];
+  if (ran && number !== answer.claimed) return `${number}/${answer.claimed}`;
+  return isSample ? plural(number, "cell") : "";
+}
+
+/** What a run tried of a value, or with -1 twice of everything; filters that leave one cell leave the whole of it. */
+function extentOf(run, axis, value) {
+  const fixed = new Set([...wantedValues().map(([each]) => each), axis].filter((each) => each >= 0));
+  const isHere = ([one, its]) => one === axis && its === value;
+  return {
+    isWhole: fixed.size === axes.length || runs[run].whole.some(isHere),
+    lacking: runs[run].lacking.find(isHere)?.[2] ?? "",
+  };
 }
 
 /** The axis of which a value is served with few values, and the words: "fp8_e5m2 only"; null without one. */

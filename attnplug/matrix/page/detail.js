@@ -44,6 +44,7 @@ function answerDetail([backend, device, field, value], changed) {
     title: axes[axis].words[number],
     few: restrictionOf(run, axis, number),
     limits: limitsOf(run, axis, number),
+    extent: extentOf(run, axis, number),
     list,
   });
 }
@@ -55,7 +56,7 @@ function runDetail([backend, device], changed) {
     state.chosen.set("backend", backend).set("device", device);
     listCells(changed);
   };
-  return found.length ? answerContent(run, found, `on ${device}`, { title: backend, limits: [], list }) : null;
+  return found.length ? answerContent(run, found, `on ${device}`, { title: backend, limits: [], extent: extentOf(run, -1, -1), list }) : null;
 }
 
 function listCells(changed) {
@@ -65,8 +66,8 @@ function listCells(changed) {
   byId("cells-title").scrollIntoView();
 }
 
-function answerContent(run, found, below, { title, few = null, limits, list }) {
-  const answer = together(found);
+function answerContent(run, found, below, { title, few = null, limits, extent, list }) {
+  const answer = together(found, extent);
   const counts = answer.counts.map((each, status) => (each ? `${count(each)} ${statuses[status].word}` : null));
   const button = make("button", { type: "button", className: "plain", onclick: list }, `List ${plural(found.length, "cell")}`);
   return [

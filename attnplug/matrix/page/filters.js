@@ -16,6 +16,7 @@ function buildFilters(changed) {
       make("span", { className: "word" }, status.word),
       make("span", { className: "count" }),
     );
+    button.hidden = !status.ofCells;
     byId("statuses").append(button);
   });
   byId("fields").append(...FIELDS.map((field) => selectFor(field, changed)), searchBox(changed));

@@ -3,6 +3,7 @@
 /** Build the choice of the axis and the legend once. */
 function buildOverview(changed) {
   const used = new Set(rows.status);
+  if (used.has(VERIFIED)) used.add(SAMPLED);
   const meanings = [...statuses.keys()].filter((status) => used.has(status)).map((status) =>
     make("li", {}, badge(status), `: ${statuses[status].meaning}`),
   );
@@ -49,7 +50,7 @@ function drawOverview(open) {
     const answers = shownRuns.map((run) => {
       const group = groups.get(`${run} ${value}`);
       const className = startOf(run, shownRuns);
-      return make("td", { className }, group ? answerButton(run, value, together(group), open) : unsampledAnswer(run, value));
+      return make("td", { className }, group ? answerButton(run, value, together(group, extentOf(run, state.by, value)), open) : unsampledAnswer(run, value));
     });
     return make("tr", {}, label, ...answers);
   });
@@ -60,6 +61,7 @@ function drawOverview(open) {
   const narrowed = state.chosen.size || state.text;
   byId("overview-note").textContent =
     (narrowed ? "Only cells that pass the filters are counted. " : "") +
+    "A sampled answer has the number of cells that were run: no other combination was. " +
     "A fraction counts the verified or refuted cells among the claimed ones. " +
     "A corner marks a value that is not served with all others. Open an answer for its reasons; arrow keys move.";
   setStop(overviewButtons(), null);

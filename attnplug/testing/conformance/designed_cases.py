@@ -11,6 +11,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.sparse import SparseSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.conformance.case_axes import HEADS, samples_of
 from attnplug.testing.conformance.cases import Case, CaseSearch
 from attnplug.testing.conformance.check import Level
@@ -106,6 +107,10 @@ _LONG_LIMITS: dict[str, Any] = {
 """Values that leave many keys of a long context."""
 _NOT_CROSSED = {"shape", "kind", "numbers", "head_size", "block_size", "scale"}
 """Axes that are left out of triples, because kernels seldom have a path of their own for a pair with one of them."""
+_MANY_ROWS = ("prefill", "many-extends")
+"""Shapes whose requests have more than 64 rows, even with one query head per KV head."""
+_ODD_SIZES = (80, 96, 160)
+"""Head sizes that are no power of two, of many models: kernels may divide them into unlike tiles."""
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -114,7 +119,8 @@ def designed_cases(target: Target) -> list[Case]:
 
     Each value is also tried with the plainest values of the other axes. The full level has three designs,
     which differ in the values that go with a pair. If the backend has compile keys, only the cases of those
-    keys are kept that cover most pairs: 6 keys, at the full level 24.
+    keys are kept that cover most pairs: 6 keys, at the full level 24. The cases of _many_rows are always kept; at the smoke
+    level their keys are among the 6.
     """
     search = CaseSearch(target)
     few = target.level is Level.SMOKE
@@ -147,12 +153,48 @@ def designed_cases(target: Target) -> list[Case]:
         served = {pair: row for pair, row in served.items() if pair not in had}
     for seed in range(1 if few else 3):
         rows += packed_rows(search, served, seed=seed)
+    needed = _many_rows(target, search, few)
+    kept = frozenset(search.case(row).id for row in needed)
     cases: dict[str, tuple[Case, Row]] = {}
-    for row in rows:
+    for row in (*rows, *needed):
         case = search.case(row)
         if _cache_bytes(case) <= _MOST_BYTES:
             cases.setdefault(case.id, (case, row))
-    return _within_keys(target, list(cases.values()))
+    return _within_keys(target, list(cases.values()), kept)
+
+
+def _many_rows(target: Target, search: Search, few: bool) -> list[Row]:
+    """Served rows of _MANY_ROWS with each head size and stored type; at the smoke level with _ODD_SIZES, types in turns.
+
+    Elements of 8 bits are in layers of 16 bits: products in float32 take other instructions.
+    """
+    if target.phase is Phase.DECODE:
+        return []
+    stored = _stored_types(target)
+    pairs = list(itertools.product(target.head_sizes, stored))
+    if few:
+        sizes = [size for size in _ODD_SIZES if size in target.head_sizes]
+        pairs = list(zip(sizes, itertools.cycle(stored), strict=False))
+    rows = []
+    for (size, types_of_pair), shape in itertools.product(pairs, _MANY_ROWS):
+        fixed = {"shape": shape, "head_size": size, **types_of_pair}
+        # A head for each KV head: a group has more rows, so requests could be shorter.
+        forms = (search.complete({**fixed, **heads}) for heads in ({"heads": (8, 8)}, {}))
+        rows += [row for row in forms if row is not None and not search.reasons(row)][:1]
+    return rows
+
+
+def _stored_types(target: Target) -> list[dict[str, Any]]:
+    """The types that a cache stores, each with a dtype of layers, those of 8 bits first; aliases once."""
+    short = [dtype for dtype in target.dtypes if dtype != "float32"] or target.dtypes
+    found: dict[str, dict[str, Any]] = {}
+    names = sorted(target.kv_cache_dtypes, key=lambda name: not name.startswith("fp8"))
+    for name, dtype in itertools.product(names, target.dtypes):
+        # Layers of each dtype have a stored type in turn.
+        chosen = short[len(found) % len(short)] if name.startswith("fp8") else dtype
+        layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64, dtype=chosen, kv_cache_dtype=name)
+        found.setdefault(layer.resolved_kv_cache_dtype, {"dtype": chosen, "kv_cache_dtype": name})
+    return list(found.values())
 
 
 def _crossed(
@@ -220,14 +262,17 @@ def _cache_bytes(case: Case) -> int:
     return 0 if pages is None else far_blocks(case.block_size) * pages.page_size_bytes
 
 
-def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]]) -> list[Case]:
-    """The cases of as many compile keys as the level allows: the plainest key, and those that add most pairs."""
+def _within_keys(target: Target, designed: Sequence[tuple[Case, Row]], kept: frozenset[str]) -> list[Case]:
+    """The cases of as many compile keys as the level allows: the plainest key, those that add most pairs, and the `kept`."""
     keys = [compile_key(target.backend, case.spec) for case, _ in designed]
     pairs: dict[Hashable, set[Any]] = {key: set() for key in keys if key is not None}
     for key, (_, row) in zip(keys, designed, strict=True):
         if key is not None:
             pairs[key].update(itertools.combinations(row.items(), 2))
     plainest = next(iter(pairs), None)
-    covered = pairs.pop(plainest, set())
-    chosen = {None, plainest, *most_adding(pairs, covered, _MAX_COMPILE_KEYS[target.level] - 1)}
+    first = {plainest, *(key for key, (case, _) in zip(keys, designed, strict=True) if case.id in kept)}
+    covered = set().union(*(pairs.pop(key, set()) for key in first))
+    had = len(first - {None}) if target.level is Level.SMOKE else 1
+    most = max(_MAX_COMPILE_KEYS[target.level] - had, 0)
+    chosen = {None, *first, *most_adding(pairs, covered, most)}
     return [case for key, (case, _) in zip(keys, designed, strict=True) if key in chosen]

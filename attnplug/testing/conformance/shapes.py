@@ -18,6 +18,7 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-extend": ((5, 70), (3001, 2300)),
     "many-rows": ((1101, 513, 520), (1101, 553, 533)),
     "crowd": ([1] * 257 + [2, 3], [1 + step % 5 for step in range(257)] + [4, 3]),
+    "many-extends": ([70] * 14, [100 + 7 * step for step in range(14)]),
     "one-prompt": ((37,), (37,)),
     "round-decode": ([1] * 9, [255, 256, 257, 511, 512, 513, 1024, 1025, 2048]),
     "round-extend": ((256, 512, 16, 48, 64, 128), (256, 512, 528, 240, 1024, 256)),
@@ -29,7 +30,8 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 
 `long-extend` has queries of several tokens over more than 2048 keys, the last position that float16 counts to.
 `round-decode` and `round-extend` have lengths at the ends of large tiles and splits: no split is empty, or has one key.
-`many-drafts` has queries between those of `speculative` and those that are no drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256 requests. `one-prompt` has one request without context. A length of
+`many-drafts` has queries between those of `speculative` and those that are no drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256 requests. `many-extends` has tiles for all of a GPU, so that none
+is divided by its keys. `one-prompt` has one request without context. A length of
 `far-decode` is one that 16 bits with a sign do not hold. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold."""
 
 _FAR_BLOCKS, _FAR_SLOTS = 33_000, 66_000

@@ -1,0 +1,82 @@
+"""The widths of the tiles that hold heads, and the memory that tiles take: kernels and declarations ask the same functions.
+
+It imports neither torch nor Triton, because declarations are read without them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+_LEAST = 16
+"""The least side of a tile of a matrix product."""
+_LEAST_OF_BYTES = 64
+"""Columns of the narrowest tile of 8-bit elements that may have a wider tile beside it.
+
+Triton 3.6 compiles narrower ones to reads outside of shared memory, on Hopper with 16-bit queries: second tiles of 16 and 32
+columns gave illegal addresses, or numbers that were wrong by thousands; tiles of 64 gave right ones.
+"""
+
+
+class HeadTiles(NamedTuple):
+    """The columns of the tiles of a key and of a value: a first tile, and a second one or 0."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+
+    @property
+    def columns(self) -> int:
+        """Those of the wider head of both."""
+        return max(sum(self.keys), sum(self.values))
+
+
+def tile_side(size: int) -> int:
+    """The least side of a tile that holds `size`: a power of two, for matrix products at least 16."""
+    return max(1 << (size - 1).bit_length(), _LEAST)
+
+
+def tile_parts(size: int, least: int = _LEAST) -> tuple[int, int]:
+    """The widths of the two tiles that hold `size` elements of a head; the second is 0 where one is as narrow.
+
+    Sides of tiles are powers of two: 96 elements take 64 and 32, instead of 128.
+
+    Args:
+        size: elements of a head.
+        least: columns of the narrowest tile.
+    """
+    whole = max(tile_side(size), least)
+    first = whole // 2
+    if not least <= first < size:
+        return whole, 0
+    rest = max(tile_side(size - first), least)
+    return (first, rest) if first + rest < whole else (whole, 0)
+
+
+def head_tiles(head_size: int, head_size_v: int, stored: int, *, whole: bool = False) -> HeadTiles:
+    """The tiles of a layer's keys and values.
+
+    Over elements of 8 bits no tile is narrower than 64 columns beside a wider one: narrow ones are widened.
+
+    Args:
+        head_size: elements of a key, or of a latent without its rope part.
+        head_size_v: elements of a value, or of the rope part.
+        stored: bytes of a stored element.
+        whole: whether the kernel holds each head in one tile.
+    """
+    least = _LEAST
+    if stored == 1:
+        least = min(max(tile_side(head_size), tile_side(head_size_v)), _LEAST_OF_BYTES)
+    keys, values = (
+        (max(tile_side(size), least), 0) if whole else tile_parts(size, least)
+        for size in (head_size, head_size_v)
+    )
+    return HeadTiles(keys, values)
+
+
+def head_bytes(head_size: int, itemsize: int) -> int:
+    """Bytes of a head in one tile, the key of the tables of launches."""
+    return min(max(tile_side(head_size) * itemsize, 128), 1024)
+
+
+def tile_memory(block_m: int, block_n: int, num_stages: int, width: int) -> int:
+    """Bytes of the queries, keys and values of a program, whose rows have `width` bytes."""
+    return (block_m + 2 * block_n * num_stages) * width
