@@ -290,7 +290,7 @@ def main() -> int:
     torch.set_num_threads(1)
     seeds = range(asked.first, asked.first + asked.plans)
     found = run(seeds, asked.backend, asked.device, asked.graphs, asked.seconds)
-    report = {"backend": asked.backend, "device": asked.device, **dataclasses.asdict(found)}
+    report = {"backend": asked.backend, "device": asked.device, **vars(found)}
     report |= {"torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     if asked.json:
         asked.json.write_text(json.dumps(report, indent=1))
