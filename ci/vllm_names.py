@@ -105,7 +105,9 @@ def main(arguments: Sequence[str]) -> int:
         print("usage: python ci/vllm_names.py FOLDER, with the sources of vLLM as FOLDER/vllm-VERSION")
         return 2
     releases = {tree.name.removeprefix("vllm-"): names_in(tree) for tree in trees if tree.is_dir()}
-    lacking = [f"{version}: {table}" for version, each in releases.items() for table in each if not each[table]]
+    lacking = [
+        f"{version}: {table}" for version, each in releases.items() for table in each if not each[table]
+    ]
     if lacking:
         print(f"no such class was found in {', '.join(lacking)}; add its new name to CLASSES")
         return 2

@@ -20,6 +20,7 @@ from attnplug.core.ported_names import (
     BACKEND_NAMES,
     BUILDER_NAMES,
     IMPL_NAMES,
+    LATENT_IMPL_NAMES,
     PORTED_PARAMETERS,
     SET_ON_INSTANCES,
     PortedName,
@@ -134,7 +135,7 @@ def _unread_names(
         known = ported.get(name)
         if known is None and name not in interface:
             if name in every and not _is_inherited(cls, name):
-                known = _UNREAD
+                known = LATENT_IMPL_NAMES.get(name, _UNREAD)
             elif not name.startswith("_"):
                 known = _misspelt(owner, name, likely, ported)
         if known is not None and not any(vars(owner)[name] is each for each in known.harmless):

@@ -126,9 +126,7 @@ IMPL_NAMES: Mapping[str, PortedName] = {
     **_all("remove it: get_impl_cls gives the one impl of a layer", "get_impl_variants"),
     **_all("remove it: no layer can ask for it", "hisparse_cache", harmless=(None,)),
     **_all("read spec.resolved_kv_cache_dtype", "kv_quant_mode"),
-    **_all(
-        "remove it: a layer's scales are per tensor", "supports_per_head_quant_scales", harmless=(False,)
-    ),
+    **_all("remove it: a layer's scales are per tensor", "supports_per_head_quant_scales", harmless=(False,)),
     **_all(
         "define get_supported_kernel_block_sizes on the backend",
         *("get_supported_kernel_block_size", "get_supported_kernel_block_sizes"),
@@ -142,6 +140,11 @@ IMPL_INSTANCE_NAMES: Mapping[str, PortedName] = {
     **_all("set it on the class", "can_return_lse_for_decode", "supports_pcp"),
 }
 """On an impl: what it can do is read from its class, before the constructor runs."""
+
+LATENT_IMPL_NAMES: Mapping[str, PortedName] = _all(
+    "subclass MLADecodeImpl of attnplug.mla, which calls it", "forward_mha", "forward_mqa"
+)
+"""On an impl class without latent attention."""
 
 BUILDER_NAMES: Mapping[str, PortedName] = {
     **_SET_ON_BUILDERS,

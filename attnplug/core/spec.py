@@ -369,7 +369,9 @@ class LayerSpec:
             default = getattr(made, name)
             # A power may differ in its last bit on another machine.
             if not math.isclose(getattr(spec, name), default):
-                raise SpecError(name, getattr(spec, name), f"is not the default {default}, which derived says")
+                raise SpecError(
+                    name, getattr(spec, name), f"is not the default {default}, which derived says"
+                )
         return made
 
 

@@ -253,7 +253,10 @@ def test_a_dict_may_leave_out_what_has_a_default() -> None:
         ({**MLA_SIZES, "mla": [512]}, "mla=[512] must be an MLADims or None"),
         ({**SIZES, "derived": ["window"]}, "derived=['window'] must be a list of names among causal, head_"),
         ({**SIZES, "derived": "scale"}, "derived='scale' must be a list of names"),
-        ({**SIZES, "scale": 2.0, "derived": ["scale"]}, "scale=2.0 is not the default 0.125, which derived says"),
+        (
+            {**SIZES, "scale": 2.0, "derived": ["scale"]},
+            "scale=2.0 is not the default 0.125, which derived says",
+        ),
         ({**SIZES, "causal": False, "derived": ["causal"]}, "causal=False is not the default True"),
     ],
 )
