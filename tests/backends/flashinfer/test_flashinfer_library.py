@@ -255,6 +255,19 @@ def test_what_is_compiled_or_loaded_can_be_watched(tools: Path, install: Install
     assert outer == 2 * inner
 
 
+def test_watches_that_end_out_of_order_leave_none(tools: Path, install: Install) -> None:
+    install("0.7.2")
+    first, second = FlashInferBackend.watch_compiling(), FlashInferBackend.watch_compiling()
+    found = [each.__enter__() for each in (first, second)]
+    first.__exit__(None, None, None)
+    with announced(library(), BUILT, "x"):
+        pass
+    second.__exit__(None, None, None)
+    with announced(library(), BUILT, "x"):
+        pass
+    assert found == [[], [library().module_name(BUILT)]]
+
+
 def test_plain_modules_go_by_flashinfers_own_names(install: Install) -> None:
     install("0.7.2")
     dtypes = (torch.bfloat16, torch.float8_e4m3fn)
