@@ -241,6 +241,11 @@ class LayerSpec:
     __replace__ = replace
 
     @property
+    def derived(self) -> frozenset[str]:
+        """The fields whose values are filled-in defaults, which follow a `replace`; not compared by `==`."""
+        return self._derived
+
+    @property
     def sliding_window(self) -> int | None:
         """W as model configurations count it (itself included), or None without a causal window."""
         left, _ = self.window
@@ -326,7 +331,7 @@ class LayerSpec:
         for name in ("mla", "sparse"):
             value = data[name]
             data[name] = None if value is None else dataclasses.asdict(value)
-        data["derived"] = sorted(self._derived)
+        data["derived"] = sorted(self.derived)
         return data
 
     @classmethod
