@@ -144,7 +144,7 @@ LIBRARY_RULES: tuple[LibraryRule, ...] = (
     ),
     LibraryRule(
         **_FI,
-        versions=">=0.5",
+        versions=">=0.5,<0.8",
         capabilities=">=8.0,<13",
         serves=True,
         what="pages of any size; windows, soft cap, sinks, fp8 KV, CUDA graphs of decodes; head sizes 64, "
@@ -158,7 +158,15 @@ LIBRARY_RULES: tuple[LibraryRule, ...] = (
         capabilities=">=8.0",
         serves=False,
         what="not known: never tried",
-        remedy="pip install 'flashinfer-python>=0.5'",
+        remedy="pip install 'flashinfer-python>=0.5,<0.8'",
+    ),
+    LibraryRule(
+        **_FI,
+        versions=">=0.8",
+        capabilities=">=8.0",
+        serves=False,
+        what="not known: a minor version can move the names that are called",
+        remedy="pip install 'flashinfer-python>=0.5,<0.8'",
     ),
 )
 """Grouped by backend; rows that serve come before refusals."""

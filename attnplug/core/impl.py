@@ -16,7 +16,7 @@ from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.interface import constructor_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.mla_weights import LatentProjection, check_projection
-from attnplug.core.ported_names import IMPL_NAMES
+from attnplug.core.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.spec import AttentionType, LayerSpec
 
 _M = TypeVar("_M", bound=AttentionMetadata)
@@ -110,7 +110,7 @@ class AttentionImpl(ABC, Generic[_M]):
 
     The constructor has vLLM's arguments, so that vLLM's impls can be ported. Before it runs, `from_spec` sets
     `self.backend`, `self.spec` and `self.tensors`, which have the rest: chunks, sinks, two-sided windows, value head
-    sizes.
+    sizes. `self.num_heads` and the like are those of the spec.
     """
 
     can_return_lse_for_decode: ClassVar[bool] = False
@@ -119,6 +119,13 @@ class AttentionImpl(ABC, Generic[_M]):
     """Whether prefill context parallelism is supported."""
     supports_quant_query_input: ClassVar[bool] = False
     """Whether queries may come quantised, with the layer's q scale."""
+
+    num_heads: int
+    """Of the spec, as are the next four. vLLM's impls have all five."""
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    kv_cache_dtype: str
 
     need_to_return_lse_for_decode: bool = False
     """Whether this process must write it: it can, and shares requests' KV with other ranks."""
@@ -261,7 +268,7 @@ class AttentionImpl(ABC, Generic[_M]):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             **extra,
         )
-        if unread := constructor_faults(self, IMPL_NAMES, before):
+        if unread := constructor_faults(self, IMPL_INSTANCE_NAMES, before):
             name = backend.get_name() or backend.__name__
             raise PluginError(f"{name} cannot run layer {layer_name}: {unread}")
         return self
@@ -275,6 +282,9 @@ class AttentionImpl(ABC, Generic[_M]):
         options: Any = None,
     ) -> None:
         self.spec = spec
+        self.num_heads, self.num_kv_heads = spec.num_heads, spec.num_kv_heads
+        self.head_size, self.scale = spec.head_size, spec.scale
+        self.kv_cache_dtype = spec.kv_cache_dtype
         self.layer_name = layer_name
         self.tensors = tensors
         self.options = options

@@ -20,7 +20,9 @@ from attnplug.core.ported_names import (
     BACKEND_NAMES,
     BUILDER_NAMES,
     IMPL_NAMES,
+    LATENT_IMPL_NAMES,
     PORTED_PARAMETERS,
+    SET_ON_INSTANCES,
     PortedName,
 )
 from attnplug.core.signatures import (
@@ -33,12 +35,14 @@ from attnplug.core.signatures import (
 )
 from attnplug.core.spec import Phase
 from attnplug.core.text import shown
+from attnplug.core.vllm_names import VLLM_BACKEND_NAMES, VLLM_BUILDER_NAMES, VLLM_IMPL_NAMES
 
 _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_required_", "can_return_")
 """Beginnings of names that state what a class can do. attnplug reads only those of its interface."""
 _NEAR = 0.9
 """The likeness from which a name counts as a misspelt one: one letter in ten."""
 _MOST_VALUES = 1000
+_UNREAD = PortedName("remove it: attnplug has nothing like it")
 _SEQUENCES = ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases")
 
 
@@ -49,7 +53,7 @@ def backend_faults(backend: type, base: type) -> list[str]:
         backend: a subclass of `base`.
         base: AttentionBackend.
     """
-    names = [*_unread_names(backend, base, BACKEND_NAMES), *_declarations(backend)]
+    names = [*_unread_names(backend, base, BACKEND_NAMES, VLLM_BACKEND_NAMES), *_declarations(backend)]
     if overrides(backend, "get_required_kv_cache_layout"):
         title = f"{backend.__name__}.get_required_kv_cache_layout"
         names.append(
@@ -62,7 +66,7 @@ def backend_faults(backend: type, base: type) -> list[str]:
 def impl_faults(impl: type, base: type) -> tuple[str, ...]:
     """As `backend_faults`, for an impl class; `base` is AttentionImpl."""
     missing = sorted(getattr(impl, "__abstractmethods__", ()))
-    faults = list(_unread_names(impl, base, IMPL_NAMES))
+    faults = list(_unread_names(impl, base, IMPL_NAMES, VLLM_IMPL_NAMES))
     single = overrides(impl, "forward") and {"attend", "update_kv_cache"}.intersection(missing)
     if single:
         faults.append(
@@ -78,7 +82,9 @@ def impl_faults(impl: type, base: type) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=256)
 def builder_faults(builder: type, base: type) -> tuple[str, ...]:
     """As `backend_faults`, for a builder class; `base` is AttentionMetadataBuilder."""
-    faults = list(_unread_names(builder, base, BUILDER_NAMES))
+    # The base class reads vLLM's name of its level for each subclass.
+    every = VLLM_BUILDER_NAMES.keys() - {"_cudagraph_support"}
+    faults = list(_unread_names(builder, base, BUILDER_NAMES, every))
     missing = sorted(getattr(builder, "__abstractmethods__", ()))
     if missing:
         faults.append(f"{builder.__name__} lacks {', '.join(missing)}")
@@ -107,20 +113,31 @@ def constructor_faults(made: object, ported: Mapping[str, PortedName], before: M
     title, faults = type(made).__name__, []
     for name, value in vars(made).items():
         known = ported.get(name)
-        if known is None or before.get(name, made) is value or any(value is each for each in known.harmless):
+        if known is None or any(value is each for each in known.harmless):
+            continue
+        # A constructor may state again what the framework or the class says.
+        stated = before.get(name, made), getattr(type(made), name, made)
+        if any(each is value or (isinstance(value, (int, float, str)) and each == value) for each in stated):
             continue
         faults.append(f"{title}.__init__ sets {name}, which is not read by attnplug; {known.write}")
     return "; ".join(faults)
 
 
-def _unread_names(cls: type, base: type, ported: Mapping[str, PortedName]) -> Iterator[str]:
+def _unread_names(
+    cls: type, base: type, ported: Mapping[str, PortedName], every: Collection[str]
+) -> Iterator[str]:
+    """Sentences about the names of `cls` that nothing reads; `every` name of vLLM's class asks for something."""
     interface = _interface_names(base)
     # A class without an abstract method is refused for that, so such a name is never a misspelt one.
     likely = (interface | ported.keys()) - getattr(base, "__abstractmethods__", frozenset())
+    likely -= SET_ON_INSTANCES
     for owner, name in _written_names(cls):
         known = ported.get(name)
-        if known is None and name not in interface and not name.startswith("_"):
-            known = _misspelt(owner, name, likely, ported)
+        if known is None and name not in interface:
+            if name in every and not _is_inherited(cls, name):
+                known = LATENT_IMPL_NAMES.get(name, _UNREAD)
+            elif not name.startswith("_"):
+                known = _misspelt(owner, name, likely, ported)
         if known is not None and not any(vars(owner)[name] is each for each in known.harmless):
             yield f"{cls.__name__}.{name} is not read by attnplug; {known.write}"
 
@@ -134,6 +151,11 @@ def _written_names(cls: type) -> Iterator[tuple[type, str]]:
         seen.update(own)
         if _is_of_plugin(owner):
             yield from ((owner, name) for name in own)
+
+
+def _is_inherited(cls: type, name: str) -> bool:
+    """Whether a class of attnplug above `cls` has the name too, such as a base of latent attention."""
+    return any(name in _names(each) for each in cls.__mro__ if not _is_of_plugin(each))
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,7 @@
-"""Names that classes ported from vLLM 0.8 to 0.33 may have, and what to write for each in attnplug."""
+"""Names that classes ported from vLLM may have, and what to write for each in attnplug.
+
+`attnplug.core.vllm_names` has all names of vLLM's base classes: each is one of attnplug's interface, or is here.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ BACKEND_NAMES: Mapping[str, PortedName] = {
     **_all("declare Feature.NON_CAUSAL in features", "supports_non_causal"),
     **_all("declare Feature.ALIBI in features; slopes are used as they are", "supports_alibi_sqrt"),
     **_all(
-        "remove it: no layer can ask for it", "supports_batch_invariance", "supports_kv_connector", "is_ssm"
+        "remove it: no layer can ask for it",
+        *("supports_batch_invariance", "supports_kv_connector", "is_ssm", "supports_rswa"),
     ),
     **_all("remove it: a layer's scales are per tensor", "supports_per_head_quant_scales"),
     **_all("set supports_pcp on the impl", "supports_pcp"),
@@ -50,7 +54,13 @@ BACKEND_NAMES: Mapping[str, PortedName] = {
         "forward_includes_kv_cache_update",
         harmless=(False,),
     ),
+    **_all(
+        "remove it: update_kv_cache alone writes keys and values",
+        "supports_kv_cache_update_bypass",
+        harmless=(False,),
+    ),
     **_all("define it as a method of the builder", "use_cascade_attention"),
+    **_all("remove it: it follows from the class", "full_cls_name"),
     **_all("remove it: build returns the metadata", "get_metadata_cls", "make_metadata", "get_state_cls"),
     **_all("remove it: an engine copies pages by itself", "swap_blocks", "copy_blocks", "advance_step"),
     **_all("set supported_dtypes", "get_supported_dtypes"),
@@ -58,6 +68,7 @@ BACKEND_NAMES: Mapping[str, PortedName] = {
     **_all(
         "write get_supported_kernel_block_sizes(cls, spec=None, device=None)",
         *("get_supported_kernel_block_size", "get_supported_block_sizes", "supported_block_sizes"),
+        "supported_kernel_block_sizes",
     ),
     **_all(
         "write get_supported_head_sizes or supports_head_size", "validate_head_size", "supported_head_sizes"
@@ -70,7 +81,20 @@ BACKEND_NAMES: Mapping[str, PortedName] = {
 }
 """On the backend class."""
 
+_SET_ON_IMPLS = _all(
+    "remove it: from_spec sets it as the spec has it; keep a value of your own under another name",
+    *("num_heads", "num_kv_heads", "head_size", "scale", "kv_cache_dtype"),
+)
+_SET_ON_BUILDERS = {
+    **_all("remove it: the constructor gets it", "kv_cache_spec", "layer_names", "device"),
+    **_all("read self.config, which is a BuilderConfig", "vllm_config"),
+    **_all("read kv_cache_spec.block_size", "kernel_block_size"),
+}
+SET_ON_INSTANCES = frozenset({*_SET_ON_IMPLS, *_SET_ON_BUILDERS})
+"""Names of instances, which a class must not have. Many helpers have names like them."""
+
 IMPL_NAMES: Mapping[str, PortedName] = {
+    **_SET_ON_IMPLS,
     **_all("name it update_kv_cache(layer, key, value, kv_cache, slot_mapping)", "do_kv_cache_update"),
     **_all("set can_return_lse_for_decode", "supports_dcp"),
     **_all(
@@ -94,7 +118,15 @@ IMPL_NAMES: Mapping[str, PortedName] = {
         "remove it: keys come rotated, and update_kv_cache alone writes them",
         *("fused_rope_kvcache_supported", "fused_qk_norm_rope_kvcache_supported"),
         *("do_rope_and_kv_cache_update", "do_qk_norm_rope_kvcache_update"),
+        *("fused_qk_norm_mrope_kvcache_supported", "do_qk_norm_mrope_kvcache_update"),
     ),
+    **_all("override split_kv of the backend, which says where values are stored", "set_interleaved_v_cache"),
+    **_all("do this work in build of the builder", "prepare_for_batch"),
+    **_all("allocate it in the constructor", "reserve_workspace"),
+    **_all("remove it: get_impl_cls gives the one impl of a layer", "get_impl_variants"),
+    **_all("remove it: no layer can ask for it", "hisparse_cache", harmless=(None,)),
+    **_all("read spec.resolved_kv_cache_dtype", "kv_quant_mode"),
+    **_all("remove it: a layer's scales are per tensor", "supports_per_head_quant_scales", harmless=(False,)),
     **_all(
         "define get_supported_kernel_block_sizes on the backend",
         *("get_supported_kernel_block_size", "get_supported_kernel_block_sizes"),
@@ -103,13 +135,30 @@ IMPL_NAMES: Mapping[str, PortedName] = {
 }
 """On the impl class."""
 
+IMPL_INSTANCE_NAMES: Mapping[str, PortedName] = {
+    **IMPL_NAMES,
+    **_all("set it on the class", "can_return_lse_for_decode", "supports_pcp"),
+}
+"""On an impl: what it can do is read from its class, before the constructor runs."""
+
+LATENT_IMPL_NAMES: Mapping[str, PortedName] = _all(
+    "subclass MLADecodeImpl of attnplug.mla, which calls it", "forward_mha", "forward_mqa"
+)
+"""On an impl class without latent attention."""
+
 BUILDER_NAMES: Mapping[str, PortedName] = {
+    **_SET_ON_BUILDERS,
     **_all(
         "call _init_reorder_batch_threshold(supports_spec_as_decode=True)",
         *("query_len_support", "supports_uniform_spec_as_decode"),
         harmless=(False,),
     ),
     **_all("set reorder_batch_threshold", "reorder_batch"),
+    **_all("do this work in build", "prepare"),
+    **_all(
+        "remove it: graphs of decodes have queries of one length; set cudagraph_support",
+        "get_varlen_cudagraph_max_query_len",
+    ),
     **_all(
         "set cudagraph_support",
         *("can_run_in_cudagraph", "full_cudagraph_supported", "attn_cudagraph_support"),
@@ -134,7 +183,7 @@ BUILDER_NAMES: Mapping[str, PortedName] = {
 """On the builder class."""
 
 BUILDER_INSTANCE_NAMES: Mapping[str, PortedName] = {
-    **BUILDER_NAMES,
+    **{name: each for name, each in BUILDER_NAMES.items() if name not in SET_ON_INSTANCES},
     **_all(
         "set it on the class, or override get_cudagraph_support", "cudagraph_support", "_cudagraph_support"
     ),

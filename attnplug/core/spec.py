@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Never
 
@@ -240,6 +241,11 @@ class LayerSpec:
     __replace__ = replace
 
     @property
+    def derived(self) -> frozenset[str]:
+        """The fields whose values are filled-in defaults, which follow a `replace`; not compared by `==`."""
+        return self._derived
+
+    @property
     def sliding_window(self) -> int | None:
         """W as model configurations count it (itself included), or None without a causal window."""
         left, _ = self.window
@@ -337,21 +343,28 @@ class LayerSpec:
         return is_quantized_kv_cache(self.resolved_kv_cache_dtype)
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON object with every field."""
+        """A JSON object with every field, and with the names of filled-in defaults as `derived`."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         data["attn_type"] = str(self.attn_type)
         data["window"] = list(self.window)
         for name in ("mla", "sparse"):
             value = data[name]
             data[name] = None if value is None else dataclasses.asdict(value)
+        data["derived"] = sorted(self.derived)
         return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerSpec:
-        """The spec that `to_dict` wrote; fields left out take their defaults. SpecError for an unknown one."""
+        """The spec that `to_dict` wrote; fields left out take their defaults.
+
+        Values that `derived` names are filled in again, so that they follow a `replace`.
+
+        Raises:
+            SpecError: an unknown field, a value without meaning, or a derived one that is not the default.
+        """
         if not isinstance(data, Mapping):
             raise SpecError("data", data, "must be a mapping of the fields of a LayerSpec")
-        known = [f.name for f in dataclasses.fields(cls) if f.init] + ["sliding_window"]
+        known = [f.name for f in dataclasses.fields(cls) if f.init] + ["sliding_window", "derived"]
         for name in data:
             if name not in known:
                 raise SpecError(
@@ -369,7 +382,27 @@ class LayerSpec:
         sparse = data.get("sparse")
         if isinstance(sparse, Mapping):
             sparse = SparseSpec.from_dict(sparse)
-        return cls(**{**data, "mla": mla, "sparse": sparse})
+        given = {**data, "mla": mla, "sparse": sparse}
+        # Files of earlier versions do not say which values were filled in.
+        derived = given.pop("derived", ())
+        if not isinstance(derived, list | tuple) or not all(name in _DEFAULTS for name in derived):
+            raise SpecError("derived", derived, f"must be a list of names among {', '.join(_DEFAULTS)}")
+        spec = cls(**given)
+        if not derived:
+            return spec
+        made = cls(**{name: value for name, value in given.items() if name not in derived})
+        for name in derived:
+            default = getattr(made, name)
+            # A power may differ in its last bit on another machine.
+            if not math.isclose(getattr(spec, name), default):
+                raise SpecError(
+                    name, getattr(spec, name), f"is not the default {default}, which derived says"
+                )
+        return made
+
+
+_DEFAULTS = ("causal", "head_size_v", "scale")
+"""The arguments of a LayerSpec whose defaults follow from the others."""
 
 
 # Each backend asks several times. Working it out costs as much as the rest of validating a layer.

@@ -8,10 +8,10 @@ import fnmatch
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from attnplug.core.errors import PolicyError
+from attnplug.core.scopes import Scopes
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.switches import BACKEND as ENVIRONMENT
 
@@ -132,7 +132,7 @@ class _UseBlock:
     options: Any
 
 
-USE_BLOCKS: ContextVar[tuple[_UseBlock, ...]] = ContextVar("attnplug_use", default=())
+USE_BLOCKS: Scopes[_UseBlock] = Scopes("attnplug_use")
 """The `use` blocks around this point, innermost first."""
 
 
@@ -153,8 +153,9 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
 def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) -> Iterator[None]:
     """Ask for a backend, or rules, for every selection made inside the block.
 
-    A context variable keeps the rules, so other threads and tasks do not see them. Blocks nest; the
-    inner one comes first. An argument of `select` comes before both, `ATTNPLUG_BACKEND` after.
+    A context variable keeps the rules, so other threads and tasks do not see them, except a task that begins inside.
+    Blocks nest; the inner one comes first. They may end in any order, and a rule holds until its own block ends. An
+    argument of `select` comes before both, `ATTNPLUG_BACKEND` after.
 
     Args:
         backend: a backend or family name, rules as text, or a mapping of rules.
@@ -163,8 +164,5 @@ def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) 
     Raises:
         PolicyError: rules that cannot be parsed.
     """
-    token = USE_BLOCKS.set((_UseBlock(parse_rules(backend, USE), options), *USE_BLOCKS.get()))
-    try:
+    with USE_BLOCKS.block(_UseBlock(parse_rules(backend, USE), options)):
         yield
-    finally:
-        USE_BLOCKS.reset(token)

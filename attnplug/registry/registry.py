@@ -340,6 +340,9 @@ class Registry:
         decision = self._cache.get(key)
         if decision is None:
             decision = self._decide_once(key)
+        # An equal spec may have other defaults, and a later replace of the decision's spec follows these.
+        if decision.spec is not spec and decision.spec.derived != spec.derived:
+            decision = dataclasses.replace(decision, spec=spec)
         if layer_name is not None:
             # The key has no layer name, so that equal layers of a model share one remembered decision.
             decision = dataclasses.replace(decision, layer_name=layer_name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
@@ -15,6 +14,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.registry.switches import DEBUG, is_on
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.attention_groups import (
@@ -63,8 +63,6 @@ from attnplug.runtime.warm_up import WarmUpReport, warm_up
 if TYPE_CHECKING:
     from attnplug.runtime.sharded_layers import ShardedLayers
 
-_DEBUG = "ATTNPLUG_DEBUG"
-
 
 class AttentionRuntime:
     """The attention of a whole model over paged KV caches.
@@ -99,7 +97,8 @@ class AttentionRuntime:
             unknown layer; the device has another type than the plan's; layers that share pages read them
             differently; fast prefill is requested and the last layer of the plan has its own pages.
         SpecError: a tensor is missing, not needed, or of another shape; the error names the layer.
-        PolicyError: the configuration has context parallelism, which the plan has instead.
+        PolicyError: the configuration has context parallelism, which the plan has instead; ATTNPLUG_DEBUG is
+            neither 1 nor 0.
         RankFailureError: another rank of the plan's `context_parallel` planned otherwise.
     """
 
@@ -125,7 +124,7 @@ class AttentionRuntime:
         self.device = device_of(plan, device)
         # "cuda" means the current GPU, which only a tensor's device tells.
         self._home = torch.empty(0, device=self.device).device
-        self.debug = os.environ.get(_DEBUG, "") not in ("", "0") if debug is None else debug
+        self.debug = is_on(DEBUG) if debug is None else debug
         self.kv_cache_config = plan.kv_cache_config
         groups = self.kv_cache_config.kv_cache_groups
         if groups and plan.num_blocks is None:

@@ -323,7 +323,8 @@ def _chosen_facts(decision: Decision) -> list[Any]:
         decision.backend,
         version,
         None if options is None else dict(options),
-        decision.spec.to_dict(),
+        # Ranks agree on values; whether a rank wrote a default itself does not count.
+        {**decision.spec.to_dict(), "derived": None},
         *pages,
     ]
 

@@ -60,7 +60,7 @@ def probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
         return Probe({"status": "loaded", "reason": None, "backends": {name: None}}, None)
     if name == "FLASHINFER":
         return Probe(
-            {"unmet": ["flashinfer-python not installed; pip install 'flashinfer-python>=0.5'"]}, None
+            {"unmet": ["flashinfer-python not installed; pip install 'flashinfer-python<0.8,>=0.5'"]}, None
         )
     if name == "FLASH_ATTN":
         return Probe({}, "raised in get_impl_cls: ImportError: undefined symbol: _ZN3c104cuda9SetDeviceEi")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 import pickle
 import subprocess
@@ -188,13 +189,50 @@ def test_a_pickle_is_a_usable_key_in_a_process_with_other_hashes() -> None:
 def test_a_spec_survives_json(spec: LayerSpec) -> None:
     data = json.loads(json.dumps(spec.to_dict()))
     read = LayerSpec.from_dict(data)
-    assert read == spec
+    assert_same_in_every_way(read, spec)
     assert read.to_dict() == spec.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "field", "value"),
+    [
+        ({"head_size": 16}, {"head_size": 64}, "scale", 0.125),
+        ({"head_size": 16, "scale": 0.25}, {"head_size": 64}, "scale", 0.25),
+        ({"head_size": 16}, {"head_size": 64}, "head_size_v", 64),
+        ({"head_size": 16, "head_size_v": 16}, {"head_size": 64}, "head_size_v", 16),
+        ({}, {"attn_type": "encoder_only"}, "causal", False),
+        ({"causal": False}, {"attn_type": "decoder"}, "causal", False),
+        ({"sliding_window": 4}, {"causal": False, "window": (3, 3)}, "window", (3, 3)),
+    ],
+)
+def test_a_spec_from_json_follows_a_change_as_the_original_does(
+    arguments: dict[str, Any], change: dict[str, Any], field: str, value: object
+) -> None:
+    spec = LayerSpec(**{**SIZES, **arguments})
+    read = LayerSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    again = LayerSpec.from_dict(read.to_dict())
+    for each in (spec, read, again, pickle.loads(pickle.dumps(read)), copy.deepcopy(read)):
+        assert getattr(each.replace(**change), field) == value
+
+
+def test_a_dict_of_an_earlier_version_states_all_its_values() -> None:
+    data = LayerSpec(**SIZES).to_dict()
+    del data["derived"]
+    assert LayerSpec.from_dict(data).replace(head_size=16).scale == LayerSpec(**SIZES).scale
+
+
+def test_a_derived_value_may_be_left_out_or_differ_in_the_last_bit() -> None:
+    spec = LayerSpec(**{**SIZES, "head_size": 80})
+    data = spec.to_dict()
+    assert LayerSpec.from_dict({**data, "scale": math.nextafter(spec.scale, 1.0)}) == spec
+    del data["scale"]
+    assert LayerSpec.from_dict(data) == spec
 
 
 def test_a_dict_holds_every_field_as_plain_json() -> None:
     data = LayerSpec(**MLA_SIZES, attn_type="decoder").to_dict()
-    assert list(data) == [f.name for f in dataclasses.fields(LayerSpec) if f.init]
+    assert list(data) == [*(f.name for f in dataclasses.fields(LayerSpec) if f.init), "derived"]
+    assert data["derived"] == ["causal", "head_size_v", "scale"]
     assert (data["attn_type"], type(data["attn_type"]), data["window"]) == ("decoder", str, [-1, 0])
     assert data["mla"]["kv_lora_rank"] == 512
 
@@ -213,6 +251,13 @@ def test_a_dict_may_leave_out_what_has_a_default() -> None:
         ({"num_heads": 8, "num_kv_heads": 2}, "head_size=None is required"),
         ({**MLA_SIZES, "mla": {"kv_lora_rank": 512}}, "must name exactly kv_lora_rank, q_lora_rank"),
         ({**MLA_SIZES, "mla": [512]}, "mla=[512] must be an MLADims or None"),
+        ({**SIZES, "derived": ["window"]}, "derived=['window'] must be a list of names among causal, head_"),
+        ({**SIZES, "derived": "scale"}, "derived='scale' must be a list of names"),
+        (
+            {**SIZES, "scale": 2.0, "derived": ["scale"]},
+            "scale=2.0 is not the default 0.125, which derived says",
+        ),
+        ({**SIZES, "causal": False, "derived": ["causal"]}, "causal=False is not the default True"),
     ],
 )
 def test_a_dict_that_is_no_spec_is_refused(data: dict[str, Any], text: str) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from spec_strategies import DIMS, SIZES
 from attnplug.core import (
     BuilderConfig,
     ChunkedLocalAttentionSpec,
+    ContextParallel,
     CrossAttentionSpec,
     Device,
     FullAttentionSpec,
@@ -24,6 +29,7 @@ from attnplug.core import (
     MLADims,
     MultipleOf,
     SlidingWindowSpec,
+    SparseSpec,
 )
 
 PAGE: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
@@ -86,3 +92,56 @@ def test_a_value_of_dimensions_is_equal_to_its_like() -> None:
     assert dataclasses.replace(DIMS) == DIMS
     assert hash(dataclasses.replace(DIMS)) == hash(DIMS)
     assert isinstance(DIMS, MLADims)
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "pickle": lambda value: pickle.loads(pickle.dumps(value)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": dataclasses.replace,
+}
+
+
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(each for each in BY_NAME + BY_PLACE if not isinstance(each, LayerTensors)),
+        Device("cuda", (9, 0), "NVIDIA H200"),
+        MultipleOf(16, (48,)),
+        SparseSpec("block", 8, 64),
+        ContextParallel(4, 1, 16),
+        FullAttentionSpec(**PAGE, head_size_v=64),
+    ],
+    ids=kind,
+)
+def test_a_copy_is_the_value_in_every_field_and_type(value: Any, way: str) -> None:
+    copied = COPIES[way](value)
+    assert type(copied) is type(value)
+    assert copied == value
+    assert repr(copied) == repr(value)
+    for field in dataclasses.fields(value):
+        # A hash of text differs in each process, but not in this one.
+        assert getattr(copied, field.name) == getattr(value, field.name) or (
+            way == "replace" and field.name == "_derived"
+        )
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Device("cpu"),
+        Device("cuda", (9, 0), "NVIDIA H200"),
+        Device.parse("MI300X"),
+        ContextParallel(4, 1, 16),
+        LayerSpec(**SIZES),
+        LayerSpec(**SIZES, causal=False, scale=0.5, window=(4, 2), sparse=SparseSpec("token_topk", 8)),
+        LayerSpec(num_heads=4, num_kv_heads=1, head_size=DIMS.latent_size, mla=DIMS),
+    ],
+    ids=kind,
+)
+def test_a_value_from_json_is_the_value_in_every_field_and_type(value: Any) -> None:
+    read = type(value).from_dict(json.loads(json.dumps(value.to_dict())))
+    assert read == value
+    assert repr(read) == repr(value)
+    assert all(getattr(read, each) == getattr(value, each) for each in type(value).__slots__)

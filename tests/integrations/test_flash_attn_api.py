@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -203,6 +204,26 @@ def test_layers_of_a_step_share_what_was_built_and_later_steps_do_not(
     for found, request in itertools.product([layer()], range(2)):
         close(found[request], reference(q[request], *caches[:, request, : int(lengths[request])])[0], 2e-5)
     assert len(built) == 2
+
+
+@pytest.mark.parametrize("ends_elsewhere", [False, True])
+def test_steps_that_end_out_of_order_or_elsewhere_leave_no_metadata(ends_elsewhere: bool) -> None:
+    torch.manual_seed(6)
+    caches, q = torch.randn(2, 1, 64, 2, 16), drawn(1, 1, 2, 16)
+    lengths = torch.tensor([10], dtype=torch.int32)
+    first, second = one_step(), one_step()
+    first.__enter__()
+    flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths)
+    second.__enter__()
+    for each in (first, second):
+        if ends_elsewhere:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(each.__exit__, None, None, None).result()
+        else:
+            each.__exit__(None, None, None)
+    lengths += 30
+    out = flash_attn_with_kvcache(q, *caches, cache_seqlens=lengths)
+    close(out[0], reference(q[0], *caches[:, 0, :40])[0], 2e-5)
 
 
 def test_a_step_shares_nothing_between_calls_of_other_lengths_or_caches() -> None:

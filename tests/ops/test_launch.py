@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -118,3 +120,43 @@ def test_triton_is_launched_with_the_arguments_that_it_takes() -> None:
         assert found == ["self", *names, "launch_enter_hook", "launch_exit_hook", "args"]
     source = inspect.getsource(CompiledKernel.__getitem__)
     assert "self.function, self.packed_metadata, launch_metadata," in source
+
+
+def compile_now(name: str) -> None:
+    """Tell Triton's hook of a compiled kernel of attnplug."""
+    hook = knobs.runtime.jit_post_compile_hook
+    if hook is not None:
+        jit = types.SimpleNamespace(__name__=name, arg_names=())
+        function = types.SimpleNamespace(module="attnplug.kernels", jit_function=jit)
+        hook(fn=function, compile={"constants": {}})
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_watches_that_end_in_any_order_see_what_is_compiled_inside_and_leave_the_hook_that_was_there(
+    order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    theirs: Any = lambda **facts: told.append(facts)  # noqa: E731
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", theirs)
+    watches = [launch.watch_compiling() for _ in order]
+    found = [each.__enter__() for each in watches]
+    expected: list[list[str]] = [[], [], []]
+    for ended, place in enumerate(order):
+        compile_now(f"kernel{ended}")
+        for each in order[ended:]:
+            expected[each].append(f"kernel{ended}()")
+        watches[place].__exit__(None, None, None)
+    compile_now("later")
+    assert found == expected
+    assert knobs.runtime.jit_post_compile_hook is theirs
+    assert len(told) == 4
+
+
+def test_a_watch_leaves_a_hook_that_another_has_put_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
+    with launch.watch_compiling() as found:
+        inner, told = knobs.runtime.jit_post_compile_hook, []
+        knobs.runtime.jit_post_compile_hook = lambda **facts: (told.append(facts), inner(**facts))
+        compile_now("a")
+    compile_now("b")
+    assert (found, len(told)) == (["a()"], 2)

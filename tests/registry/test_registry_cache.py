@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 from fake_plugins import CPU, H100, SPEC, backend, plugin, registry
 
-from attnplug import LayerSpec, Registry, use
+import attnplug
+from attnplug import Decision, LayerSpec, Registry, use
 from attnplug.errors import SpecError
 
 
@@ -149,3 +151,25 @@ def test_a_phase_is_one_of_two() -> None:
 def test_a_spec_is_a_layer_spec(spec: object) -> None:
     with pytest.raises(SpecError, match="must be a LayerSpec"):
         registry(backend("A")).select(spec, CPU)  # type: ignore[arg-type]
+
+
+def test_a_remembered_decision_of_an_equal_spec_has_the_spec_that_was_asked() -> None:
+    found = registry(backend("A"))
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16}
+    specs = [
+        LayerSpec(**sizes),
+        LayerSpec(**sizes, scale=0.25),
+        LayerSpec(**sizes, head_size_v=16, causal=True),
+    ]
+    assert len(set(specs)) == 1
+    for each in (*specs, *reversed(specs)):
+        for decision in (
+            found.select(each, CPU),
+            found.explain(each, CPU, layer_name="a"),
+            found.select_layers({"a": each}, CPU)["a"],
+            attnplug.plan({"a": each}, CPU, registry=found).decisions["a"],
+        ):
+            read = Decision.from_dict(json.loads(json.dumps(decision.to_dict())))
+            for spec in (decision.spec, read.spec):
+                assert spec.derived == each.derived
+                assert spec.replace(head_size=64).scale == each.replace(head_size=64).scale

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from fake_plugins import CPU, SPEC
 
+import attnplug
 from attnplug import Registry
 from attnplug.errors import PluginError, PolicyError
 from attnplug.registry import PluginStatus
-from attnplug.registry.switches import Switches
+from attnplug.registry.switches import Switches, is_on
 
 See = Callable[..., None]
 ACME = "attnplug-acme-decode"
@@ -89,10 +92,32 @@ def test_a_list_with_an_empty_part_is_an_error(variable: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "strict"),
-    [("1", True), (" Yes ", True), ("on", True), ("true", True), ("0", False), ("", False)],
+    [
+        *(("1", True), (" Yes ", True), ("on", True), ("true", True), ("01", True)),
+        *(("0", False), ("", False), ("00", False), ("False", False), ("no", False), ("off\n", False)),
+    ],
 )
 def test_strict_mode_is_a_yes_or_a_no(text: str, strict: bool) -> None:
     assert Switches.read({"ATTNPLUG_STRICT": text}).strict is strict
+
+
+def test_one_function_reads_every_variable_that_is_on_or_off() -> None:
+    page = (Path(attnplug.__file__).parents[1] / "docs" / "reference" / "environment.md").read_text()
+    variables = re.findall(r"^\| `(ATTNPLUG_\w+)` \| 1 or 0 \|", page, re.MULTILINE)
+    assert sorted(variables) == ["ATTNPLUG_DEBUG", "ATTNPLUG_STRICT"]
+    for variable in variables:
+        assert [is_on(variable, {variable: text}) for text in ("1", "YES", "0", "00", "off")] == [
+            *(True, True, False, False, False)
+        ]
+        assert is_on(variable, {}) is False
+        with pytest.raises(PolicyError, match=f"{variable}='2' must be 1 or 0"):
+            is_on(variable, {variable: "2"})
+    calls = [
+        call
+        for path in Path(attnplug.__file__).parent.rglob("*.py")
+        for call in re.findall(r"\bis_on\(([A-Z]+)", path.read_text())
+    ]
+    assert sorted(calls) == ["DEBUG", "STRICT"]
 
 
 def test_strict_mode_is_nothing_else() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -83,3 +85,44 @@ def test_tasks_do_not_see_each_others() -> None:
         return [*await asyncio.gather(ask("B", first, second), ask("C", second, first)), chosen()]
 
     assert asyncio.run(both()) == ["B", "C", "A"]
+
+
+def test_blocks_of_generators_that_end_out_of_order_leave_no_rule() -> None:
+    def work(name: str) -> Iterator[str | None]:
+        with use(name):
+            yield chosen()
+            yield chosen()
+
+    first, second = work("B"), work("C")
+    assert (next(first), next(second), next(first)) == ("B", "C", "C")
+    assert list(first) == []
+    assert (chosen(), next(second)) == ("C", "C")
+    assert list(second) == []
+    assert chosen() == "A"
+
+
+def test_a_block_that_ends_in_another_thread_leaves_no_rule_where_it_began() -> None:
+    block = use("B")
+    block.__enter__()
+    assert chosen() == "B"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block.__exit__, None, None, None).result()
+        assert pool.submit(chosen).result() == "A"
+    assert chosen() == "A"
+
+
+def test_a_context_that_outlives_the_block_has_no_rule_of_it() -> None:
+    with use("B"):
+        copied = contextvars.copy_context()
+        assert copied.run(chosen) == "B"
+    assert copied.run(chosen) == "A"
+
+
+def test_options_of_blocks_end_with_them_too() -> None:
+    first, second = use("sliding=B"), use("C")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (chosen(), chosen(SLIDING)) == ("C", "C")
+    second.__exit__(None, None, None)
+    assert (chosen(), chosen(SLIDING)) == ("A", "A")

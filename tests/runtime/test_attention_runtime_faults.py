@@ -13,7 +13,7 @@ from served_model import ServedModel
 from attnplug import Feature, LayerSpec, plan
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
-from attnplug.core.errors import BackendFaultError, BatchError
+from attnplug.core.errors import BackendFaultError, BatchError, PolicyError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.mla import MLADims
 from attnplug.runtime import AttentionRuntime
@@ -209,7 +209,13 @@ def test_nan_that_came_with_the_call_is_not_the_backends(name):
         model.run("layer", drawn)
 
 
-@pytest.mark.parametrize(("value", "debug"), [("1", True), ("0", False), ("", False), (None, False)])
+OFF = (None, "", " ", "0", "00", "false", "No", "OFF")
+
+
+@pytest.mark.parametrize(
+    ("value", "debug"),
+    [*((each, False) for each in OFF), *((each, True) for each in ("1", "01", "True", "on"))],
+)
 def test_the_environment_turns_debug_mode_on(value, debug, monkeypatch):
     if value is None:
         monkeypatch.delenv("ATTNPLUG_DEBUG", raising=False)
@@ -222,6 +228,14 @@ def test_the_environment_turns_debug_mode_on(value, debug, monkeypatch):
             model.run("layer", drawn)
     else:
         assert model.run("layer", drawn).isnan().any()
+
+
+@pytest.mark.parametrize("value", ["2", "maybe", "-1", "none", "1,0", "tru"])
+def test_a_value_that_is_neither_on_nor_off_is_refused_with_the_variable(value, monkeypatch):
+    monkeypatch.setenv("ATTNPLUG_DEBUG", value)
+    with pytest.raises(PolicyError, match=f"ATTNPLUG_DEBUG='{value}' must be 1 or 0"):
+        broken(leaves_nan, debug=None)
+    broken(leaves_nan, debug=False)
 
 
 # What a runtime does with its backends' parts

@@ -9,27 +9,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
 
 from attnplug.backends.flashinfer.library import Library
 from attnplug.backends.flashinfer.modules import LatentModule, Module
 from attnplug.core.errors import PluginError
+from attnplug.core.scopes import Scopes
 
-_WATCHES: ContextVar[tuple[list[str], ...]] = ContextVar("watches", default=())
+_WATCHES: Scopes[list[str]] = Scopes("watches")
 _LOG = logging.getLogger("attnplug.backends.flashinfer")
+_MAX_JOBS = threading.Lock()
 _ONE_AT_A_TIME = threading.Lock()
 """FlashInfer locks the build of a module, but not the writing of its sources: two threads would mix them up."""
 
 
-@contextlib.contextmanager
-def watch_compiling() -> Iterator[list[str]]:
+def watch_compiling() -> AbstractContextManager[list[str]]:
     """Inside, the list grows by the name of each module that is compiled, or loaded for another builder."""
-    found: list[str] = []
-    token = _WATCHES.set((*_WATCHES.get(), found))
-    try:
-        yield found
-    finally:
-        _WATCHES.reset(token)
+    return _WATCHES.block([])
 
 
 @contextlib.contextmanager
@@ -114,19 +110,27 @@ def build_modules(
         if done is not None:
             done(module, time.perf_counter() - began)
 
-    before = os.environ.get("MAX_JOBS")
     # 1.5 jobs per processor: a module often waits for its slowest source.
-    os.environ["MAX_JOBS"] = str(max(1, -(-busy * 3 // (2 * workers))))
-    try:
-        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-            for work in [pool.submit(build, module, spec) for module, spec in sources]:
-                work.result()
-    finally:
-        if before is None:
-            del os.environ["MAX_JOBS"]
-        else:
-            os.environ["MAX_JOBS"] = before
+    jobs = max(1, -(-busy * 3 // (2 * workers)))
+    with _max_jobs(jobs), concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        for work in [pool.submit(build, module, spec) for module, spec in sources]:
+            work.result()
     return lacking
+
+
+@contextlib.contextmanager
+def _max_jobs(jobs: int) -> Iterator[None]:
+    """Inside, ninja runs so many jobs. Threads take turns, because the variable belongs to the process."""
+    with _MAX_JOBS:
+        before = os.environ.get("MAX_JOBS")
+        os.environ["MAX_JOBS"] = str(jobs)
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["MAX_JOBS"]
+            else:
+                os.environ["MAX_JOBS"] = before
 
 
 def _width(built: Module | LatentModule) -> int:

@@ -31,6 +31,9 @@ from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
 _OLDEST = Version("0.5")
+_UNKNOWN = Version("0.8")
+"""The first version that `libraries.py` does not serve; its prereleases are not known either."""
+_INSTALL = "pip install 'flashinfer-python>=0.5,<0.8'"
 # Before 0.6.13 the argument for the longest query raises UnboundLocalError (seen in 0.6.6).
 _NAMES_LONGEST = Version("0.6.13")
 _MASKS_INFINITELY = Version("0.7.2")
@@ -150,7 +153,7 @@ class Library:
         if missing:
             raise BackendUnavailableError(
                 f"flashinfer {self.version} has no {', '.join(missing)} in its wrappers, which attnplug "
-                f"reads and writes; pip install 'flashinfer-python>=0.5,<0.8'"
+                f"reads and writes; {_INSTALL}"
             )
         return wrapper
 
@@ -242,8 +245,11 @@ def library() -> Library:
     found = Library(module, _version(module))
     if found.version < _OLDEST:
         raise BackendUnavailableError(
-            f"flashinfer {found.version} is imported, older than {_OLDEST}; "
-            "pip install 'flashinfer-python>=0.5'"
+            f"flashinfer {found.version} is imported, older than {_OLDEST}; {_INSTALL}"
+        )
+    if found.version.release >= _UNKNOWN.release:
+        raise BackendUnavailableError(
+            f"flashinfer {found.version} is imported, and versions from {_UNKNOWN} on are not known; {_INSTALL}"
         )
     _check_interface(found)
     _check_cuda()
@@ -261,7 +267,7 @@ def _version(module: ModuleType) -> Version:
         return Version(text)
     except InvalidVersion:
         raise BackendUnavailableError(
-            f"flashinfer's version {text!r} is not a valid version; pip install 'flashinfer-python>=0.5'"
+            f"flashinfer's version {text!r} is not a valid version; {_INSTALL}"
         ) from None
 
 
@@ -270,7 +276,7 @@ def _check_interface(found: Library) -> None:
     for name, methods in _ASKED.items():
         wrapper: Any = getattr(found.module, name, None)
         lacking = {name} if wrapper is None else _lacking(name, wrapper, methods)
-        found._refuse(lacking, "pip install 'flashinfer-python>=0.5,<0.8'")
+        found._refuse(lacking, _INSTALL)
 
 
 def _lacking(name: str, wrapper: Any, methods: Mapping[str, set[str]]) -> set[str]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
 
 # Triton reads this variable when it is imported, so attnplug also reads it once.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 _MAX_GROUP = 128
 """Query heads of one KV head: one tile of the kernels has them all."""
 _WIDEST_LATENT = 512
@@ -46,7 +46,7 @@ class TritonBackend(AttentionBackend):
     For tests it runs on a CPU too, slowly, if TRITON_INTERPRET=1 is set before triton is imported.
     """
 
-    requires: ClassVar[Sequence[str | tuple[str, ...]]] = ("triton>=3.4",)
+    requires: ClassVar[Sequence[str | tuple[str, ...]]] = ("triton>=3.4,<4",)
     device_types: ClassVar[Sequence[str]] = ("cuda", "rocm", *(("cpu",) if _INTERPRETED else ()))
     supported_dtypes: ClassVar[Sequence[object]] = ("float16", "bfloat16", "float32")
     supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.scopes import Scopes
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.binding import Binding, version_of
 from attnplug.registry.decision import Decision
@@ -42,14 +43,15 @@ def untraced(function: _Function) -> _Function:
 
 
 class _Thread(threading.local):
-    """The bindings of one thread, as builders keep buffers; the step's metadata inside of `one_step`."""
+    """The bindings of one thread, because builders keep buffers."""
 
     def __init__(self) -> None:
         self.bindings: OrderedDict[Hashable, Binding] = OrderedDict()
-        self.step: dict[Hashable, tuple[Any, ...]] | None = None
 
 
 _thread = _Thread()
+_STEPS: Scopes[dict[Hashable, tuple[Any, ...]]] = Scopes("attnplug_one_step")
+"""The metadata of the open `one_step` blocks."""
 
 
 def bind(spec: LayerSpec, device: torch.device, slopes: torch.Tensor | None, *, is_decode: bool) -> Binding:
@@ -88,19 +90,16 @@ def one_step() -> Iterator[None]:
     differ in queries, keys and values alone. Without it each call reads the lengths again, and calls of
     `flash_attn_varlen_func` wait for the device to copy `cu_seqlens_q` to the host.
     """
-    before = _thread.step
-    _thread.step = {}
-    try:
+    with _STEPS.block({}):
         yield
-    finally:
-        _thread.step = before
 
 
 def shared(what: Hashable, tensors: tuple[torch.Tensor | None, ...], make: Callable[[], Any]) -> Any:
     """`make()`, or inside of `one_step` what it returned for the same `what` and the same tensors."""
-    step = _thread.step
-    if step is None:
+    steps = _STEPS.get()
+    if not steps:
         return make()
+    step = steps[0]
     key = (what, *(id(tensor) for tensor in tensors))
     if key not in step:
         # The tensors are kept, so that no other tensor can get the id of one of them within the step.
@@ -118,9 +117,10 @@ def built(
 
     Only the last one is kept, because metadata is valid until its builder builds again.
     """
-    step = _thread.step
-    if step is None:
+    steps = _STEPS.get()
+    if not steps:
         return binding.build(make())
+    step = steps[0]
     key = (what, *(id(tensor) for tensor in tensors))
     found = step.pop(binding, None)
     if found is None or found[0] != key:

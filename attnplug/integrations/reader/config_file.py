@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import logging
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,11 +92,34 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No warnings and no log lines of transformers inside the block; restores the settings after it."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity(logging.CRITICAL)
+    _QUIET.begin()
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
+        yield
     finally:
-        transformers.logging.set_verbosity(level)
+        _QUIET.end()
+
+
+class _Quiet:
+    """The settings belong to the process, so of several blocks the first changes them and the last restores them."""
+
+    def __init__(self) -> None:
+        self._lock, self._blocks, self._settings = threading.Lock(), 0, contextlib.ExitStack()
+
+    def begin(self) -> None:
+        with self._lock:
+            self._blocks += 1
+            if self._blocks > 1:
+                return
+            self._settings.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
+            transformers.logging.set_verbosity(logging.CRITICAL)
+            self._settings.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+
+    def end(self) -> None:
+        with self._lock:
+            self._blocks -= 1
+            if not self._blocks:
+                self._settings.close()
+
+
+_QUIET = _Quiet()

@@ -101,20 +101,31 @@ def watch_compiling() -> Iterator[list[str]]:
 
     An entry has the kernel's name and its constants except None and False: "decode_kernel(GROUP=4, BLOCK_M=16)".
     """
-    found: list[str] = []
-    before = knobs.runtime.jit_post_compile_hook
-
-    def compiled(*arguments: Any, **facts: Any) -> Any:
-        function = facts["fn"]
-        if function.module.startswith("attnplug."):
-            found.append(_name(function.jit_function, facts["compile"]["constants"]))
-        return None if before is None else before(*arguments, **facts)
-
-    knobs.runtime.jit_post_compile_hook = compiled
+    watch = _Watch(knobs.runtime.jit_post_compile_hook)
+    knobs.runtime.jit_post_compile_hook = watch
     try:
-        yield found
+        yield watch.found
     finally:
-        knobs.runtime.jit_post_compile_hook = before
+        watch.is_open = False
+        hook = knobs.runtime.jit_post_compile_hook
+        # A watch that began later calls this one, so the last of them to end removes both.
+        while isinstance(hook, _Watch) and not hook.is_open:
+            hook = hook.before
+        knobs.runtime.jit_post_compile_hook = hook
+
+
+class _Watch:
+    """A hook of Triton that notes attnplug's kernels, and calls the hook that was there before."""
+
+    def __init__(self, before: Any) -> None:
+        self.before, self.is_open = before, True
+        self.found: list[str] = []
+
+    def __call__(self, *arguments: Any, **facts: Any) -> Any:
+        function = facts["fn"]
+        if self.is_open and function.module.startswith("attnplug."):
+            self.found.append(_name(function.jit_function, facts["compile"]["constants"]))
+        return None if self.before is None else self.before(*arguments, **facts)
 
 
 def _name(function: Any, constants: Any) -> str:

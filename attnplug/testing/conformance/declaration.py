@@ -52,7 +52,7 @@ def _check_requires(target: Target) -> None:
                 Requirement(each)
             except (InvalidRequirement, TypeError):
                 raise ConformanceError(
-                    f"requires has {each!r}; it must be a PEP 508 requirement, such as 'triton>=3.4'"
+                    f"requires has {each!r}; it must be a PEP 508 requirement, such as 'triton>=3.4,<4'"
                 ) from None
 
 

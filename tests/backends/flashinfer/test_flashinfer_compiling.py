@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +111,25 @@ def test_the_number_of_jobs_that_was_set_is_set_again(
     monkeypatch.setenv("MAX_JOBS", "3")
     build_modules(unbuilt, MODULES[:1], jobs=1)
     assert os.environ["MAX_JOBS"] == "3"
+
+
+def test_threads_that_build_at_once_leave_the_number_of_jobs_as_it_was(
+    unbuilt: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MAX_JOBS", raising=False)
+    together = threading.Barrier(2)
+    make = Library.source
+
+    def source(self: Library, module: Any) -> Any:
+        together.wait(timeout=60)
+        return make(self, module)
+
+    monkeypatch.setattr(Library, "source", source)
+    with ThreadPoolExecutor(2) as pool:
+        runs = [
+            pool.submit(build_modules, unbuilt, [each], jobs=place)
+            for place, each in enumerate(MODULES[:2], 1)
+        ]
+        assert [run.result() for run in runs] == [[MODULES[0]], [MODULES[1]]]
+    assert sorted(spec.built[0] for spec in made(unbuilt)) == ["2", "3"]
+    assert "MAX_JOBS" not in os.environ

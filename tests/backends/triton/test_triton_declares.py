@@ -146,8 +146,10 @@ def test_storage_that_nothing_would_use_is_refused():
     assert codes(SPEC.replace(direct_kv=True, kv_cache_dtype="fp8")) == ["combination"]
 
 
-@pytest.mark.parametrize(("interpreted", "served"), [("0", False), ("1", True)])
-def test_a_cpu_is_declared_only_where_the_kernels_are_interpreted(interpreted, served):
+@pytest.mark.parametrize(
+    ("interpreted", "served"), [("0", False), ("1", True), ("yes", True), ("Y", True), ("2", False)]
+)
+def test_a_cpu_is_declared_only_where_triton_interprets_kernels(interpreted, served):
     code = "from attnplug.backends.triton import TritonBackend as T; import sys; print('cpu' in T.device_types, 'torch' in sys.modules)"
     found = subprocess.run(
         [sys.executable, "-c", code],
