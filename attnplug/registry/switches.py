@@ -20,6 +20,12 @@ STRICT = "ATTNPLUG_STRICT"
 ALLOW_REFUTED = "ATTNPLUG_ALLOW_REFUTED"
 EVIDENCE = "ATTNPLUG_EVIDENCE"
 TUNED = "ATTNPLUG_TUNED"
+DEBUG = "ATTNPLUG_DEBUG"
+
+
+def debug_mode() -> bool:
+    """Whether ATTNPLUG_DEBUG asks for checks that wait for a GPU; PolicyError for a value that is no yes or no."""
+    return _boolean(DEBUG, os.environ.get(DEBUG, ""))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
