@@ -28,9 +28,10 @@ from attnplug.cli.own_output import (
     apart_from_plugins,
     is_own_process,
     leave_standard_output,
+    open_standard_streams,
     reserve_standard_output,
 )
-from attnplug.cli.own_process import can_watch, run_watched
+from attnplug.cli.own_process import can_watch, hear_of_children, run_watched
 from attnplug.cli.select import select
 from attnplug.cli.tune import tune
 from attnplug.core.errors import (
@@ -98,9 +99,13 @@ def _root(
 
 def main() -> None:
     """Run the program, in a process of its own if it can be watched there."""
+    if sys.stdout is sys.__stdout__:
+        open_standard_streams()
     if not is_own_process():
         _program()
-    elif can_watch():
+        return
+    hear_of_children()
+    if can_watch():
         run_watched(_with_own_output)
     else:
         _with_own_output()

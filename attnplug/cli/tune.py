@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -61,7 +62,11 @@ def tune(
         ),
     ] = None,
     budget: Annotated[
-        str | None, _what(metavar="TIME", help="Stop measuring after this time, such as 300s or 5m.")
+        str | None,
+        _what(
+            metavar="TIME",
+            help="Stop after this time, such as 300s or 5m; a cell that has begun is finished.",
+        ),
     ] = None,
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
@@ -96,6 +101,7 @@ def tune(
     from attnplug.tuning.session import Tuner
     from attnplug.tuning.workloads import layers_of
 
+    began = time.monotonic()
     shapes = _workload(workload, batch, context, prefill)
     seconds = None if budget is None else _seconds(budget)
     where = _device_here(device)
@@ -114,7 +120,8 @@ def tune(
     report = TuneReport()
     with interrupt_on_sigterm():
         try:
-            work(tuner, report, budget=seconds, as_json=as_json)
+            left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
+            work(tuner, report, budget=left, as_json=as_json)
         except KeyboardInterrupt:
             is_kept = output is not None or not regret
             report.say("interrupted; the same command continues" if is_kept else "interrupted")
