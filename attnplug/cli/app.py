@@ -43,6 +43,7 @@ from attnplug.core.errors import (
     PolicyError,
     SpecError,
 )
+from attnplug.core.files import why
 
 FAILED, BAD_USAGE, NO_BACKEND = 1, 2, 3
 INTERRUPTED = 130
@@ -161,6 +162,8 @@ def _program() -> None:
         sys.stderr.close()
         sys.exit(FAILED)
     except OSError as problem:
+        if problem.filename is not None:
+            sys.exit(error(f"{problem.filename} cannot be used: {why(problem)}", BAD_USAGE))
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         leave_standard_output()

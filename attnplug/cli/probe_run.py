@@ -6,11 +6,11 @@ import dataclasses
 import json
 import os
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from attnplug.core import files
 from attnplug.core.processes import end, signal_name, start_python
 
 _TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
@@ -55,7 +55,7 @@ class Probe:
 
 def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
     """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
-    with tempfile.TemporaryDirectory(prefix="attnplug-doctor-", ignore_cleanup_errors=True) as folder:
+    with files.temporary_folder("attnplug-doctor-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         names = [name for name in (plugin, backend) if name]
         # As JSON, because an argument of a process cannot contain every character of an entry point's name.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import typer
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype
 from attnplug.cli.interrupts import interrupt_on_sigterm
-from attnplug.cli.output import print_json
+from attnplug.cli.output import check_output, print_json
 from attnplug.cli.spinner import waiting
 from attnplug.core.errors import NoBackendError, PolicyError
 
@@ -229,9 +228,8 @@ def _file(output: Path | None, device: Device) -> Path:
     path = table_file(user_folder(), device) if output is None else output
     if path is None:
         raise PolicyError("--output", None, f"is required: {device} has no name for a table of yours")
-    # os.path, because pathlib raises where a folder cannot be searched.
-    if os.path.isdir(path):  # noqa: PTH112
-        raise PolicyError("--output", str(path), "is a folder", "name a file in it")
+    if output is not None:
+        check_output("--output", path)
     return path
 
 

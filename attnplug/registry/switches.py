@@ -1,4 +1,4 @@
-"""The environment variables for discovery and selection."""
+"""The environment variables for discovery and selection, and the reading of all those that are on or off."""
 
 from __future__ import annotations
 
@@ -21,11 +21,6 @@ ALLOW_REFUTED = "ATTNPLUG_ALLOW_REFUTED"
 EVIDENCE = "ATTNPLUG_EVIDENCE"
 TUNED = "ATTNPLUG_TUNED"
 DEBUG = "ATTNPLUG_DEBUG"
-
-
-def debug_mode() -> bool:
-    """Whether ATTNPLUG_DEBUG asks for checks that wait for a GPU; PolicyError for a value that is no yes or no."""
-    return _boolean(DEBUG, os.environ.get(DEBUG, ""))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,7 +46,7 @@ class Switches:
             allow=None if allow is None else _names(ALLOW, allow),
             block=_names(BLOCK, env.get(BLOCK, "")),
             rank=_names(RANK, env.get(RANK, "")),
-            strict=_boolean(STRICT, env.get(STRICT, "")),
+            strict=is_on(STRICT, env),
             allow_refuted=_names(ALLOW_REFUTED, env.get(ALLOW_REFUTED, ""), "backend"),
         )
 
@@ -88,10 +83,16 @@ def _names(variable: str, text: str, of: str = "plugin") -> tuple[str, ...]:
     return names
 
 
-def _boolean(variable: str, text: str) -> bool:
+def is_on(variable: str, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether a variable is 1, true, yes or on, in any case; unset, empty, 0, false, no and off are False.
+
+    Raises:
+        PolicyError: any other value.
+    """
+    text = (os.environ if environ is None else environ).get(variable, "")
     word = text.strip().lower()
-    if word in ("1", "true", "yes", "on"):
+    if word in ("true", "yes", "on") or word.lstrip("0") == "1":
         return True
-    if word in ("", "0", "false", "no", "off"):
+    if word in ("false", "no", "off") or not word.strip("0"):
         return False
     raise PolicyError(variable, text, "must be 1 or 0")

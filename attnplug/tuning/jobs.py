@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.processes import end, signal_name, start_python
 from attnplug.core.spec import LayerSpec
@@ -172,7 +172,7 @@ class _Worker:
     """A child process, its task and its report."""
 
     def __init__(self, device: Device, jobs: Sequence[Job]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="attnplug-tune-")
+        self._folder = files.temporary_folder("attnplug-tune-")
         folder = Path(self._folder.name)
         self._report, self._log = folder / "report", folder / "log"
         self._report.touch()

@@ -338,12 +338,12 @@ def test_overlaps_are_those_of_the_bytes() -> None:
 def test_a_debug_mode_that_is_neither_on_nor_off_is_refused(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnplug.registry.switches import debug_mode
+    from attnplug.registry.switches import DEBUG, is_on
 
     monkeypatch.setenv("ATTNPLUG_DEBUG", text)
     with pytest.raises(PolicyError, match="ATTNPLUG_DEBUG"):
-        debug_mode()
-    for word, is_on in (
+        is_on(DEBUG)
+    for word, expected in (
         ("false", False),
         ("No", False),
         ("off", False),
@@ -352,7 +352,7 @@ def test_a_debug_mode_that_is_neither_on_nor_off_is_refused(
         ("on", True),
     ):
         monkeypatch.setenv("ATTNPLUG_DEBUG", word)
-        assert debug_mode() is is_on
+        assert is_on(DEBUG) is expected
 
 
 @pytest.mark.gpu

@@ -491,7 +491,7 @@ def test_without_two_winners_a_mixed_step_is_measured_with_single_backends(case:
 
 
 def test_an_exhausted_budget_leaves_mixed_steps_too(case: Case) -> None:
-    outcome = case.run(layers={SPEC: ["0"]}, workload=MIXED, budget=15.0)
+    outcome = case.run(layers={SPEC: ["0"]}, workload=MIXED, budget=25.0)
     assert [str(cell.shape) for cell in outcome.left] == ["mixed 4 x 1k + 1 x 64"]
     assert len(case.run(layers={SPEC: ["0"]}, workload=MIXED).kept) == 2
 

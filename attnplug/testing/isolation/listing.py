@@ -13,11 +13,11 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core import files
 from attnplug.core.processes import end, signal_name, start_python
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def list_checks(
     request: SuiteRequest, timeout: float, meanwhile: Callable[[], object] = lambda: None
 ) -> Listing | ListingFailure:
     """List the checks in a child process, which is killed after `timeout` seconds; `meanwhile` is called beside it."""
-    with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
+    with files.temporary_folder("attnplug-conformance-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         arguments = [str(report), json.dumps(dataclasses.asdict(request))]
         try:

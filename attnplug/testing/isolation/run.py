@@ -9,7 +9,6 @@ import os
 import shlex
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def run_checks(
         KeyboardInterrupt: the user interrupted the run; the workers have ended.
     """
     output = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
+    with files.temporary_folder("attnplug-conformance-") as folder:
         settings = {
             "suite": {**dataclasses.asdict(listing.request), "known_failures": None},
             "ids": list(ids),
