@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import keyword
 import re
@@ -121,11 +122,11 @@ def _write(target: Path, names: PackageNames) -> list[str]:
     """
     rendered = _rendered(names)
     try:
-        target = files.resolved(target.parent) / target.name
-        if files.has_name(target):
+        with contextlib.suppress(FileNotFoundError):
+            target.lstat()
             remedy = "nothing is overwritten: move it away, or give another --path"
             raise PolicyError("target", str(target), "exists", remedy)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(target.parent)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
             # One level down, because only the owner may read the temporary folder itself.
             unfinished = Path(beside, target.name)

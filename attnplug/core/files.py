@@ -121,10 +121,25 @@ def check_output(path: Path) -> None:
     target = resolved(path)
     with contextlib.suppress(FileNotFoundError):
         check_regular(target.lstat(), path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
     handle, unfinished = _unfinished(target, None)
     os.close(handle)
     unfinished.unlink()
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, all or none; OSError if they cannot be made."""
+    made: list[Path] = []
+    with _named(path):
+        try:
+            for folder in (*reversed(path.parents), path):
+                if not is_folder(folder):
+                    folder.mkdir(exist_ok=True)
+                    made.append(folder)
+        except OSError:
+            for folder in reversed(made):
+                folder.rmdir()
+            raise
 
 
 def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
