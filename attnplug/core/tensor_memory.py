@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -15,50 +16,74 @@ _MOST_WORK = 100_000
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have a byte in common. Views of interleaved rows, such as keys and values, have none."""
-    (first, end), (other_first, other_end) = _extent(one), _extent(other)
-    if one.device != other.device or max(first, other_first) >= min(end, other_end):
+    return one.device == other.device and _share(_places(one), _places(other))
+
+
+def allocation(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of the memory of which a tensor is a view, and of the byte after the last one."""
+    storage = tensor.untyped_storage()
+    first = storage.data_ptr()
+    return first, first + storage.nbytes()
+
+
+_Places: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""The address of a tensor, the bytes of an element, its sizes, and its strides in elements."""
+
+
+def _places(tensor: torch.Tensor) -> _Places:
+    return tensor.data_ptr(), tensor.element_size(), tuple(tensor.shape), tensor.stride()
+
+
+@functools.lru_cache(maxsize=1024)
+def _share(one: _Places, other: _Places) -> bool:
+    """As `share_memory`; the caches of a model are the same in each step."""
+    (first, end), (other_first, other_end) = _extent(*one), _extent(*other)
+    if max(first, other_first) >= min(end, other_end):
         return False
     try:
         # The stubs of numpy know two values of max_work; its documentation allows any.
         most: Any = _MOST_WORK
-        return bool(np.shares_memory(_described(one), _described(other), max_work=most))
+        return bool(np.shares_memory(_described(*one), _described(*other), max_work=most))
     except np.exceptions.TooHardError:
         return True
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor may have the same place, such as those of an expanded dimension."""
+    return _overlaps(tuple(tensor.shape), tensor.stride())
+
+
+@functools.lru_cache(maxsize=1024)
+def _overlaps(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     reach = 0
-    dims = [(stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+    dims = [(stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1]
     for stride, size in sorted(dims):
         if stride <= reach:
-            return bool(tensor.numel())
+            return 0 not in shape
         reach += stride * (size - 1)
     return False
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def _extent(first: int, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int]:
     """The address of the first byte, and of the byte after the last one."""
-    first = tensor.data_ptr()
-    if not tensor.numel():
+    if 0 in shape:
         return first, first
-    last = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return first, first + (last + 1) * tensor.element_size()
+    last = sum(stride * (count - 1) for stride, count in zip(strides, shape, strict=True))
+    return first, first + (last + 1) * size
 
 
 class _Described:
     """Gives numpy the address, sizes and strides of a tensor. The address may be that of a GPU."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        size = tensor.element_size()
+    def __init__(self, first: int, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         self.__array_interface__: dict[str, Any] = {
             "version": 3,
             "typestr": f"|V{size}",
-            "shape": tuple(tensor.shape),
-            "strides": tuple(size * stride for stride in tensor.stride()),
-            "data": (tensor.data_ptr(), True),
+            "shape": shape,
+            "strides": tuple(size * stride for stride in strides),
+            "data": (first, True),
         }
 
 
-def _described(tensor: torch.Tensor) -> Any:
-    return np.asarray(_Described(tensor))
+def _described(first: int, size: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    return np.asarray(_Described(first, size, shape, strides))

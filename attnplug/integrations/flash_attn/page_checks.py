@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.tensor_memory import overlaps_itself, share_memory
+from attnplug.core.tensor_memory import allocation, overlaps_itself, share_memory
 from attnplug.integrations.flash_attn.pages import Pages, must_check
 from attnplug.integrations.flash_attn.serving import shared
 from attnplug.integrations.flash_attn.steps import Ints, Lengths
@@ -100,13 +100,17 @@ def check_writable(tensors: Mapping[str, torch.Tensor], written: Sequence[str]) 
     Raises:
         BatchError: it names both.
     """
+    # Most tensors have an allocation of their own, which costs less to see than which bytes they have.
+    ranges = {name: allocation(tensor) for name, tensor in tensors.items()}
     for place, name in enumerate(written):
-        tensor = tensors[name]
+        tensor, (first, end) = tensors[name], ranges[name]
         if overlaps_itself(tensor):
             limit = "has elements that share memory, such as those of an expanded dimension, so no key can be written"
             raise BatchError(name, f"strides {tuple(tensor.stride())}", limit, "pass a contiguous cache")
-        for other, its in tensors.items():
-            if other != name and other not in written[:place] and share_memory(tensor, its):
+        for other, (its_first, its_end) in ranges.items():
+            if other == name or other in written[:place] or max(first, its_first) >= min(end, its_end):
+                continue
+            if share_memory(tensor, tensors[other]):
                 limit = f"shares memory with {other}, which the new keys and values would overwrite"
                 raise BatchError(name, tuple(tensor.shape), limit, f"pass a copy as {other}")
 
