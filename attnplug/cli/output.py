@@ -82,6 +82,11 @@ def check_output(option: str, path: Path) -> None:
     if files.is_special(path):
         raise PolicyError(option, str(path), "is not a regular file", "name another one")
     try:
+        files.make_folder(path.parent)
+    except OSError as problem:
+        limit = f"is in a folder that cannot be made: {files.why(problem)}"
+        raise PolicyError(option, str(path), limit, "name another file") from None
+    try:
         files.check_output(path)
     except OSError as problem:
         limit = f"cannot be written: {files.why(problem)}"

@@ -116,12 +116,11 @@ def resolved(path: Path) -> Path:
 def check_output(path: Path) -> None:
     """OSError if no file can be written at `path`; said before the minutes that a run may take.
 
-    Its folder is made. Nothing else is left there.
+    Nothing is left there.
     """
     target = resolved(path)
     with contextlib.suppress(FileNotFoundError):
         check_regular(target.lstat(), path)
-    make_folder(target.parent)
     handle, unfinished = _unfinished(target, None)
     os.close(handle)
     unfinished.unlink()
@@ -129,16 +128,24 @@ def check_output(path: Path) -> None:
 
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, all or none; OSError if they cannot be made."""
-    made: list[Path] = []
+    missing: list[Path] = []
     with _named(path):
+        for folder in (path, *path.parents):
+            try:
+                folder.stat()
+                break
+            except FileNotFoundError:
+                missing.append(folder)
+        made: list[Path] = []
         try:
-            for folder in (*reversed(path.parents), path):
-                if not is_folder(folder):
-                    folder.mkdir(exist_ok=True)
-                    made.append(folder)
+            # The first one is there already, unless it is a file.
+            for each in (folder, *reversed(missing)):
+                if not is_folder(each):
+                    each.mkdir(exist_ok=True)
+                    made.append(each)
         except OSError:
-            for folder in reversed(made):
-                folder.rmdir()
+            for each in reversed(made):
+                each.rmdir()
             raise
 
 

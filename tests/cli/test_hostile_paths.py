@@ -129,6 +129,7 @@ def test_names_that_no_file_can_have_are_an_os_error(tmp_path, name):
 
 
 def test_a_check_of_an_output_leaves_nothing(tmp_path):
+    (tmp_path / "new").mkdir()
     files.check_output(tmp_path / "new" / "m.json")
     assert [each.name for each in tmp_path.rglob("*")] == ["new"]
     (tmp_path / "new" / "m.json").write_text("old")
