@@ -23,6 +23,11 @@ def ints(*numbers: Any) -> torch.Tensor:
     return torch.tensor(numbers, dtype=torch.int32)
 
 
+def named(given: dict[str, Any] | str) -> str:
+    """An id without numbers of tensors, which each process draws anew."""
+    return given if isinstance(given, str) else ",".join(given)
+
+
 def call(**given: Any) -> Any:
     """Two requests over four cache rows of 32 tokens, which are pages of 32 too."""
     caches = torch.randn(2, 4, 32, 2, 16)
@@ -72,7 +77,7 @@ def new_keys(tokens: int = 1) -> dict[str, torch.Tensor]:
         ({"cache_seqlens": "3"}, "cache_seqlens='3' must be an int"),
         ({"cache_seqlens": np.bool_(True)}, "cache_seqlens=np.True_ must be an int"),
     ],
-    ids=str,
+    ids=named,
 )
 def test_rows_pages_and_lengths_are_checked(given: dict[str, Any], words: str) -> None:
     with pytest.raises(BatchError, match=words):
@@ -163,7 +168,7 @@ def packed(**given: Any) -> Any:
             "must have one dtype",
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_packed_requests_are_checked(given: dict[str, Any], words: str) -> None:
     with pytest.raises(BatchError, match=words):
@@ -255,7 +260,7 @@ def test_numbers_and_flags_of_numpy_mean_the_same() -> None:
             "q=.* has dtype=torch.int32, which must be one of",
         ),
     ],
-    ids=lambda given: given if isinstance(given, str) else ",".join(given),
+    ids=named,
 )
 def test_impossible_layers_are_told_by_the_tensors_of_the_caller(given: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
