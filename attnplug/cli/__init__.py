@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
@@ -13,3 +14,12 @@ def main() -> None:
         program()
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def main_of_module() -> None:
+    """As `main`, for `python -m`, which puts the current folder first: files there may have the names of modules."""
+    # os.path, because nothing that Python has not loaded yet may be imported before.
+    source = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
+    if not sys.flags.safe_path and sys.path[:1] not in ([source], []):
+        del sys.path[0]
+    main()

@@ -1,5 +1,5 @@
 """`python -m attnplug.cli`."""
 
-from attnplug.cli import main
+from attnplug.cli import main_of_module
 
-main()
+main_of_module()

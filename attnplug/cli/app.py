@@ -28,9 +28,10 @@ from attnplug.cli.own_output import (
     apart_from_plugins,
     is_own_process,
     leave_standard_output,
+    open_standard_streams,
     reserve_standard_output,
 )
-from attnplug.cli.own_process import can_watch, run_watched
+from attnplug.cli.own_process import can_watch, hear_of_children, run_watched
 from attnplug.cli.select import select
 from attnplug.cli.tune import tune
 from attnplug.core.errors import (
@@ -42,6 +43,7 @@ from attnplug.core.errors import (
     PolicyError,
     SpecError,
 )
+from attnplug.core.files import why
 
 FAILED, BAD_USAGE, NO_BACKEND = 1, 2, 3
 INTERRUPTED = 130
@@ -98,9 +100,13 @@ def _root(
 
 def main() -> None:
     """Run the program, in a process of its own if it can be watched there."""
+    if sys.stdout is sys.__stdout__:
+        open_standard_streams()
     if not is_own_process():
         _program()
-    elif can_watch():
+        return
+    hear_of_children()
+    if can_watch():
         run_watched(_with_own_output)
     else:
         _with_own_output()
@@ -156,6 +162,8 @@ def _program() -> None:
         sys.stderr.close()
         sys.exit(FAILED)
     except OSError as problem:
+        if problem.filename is not None:
+            sys.exit(error(f"{problem.filename} cannot be used: {why(problem)}", BAD_USAGE))
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         leave_standard_output()

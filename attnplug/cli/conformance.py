@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import importlib.util
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +14,8 @@ import typer
 
 from attnplug.cli import completion
 from attnplug.cli.arguments import CHECK_SECONDS, AsJson, jobs_option, memory_option, timeout_option
-from attnplug.cli.output import STDOUT, CommandError, echo, print_json, put
+from attnplug.cli.output import STDOUT, CommandError, check_output, echo, print_json, put
+from attnplug.core import files
 from attnplug.core.errors import PolicyError
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
@@ -102,14 +102,10 @@ def conformance(
     memory_bytes = None if memory is None else parse_memory(memory)
     if junit == STDOUT and as_json:
         raise PolicyError("--junit", "-", "is standard output, which has the JSON", "name a file")
-    if (
-        junit is not None
-        and junit != STDOUT
-        and (not junit.parent.is_dir() or (junit.exists() and not junit.is_file()))
-    ):
-        why = "is a folder" if junit.is_dir() else "is not a regular file"
-        why = why if junit.exists() else "is in no folder that exists"
-        raise PolicyError("--junit", str(junit), why)
+    if junit is not None and junit != STDOUT:
+        if not files.is_folder(junit.parent):
+            raise PolicyError("--junit", str(junit), "is in no folder that exists")
+        check_output("--junit", junit)
     known = None if known_failures is None else str(known_failures)
     request = SuiteRequest(backend, device, level, known, only=only or ("*",), options=option or ())
     report = Report(verbose, err=as_json or junit == STDOUT)
@@ -160,11 +156,11 @@ def _as_file(path: Path | None) -> Iterator[Path | None]:
     if path != STDOUT:
         yield path
         return
-    with tempfile.TemporaryDirectory(prefix="attnplug-junit-") as folder:
+    with files.temporary_folder("attnplug-junit-") as folder:
         file = Path(folder, "junit.xml")
         yield file
-        if file.exists():
-            put(STDOUT, file.read_text(encoding="utf-8"))
+        if files.may_exist(file):
+            put(STDOUT, files.read_text(file))
 
 
 def _import_pytest() -> None:

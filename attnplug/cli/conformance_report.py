@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.cli.arguments import CHECK_SECONDS
 from attnplug.cli.run_report import RunReport, counted
+from attnplug.core import files
 from attnplug.testing.isolation.rerun import cli_command
 from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 from attnplug.testing.skips import skip_counts, untested_words
@@ -112,7 +113,11 @@ class Report(RunReport):
         self._results[result.id] = result
         self._verdicts[result.id] = result.outcome
         if self._saved is not None:
-            self._saved.add(result)
+            try:
+                self._saved.add(result)
+            except OSError as problem:
+                self._saved = None
+                self.say(f"no more is kept for --resume: {files.why(problem)}")
         self._under_way.pop(result.id, None)
         self._tell_how_far()
         if self._verbose:

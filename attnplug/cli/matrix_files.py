@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attnplug.cli.output import STDOUT, console, echo, json_text, put
+from attnplug.cli.output import STDOUT, check_output, console, echo, json_text, put
+from attnplug.core import files
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
 from attnplug.matrix.changes import Change, Kind, changes
@@ -36,20 +37,10 @@ class Outputs:
         for name, path in options.items():
             if path is None:
                 continue
-            other = names.setdefault(path if path == STDOUT else path.resolve(), name)
+            check_output(name, path)
+            other = names.setdefault(path if path == STDOUT else files.resolved(path), name)
             if other != name:
                 raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")
-            if path == STDOUT:
-                continue
-            if path.is_dir():
-                raise PolicyError(name, str(path), "is a folder", "name a file in it")
-            if path.exists() and not path.is_file():
-                raise PolicyError(name, str(path), "is not a regular file", "name another one")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-            except OSError as problem:
-                why = f"is in a folder that cannot be made: {problem.strerror or problem}"
-                raise PolicyError(name, str(path), why) from None
 
     @property
     def to_stdout(self) -> bool:
@@ -98,7 +89,7 @@ def show(matrix: Matrix) -> None:
 
 
 def merge(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results from attnplug matrix --json.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="FILE", help="Results from attnplug matrix --json.")],
     output: Annotated[
         Path | None,
         typer.Option(
@@ -127,9 +118,9 @@ def merge(
     """
     outputs = Outputs(output, html, markdown)
     outputs.check("--output")
-    read = [read_matrix(path) for path in files]
+    read = [read_matrix(path) for path in paths]
     if by_file:
-        read = [merging.with_name(each, name) for each, name in zip(read, _names(files), strict=True)]
+        read = [merging.with_name(each, name) for each, name in zip(read, _names(paths), strict=True)]
     found = merging.merge(read, _say)
     outputs.write(found)
     if outputs == Outputs():
@@ -183,10 +174,10 @@ def _print_changes(found: Sequence[Change], counts: Mapping[Kind, int], show_all
     echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
 
 
-def _names(files: Sequence[Path]) -> list[str]:
+def _names(paths: Sequence[Path]) -> list[str]:
     """The name of each file without its suffix, or its path if another file has the same name."""
-    counts = Counter(path.stem for path in files)
-    return [path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in files]
+    counts = Counter(path.stem for path in paths)
+    return [path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in paths]
 
 
 def _say(text: str) -> None:

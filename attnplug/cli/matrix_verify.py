@@ -114,7 +114,11 @@ class MatrixReport(RunReport):
                 self.say(f"          {line}")
         self._tell_how_far()
         if time.monotonic() - self._saved > _SECONDS:
-            self._save()
+            try:
+                self._save()
+            except MatrixFileError as problem:
+                # The run goes on: its end writes the file, or says that it cannot.
+                self.say(str(problem))
             self._saved = time.monotonic()
 
     def end(self, what: str, run: Run, problem: str | None = None) -> None:

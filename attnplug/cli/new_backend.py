@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import keyword
 import re
@@ -10,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
-from importlib.resources import files
+from importlib.resources import files as package_files
 from importlib.resources.abc import Traversable
 from pathlib import Path, PurePosixPath
 from string import Template
@@ -20,6 +21,7 @@ import typer
 
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import echo, print_json
+from attnplug.core import files
 from attnplug.core.errors import PolicyError
 
 _LONGEST_NAME = 24
@@ -120,10 +122,11 @@ def _write(target: Path, names: PackageNames) -> list[str]:
     """
     rendered = _rendered(names)
     try:
-        if target.exists() or target.is_symlink():
+        with contextlib.suppress(FileNotFoundError):
+            target.lstat()
             remedy = "nothing is overwritten: move it away, or give another --path"
             raise PolicyError("target", str(target), "exists", remedy)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        files.make_folder(target.parent)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as beside:
             # One level down, because only the owner may read the temporary folder itself.
             unfinished = Path(beside, target.name)
@@ -133,8 +136,8 @@ def _write(target: Path, names: PackageNames) -> list[str]:
                 made.write_text(text, encoding="utf-8", newline="\n")
             unfinished.rename(target)
     except OSError as problem:
-        limit = f"cannot be written: {problem.strerror or problem}"
-        raise PolicyError("target", str(target), limit) from problem
+        limit = f"cannot be written: {files.why(problem)}"
+        raise PolicyError("target", str(target), limit, "give another --path") from problem
     return sorted(rendered)
 
 
@@ -145,7 +148,7 @@ def _rendered(names: PackageNames) -> dict[str, str]:
 
     known["attnplug_version"] = Version(version("attnplug")).public
     rendered = {}
-    for place, template in _templates(files("attnplug") / "templates" / "backend", PurePosixPath()):
+    for place, template in _templates(package_files("attnplug") / "templates" / "backend", PurePosixPath()):
         parts = [names.package if part == "package" else part for part in place.parts]
         file = PurePosixPath(*parts).as_posix().removesuffix(_SUFFIX)
         rendered[file] = Template(template.read_text(encoding="utf-8")).substitute(known)

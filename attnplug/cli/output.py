@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 
 from attnplug.cli.own_output import own_stream
-from attnplug.core.errors import AttnplugError
+from attnplug.core import files
+from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.core.features import Feature
 from attnplug.core.safe_console import SafeConsole
 from attnplug.core.spec import AttentionType, LayerSpec
@@ -70,6 +71,26 @@ def put(path: Path, text: str) -> None:
     # An error that a plugin quotes may not be safe on a terminal; a program gets what a file would have.
     shown = safe_text(text) if own_stream().isatty() else text
     typer.echo(shown, own_stream(), nl=not text.endswith("\n"))
+
+
+def check_output(option: str, path: Path) -> None:
+    """PolicyError if `path`, the value of an option, is no file that can be written; "-" is standard output."""
+    if path == STDOUT:
+        return
+    if files.is_folder(path):
+        raise PolicyError(option, str(path), "is a folder", "name a file in it")
+    if files.is_special(path):
+        raise PolicyError(option, str(path), "is not a regular file", "name another one")
+    try:
+        files.make_folder(path.parent)
+    except OSError as problem:
+        limit = f"is in a folder that cannot be made: {files.why(problem)}"
+        raise PolicyError(option, str(path), limit, "name another file") from None
+    try:
+        files.check_output(path)
+    except OSError as problem:
+        limit = f"cannot be written: {files.why(problem)}"
+        raise PolicyError(option, str(path), limit, "name another file") from None
 
 
 class CommandError(AttnplugError):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import io
 import os
+import select
 import sys
 from collections.abc import Callable
-from typing import ParamSpec, TextIO, TypeVar
+from typing import Any, ParamSpec, TextIO, TypeVar
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -49,6 +50,59 @@ def is_own_process() -> bool:
         return False
 
 
+class _Patient(io.FileIO):
+    """A file that waits until it can be written to, also where another process made it return at once instead."""
+
+    def write(self, data: Any) -> int:
+        """Write some bytes of `data`, at least one; gives their number."""
+        while (count := super().write(data)) is None:
+            # Windows has neither poll nor such a standard output.
+            poll = select.poll()
+            poll.register(self.fileno(), select.POLLOUT)
+            poll.poll()
+        return count
+
+
+class _Messages(_Patient):
+    """Standard error, which drops what it cannot write: a message without a reader must not change the exit code."""
+
+    def write(self, data: Any) -> int:
+        """Write `data`, or nothing."""
+        try:
+            return super().write(data)
+        except OSError:
+            return len(data)
+
+
+def _stream(raw: _Patient, like: TextIO, *, line_buffering: bool) -> TextIO:
+    """A text stream to a file, with the encoding of another stream."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw), like.encoding, "backslashreplace", line_buffering=line_buffering
+    )
+
+
+_STANDARD = (0, 1, 2)
+
+
+def open_standard_streams() -> None:
+    """Open the standard streams that are closed on the null device: no file that is opened later gets their numbers."""
+    for number in _STANDARD:
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            os.set_inheritable(number, True)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, f"__{name}__") is None:
+            number = _STANDARD[("stdin", "stdout", "stderr").index(name)]
+            stream = open(number, mode, encoding="utf-8", closefd=False)  # noqa: SIM115  (open until the end)
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
+
+
 def reserve_standard_output() -> TextIO:
     """A new stream to standard output, as `sys.stdout`; file descriptor 1 writes to standard error from now on.
 
@@ -56,9 +110,8 @@ def reserve_standard_output() -> TextIO:
     """
     theirs = sys.stdout
     isatty = theirs.isatty()
-    own = io.TextIOWrapper(
-        os.fdopen(os.dup(1), "wb"), theirs.encoding, "backslashreplace", line_buffering=isatty
-    )
+    own = _stream(_Patient(os.dup(1), "wb"), theirs, line_buffering=isatty)
+    sys.stderr = _stream(_Messages(2, "wb", closefd=False), sys.stderr, line_buffering=True)
     try:
         os.dup2(2, 1)
     except OSError:  # standard error is closed

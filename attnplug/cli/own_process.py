@@ -30,6 +30,12 @@ def can_watch() -> bool:
     return is_linux and threading.active_count() == 1 and "torch" not in sys.modules
 
 
+def hear_of_children() -> None:
+    """Let the system report the end of children: one that inherits SIGCHLD as ignored would wait for ever."""
+    if hasattr(signal, "SIGCHLD") and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def run_watched(program: Callable[[], None]) -> NoReturn:
     """Run `program` in a child, and exit with its code; with an error if it did not end by itself."""
     parent = os.getpid()

@@ -1,14 +1,12 @@
 """The child process of `attnplug doctor`: loads a plugin, or imports a backend, and reports each step.
 
-Run as `python -m attnplug.cli.probe REPORT NAMES`, where NAMES is a JSON list of a plugin and a backend. Without
-a plugin it finds the current device, and the backends for a plain layer on it. Each step is appended to REPORT as
+Without a plugin it finds the current device, and the backends for a plain layer on it. Each step is appended to REPORT as
 a JSON line before it begins, so that the parent can tell where a child crashed or hung.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +57,3 @@ def _note(report: str, **facts: Any) -> None:
     # Closed after each line, so that a crash of the next step loses none.
     with Path(report).open("a") as file:
         file.write(json.dumps(facts) + "\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *json.loads(sys.argv[2]))

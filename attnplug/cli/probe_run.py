@@ -6,13 +6,12 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnplug.core.processes import kill_group, signal_name
+from attnplug.core import files
+from attnplug.core.processes import end, signal_name, start_python
 
 _TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -33,6 +32,7 @@ _LAST: dict[int, frozenset[str]] = {
 }
 """The facts of a whole report, by the number of names that the child was given."""
 _MOST_BYTES = 1 << 20
+_CHILD = "import json; from attnplug.cli.probe import main; main(sys.argv[1], *json.loads(sys.argv[2]))"
 
 
 _running: set[subprocess.Popen[bytes]] = set()
@@ -42,7 +42,7 @@ def end_probes() -> None:
     """Kill the children of all threads, after an interrupt."""
     for child in list(_running):
         if child.returncode is None:
-            kill_group(child)
+            end(child)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,22 +55,12 @@ class Probe:
 
 def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
     """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
-    with tempfile.TemporaryDirectory(prefix="attnplug-doctor-", ignore_cleanup_errors=True) as folder:
+    with files.temporary_folder("attnplug-doctor-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
         names = [name for name in (plugin, backend) if name]
         # As JSON, because an argument of a process cannot contain every character of an entry point's name.
-        command = [sys.executable, "-m", "attnplug.cli.probe", str(report), json.dumps(names)]
-        # A file, not a pipe: a grandchild that outlives its parent would keep a pipe open.
         with log.open("wb") as output:
-            child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own module)
-                command,
-                # A plugin that reads standard input gets its end at once, and does not wait for the user.
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                # A group of its own, so that `kill_group` reaches the children of the child too.
-                start_new_session=True,
-            )
+            child = start_python(_CHILD, str(report), json.dumps(names), stdout=output)
             _running.add(child)
             try:
                 code: int | None = child.wait(timeout)
@@ -78,8 +68,7 @@ def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
                 code = None
             finally:
                 _running.discard(child)
-                if child.returncode is None:
-                    kill_group(child)
+                end(child)
         facts, damage = _read_report(report)
         lines = _tail(log).decode(errors="replace").strip().splitlines()
     # A plugin may end the process with code 0 in its import; the last step shows that.

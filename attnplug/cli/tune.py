@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ import typer
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype
 from attnplug.cli.interrupts import interrupt_on_sigterm
-from attnplug.cli.output import print_json
+from attnplug.cli.output import check_output, print_json
 from attnplug.cli.spinner import waiting
 from attnplug.core.errors import NoBackendError, PolicyError
 
@@ -61,7 +61,11 @@ def tune(
         ),
     ] = None,
     budget: Annotated[
-        str | None, _what(metavar="TIME", help="Stop measuring after this time, such as 300s or 5m.")
+        str | None,
+        _what(
+            metavar="TIME",
+            help="Stop after this time, such as 300s or 5m; a cell that has begun is finished.",
+        ),
     ] = None,
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
@@ -96,6 +100,7 @@ def tune(
     from attnplug.tuning.session import Tuner
     from attnplug.tuning.workloads import layers_of
 
+    began = time.monotonic()
     shapes = _workload(workload, batch, context, prefill)
     seconds = None if budget is None else _seconds(budget)
     where = _device_here(device)
@@ -114,7 +119,8 @@ def tune(
     report = TuneReport()
     with interrupt_on_sigterm():
         try:
-            work(tuner, report, budget=seconds, as_json=as_json)
+            left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
+            work(tuner, report, budget=left, as_json=as_json)
         except KeyboardInterrupt:
             is_kept = output is not None or not regret
             report.say("interrupted; the same command continues" if is_kept else "interrupted")
@@ -222,9 +228,8 @@ def _file(output: Path | None, device: Device) -> Path:
     path = table_file(user_folder(), device) if output is None else output
     if path is None:
         raise PolicyError("--output", None, f"is required: {device} has no name for a table of yours")
-    # os.path, because pathlib raises where a folder cannot be searched.
-    if os.path.isdir(path):  # noqa: PTH112
-        raise PolicyError("--output", str(path), "is a folder", "name a file in it")
+    if output is not None:
+        check_output("--output", path)
     return path
 
 

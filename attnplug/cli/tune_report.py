@@ -136,7 +136,8 @@ def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
         listed = ", ".join(map(_id, outcome.left[:_MOST_LEFT]))
         more = len(outcome.left) - _MOST_LEFT
         also = f" and {more} more" if more > 0 else ""
-        report.say(f"not measured: {listed}{also}; the same command continues")
+        remedy = "the same command continues" if outcome.measured else "give a longer --budget"
+        report.say(f"not measured: {listed}{also}; {remedy}")
 
 
 def print_regret(found: Sequence[Summary], table: TunedTable) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from attnplug.core.errors import MatrixFileError
 from attnplug.core.text import safe_text
+
+if TYPE_CHECKING:
+    import tempfile
 
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
@@ -18,8 +25,11 @@ _KINDS = {
     stat.S_IFLNK: "a symbolic link",
 }
 _MIB = 1 << 20
+_ROOM = _MIB
+"""Bytes that the temporary files of a run may have: its task, report and log."""
 # A FIFO opened with O_NONBLOCK does not wait for a writer. Windows has none of these flags.
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0) | getattr(os, "O_BINARY", 0)
+_LOCK = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -35,9 +45,10 @@ def read_text(path: str | os.PathLike[str], most: int = 64 * _MIB) -> str:
 
 def read_bytes(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
     """The contents of a regular file of at most `most` bytes; OSError as `read_text`."""
-    # Checked before opening too, because opening a device may already do something.
-    check_regular(os.stat(path), path)  # noqa: PTH116  (as Path.stat, for any kind of path)
-    handle = os.open(path, _READ)
+    with _named(path):
+        # Checked before opening too, because opening a device may already do something.
+        check_regular(os.stat(path), path)  # noqa: PTH116  (as Path.stat, for any kind of path)
+        handle = os.open(path, _READ)
     with os.fdopen(handle, "rb") as file:
         about = os.fstat(handle)
         check_regular(about, path)
@@ -52,11 +63,124 @@ def read_bytes(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
 
 
 def may_exist(path: Path) -> bool:
-    """Whether there is a file, or nobody can tell, such as in a folder of another user: reading it says why."""
+    """Whether there is a file, or nobody can tell, such as in a folder of another user: reading it says why.
+
+    A link to a file that is missing is none.
+    """
     try:
-        return path.exists()
-    except OSError:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
         return True
+    return True
+
+
+def has_name(path: Path) -> bool:
+    """As `may_exist`; a link is something, whatever it points to."""
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except (OSError, ValueError):
+        return True
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; False if nobody can tell."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (OSError, ValueError):
+        return False
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something that is neither a folder nor a regular file; False if nobody can tell."""
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):
+        return False
+    return not stat.S_ISDIR(mode) and not stat.S_ISREG(mode)
+
+
+def resolved(path: Path) -> Path:
+    """The absolute path without links; OSError for a loop of links and for a name that cannot be."""
+    with _named(path):
+        try:
+            return path.resolve()
+        except RuntimeError:  # Python before 3.13
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+
+
+def check_output(path: Path) -> None:
+    """OSError if no file can be written at `path`; said before the minutes that a run may take.
+
+    Nothing is left there.
+    """
+    target = resolved(path)
+    with contextlib.suppress(FileNotFoundError):
+        check_regular(target.lstat(), path)
+    handle, unfinished = _unfinished(target, None)
+    os.close(handle)
+    unfinished.unlink()
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it, all or none; OSError if they cannot be made."""
+    missing: list[Path] = []
+    with _named(path):
+        for folder in (path, *path.parents):
+            try:
+                folder.stat()
+                break
+            except FileNotFoundError:
+                missing.append(folder)
+        made: list[Path] = []
+        try:
+            # The first one is there already, unless it is a file.
+            for each in (folder, *reversed(missing)):
+                if not is_folder(each):
+                    each.mkdir(exist_ok=True)
+                    made.append(each)
+        except OSError:
+            for each in reversed(made):
+                each.rmdir()
+            raise
+
+
+def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
+    """A new folder with room for some files, which is removed at the end of a `with` block.
+
+    Raises:
+        MatrixFileError: there is no such room; the error names the folder of temporary files.
+    """
+    import tempfile
+
+    made = None
+    try:
+        made = tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True)
+        room = Path(made.name, "room")
+        room.write_bytes(bytes(_ROOM))
+        room.unlink()
+    except OSError as problem:
+        if made is not None:
+            made.cleanup()
+        where = os.environ.get("TMPDIR") or ("the folder" if made is None else Path(made.name).parent)
+        remedy = f"set TMPDIR to a folder with {_ROOM // _MIB} MiB of room"
+        raise MatrixFileError(where, f"cannot be used for temporary files: {why(problem)}", remedy) from None
+    return made
+
+
+@contextlib.contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Make an OSError of the ValueError for a name that no file can have."""
+    try:
+        yield
+    except UnicodeEncodeError:
+        raise OSError(errno.EINVAL, "its name has a character that no name can have", str(path)) from None
+    except ValueError:
+        raise OSError(errno.EINVAL, "its name has a null character", str(path)) from None
 
 
 def check_regular(about: os.stat_result, path: str | os.PathLike[str]) -> None:
@@ -69,11 +193,11 @@ def check_regular(about: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 
 def check_lock(path: Path) -> None:
-    """OSError if something else than a regular file lies where a lock file will be opened."""
-    try:
+    """OSError if no regular file can be opened, or made, where a lock file will be opened."""
+    with contextlib.suppress(FileNotFoundError):
         check_regular(path.lstat(), path)
-    except FileNotFoundError:
-        return
+    # The lock itself would be tried again and again, as if another process had it.
+    os.close(os.open(path, _LOCK, 0o666))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -82,13 +206,14 @@ def write_text(path: Path, text: str) -> None:
     A reader finds the old text or the new one, even if the writer is killed. A file that exists keeps its
     permissions. A symbolic link remains, and the file to which it points is replaced.
     """
-    write_bytes(path, text.encode("utf-8"))
+    # Half a character, as a backend may put into a message, is written as its escape.
+    write_bytes(path, text.encode("utf-8", "backslashreplace"))
 
 
 def write_bytes(path: Path, data: bytes) -> None:
     """As `write_text`, for bytes."""
     # A rename works within one file system, so the new file lies beside the file that it replaces.
-    target = path.resolve()
+    target = resolved(path)
     try:
         about = target.lstat()
     except FileNotFoundError:
@@ -96,9 +221,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     else:
         check_regular(about, path)
         mode = stat.S_IMODE(about.st_mode) & 0o777
-    # The name cannot be guessed, and O_EXCL refuses one that exists: nobody can plant a link there.
-    unfinished = target.with_name(f".attnplug-{secrets.token_hex(8)}")
-    handle = os.open(unfinished, _NEW, 0o666 if mode is None else 0o600)
+    handle, unfinished = _unfinished(target, mode)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -110,6 +233,13 @@ def write_bytes(path: Path, data: bytes) -> None:
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _unfinished(target: Path, mode: int | None) -> tuple[int, Path]:
+    """A new file beside `target`, open for writing, and its path."""
+    # The name cannot be guessed, and O_EXCL refuses one that exists: nobody can plant a link there.
+    unfinished = target.with_name(f".attnplug-{secrets.token_hex(8)}")
+    return os.open(unfinished, _NEW, 0o666 if mode is None else 0o600), unfinished
 
 
 def why(problem: OSError) -> str:

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from attnplug.core.errors import SpecError
+
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+"""An escape of half a character; two of them in a row are one character."""
+
+
+def whole_json(text: str) -> str:
+    r"""JSON text in which half a character is written as the six characters of its escape, so that it reads back."""
+    return _SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):04x}", text)
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @contextlib.contextmanager
@@ -46,12 +58,16 @@ def texts(data: Mapping[str, Any], name: str) -> tuple[str, ...]:
 
 
 def parse_json(text: str, *, strict: bool = True) -> Any:
-    """The value of JSON text; ValueError for every fault, too deep nesting and too long integers included.
+    r"""The value of JSON text; ValueError for every fault, too deep nesting and too long integers included.
 
-    With `strict`, NaN and Infinity are faults, because JSON has no such numbers.
+    With `strict`, NaN and Infinity are faults, because JSON has no such numbers. Half a character, such as "\ud800"
+    alone, is always one: no file and no terminal can have it.
     """
     try:
-        return json.loads(text, parse_constant=_refuse_constant if strict else None)
+        value = json.loads(text, parse_constant=_refuse_constant if strict else None)
+        if _HALF.search(text):
+            _check_whole(value)
+        return value
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError:
@@ -61,6 +77,22 @@ def parse_json(text: str, *, strict: bool = True) -> Any:
         if "digits" not in str(problem):
             raise
         raise ValueError(f"an integer has more than {sys.get_int_max_str_digits()} digits") from None
+
+
+def _check_whole(value: Any) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as problem:
+            half = ascii(value[problem.start])
+            raise ValueError(f"a text has the half character {half}, which is no Unicode") from None
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            _check_whole(name)
+            _check_whole(each)
+    elif isinstance(value, list):
+        for each in value:
+            _check_whole(each)
 
 
 def _refuse_constant(name: str) -> None:

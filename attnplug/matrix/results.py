@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnplug.core import files
+from attnplug.core import files, json_reading
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.json_reading import parse_json
 from attnplug.matrix.extent import Extent
@@ -236,4 +236,4 @@ def _run_text(run: dict[str, Any]) -> str:
 
 
 def _line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return json_reading.whole_json(json.dumps(value, ensure_ascii=False))

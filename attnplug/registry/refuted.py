@@ -13,6 +13,7 @@ from typing import Any
 from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
+from attnplug.core.json_reading import whole_json
 from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
 from attnplug.registry.shared_files import locked, read_document, told, unwritable
 from attnplug.registry.switches import EVIDENCE
@@ -138,7 +139,9 @@ def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
         "versions": dict(subject.versions),
     }
     lines = ",\n".join(
-        json.dumps({**dataclasses.asdict(cell), "date": each.date, "why": each.why})
+        whole_json(
+            json.dumps({**dataclasses.asdict(cell), "date": each.date, "why": each.why}, ensure_ascii=False)
+        )
         for cell, each in cells.items()
     )
     return f'{json.dumps(about)[:-1]}, "cells": [\n{lines}]}}'

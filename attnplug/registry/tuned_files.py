@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core import files
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.json_reading import typed
+from attnplug.core.json_reading import typed, whole_json
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.evidence import Subject
 from attnplug.registry.records import COMPOSITE_SEPARATOR
@@ -98,12 +98,14 @@ def table_text(table: TunedTable) -> str:
     """The text of a table's file, with a line for each cell."""
     data = table.to_dict()
     lists = ("subjects", "layers", "cells", "choices")
-    head = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in data.items() if k not in lists)
+    head = ",\n".join(
+        f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in data.items() if k not in lists
+    )
     parts = []
     for name in lists:
-        lines = ",\n".join(f"  {json.dumps(each)}" for each in data[name])
+        lines = ",\n".join(f"  {json.dumps(each, ensure_ascii=False)}" for each in data[name])
         parts.append(f' "{name}": [' + (f"\n{lines}\n ]" if lines else "]"))
-    return "{\n" + head.lstrip() + ",\n" + ",\n".join(parts) + "\n}\n"
+    return whole_json("{\n" + head.lstrip() + ",\n" + ",\n".join(parts) + "\n}\n")
 
 
 def _table(data: Mapping[str, Any], path: Path) -> TunedTable:

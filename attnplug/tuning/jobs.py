@@ -5,17 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from attnplug.core import files
 from attnplug.core.device import Device
-from attnplug.core.processes import kill_group, signal_name
+from attnplug.core.processes import end, signal_name, start_python
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.step_shapes import StepShape
 
@@ -28,13 +25,7 @@ SECONDS = 600.0
 """A worker without a new line for this long hangs: some libraries compile for minutes."""
 _POLL = 0.02
 _DEAD_WITHOUT_WORK = 2
-# The child gets the import path of this process, because -c would put the current folder first.
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from attnplug.tuning.worker import main
-main(sys.argv[2], sys.argv[3])
-"""
+_CHILD = "from attnplug.tuning.worker import main; main(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,8 +92,13 @@ def run_jobs(device: Device, jobs: Sequence[Job], seconds: float = SECONDS) -> I
         rest = [job for job in rest if job.number not in seen.done]
 
 
-def events_of(workers: Iterable[Iterator[Event]], at_once: int) -> Iterator[Event]:
-    """The events of workers about their jobs, with at most `at_once` workers running at the same time."""
+def events_of(
+    workers: Iterable[Iterator[Event]], at_once: int, is_late: Callable[[], bool] = lambda: False
+) -> Iterator[Event]:
+    """The events of workers about their jobs, with at most `at_once` workers running at the same time.
+
+    When `is_late` says so, the workers are ended.
+    """
     waiting, running = iter(workers), list[Iterator[Event]]()
     try:
         while True:
@@ -110,6 +106,8 @@ def events_of(workers: Iterable[Iterator[Event]], at_once: int) -> Iterator[Even
             if not running:
                 return
             for worker in tuple(running):
+                if is_late():
+                    return
                 event = next(worker, None)
                 if event is None:
                     running.remove(worker)
@@ -174,23 +172,15 @@ class _Worker:
     """A child process, its task and its report."""
 
     def __init__(self, device: Device, jobs: Sequence[Job]) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="attnplug-tune-")
+        self._folder = files.temporary_folder("attnplug-tune-")
         folder = Path(self._folder.name)
         self._report, self._log = folder / "report", folder / "log"
         self._report.touch()
         task = folder / "task"
-        data = {"parent": os.getpid(), "device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
+        data = {"device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
         task.write_text(json.dumps(data), encoding="utf-8")
         with self._log.open("wb") as log:
-            self._child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
-                [sys.executable, "-c", _CHILD, json.dumps(sys.path), str(task), str(self._report)],
-                # A backend that reads the standard input would otherwise wait for the user.
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # A group of its own, so that compilers that it has started end with it.
-                start_new_session=True,
-            )
+            self._child = start_python(_CHILD, str(task), str(self._report), stdout=log)
         self.why: str | None = None
         """Why it died; None while it runs and after an orderly end."""
 
@@ -198,8 +188,7 @@ class _Worker:
         return self
 
     def __exit__(self, *problem: object) -> None:
-        if self._child.returncode is None:
-            kill_group(self._child)
+        end(self._child)
         self._folder.cleanup()
 
     def events(self, seconds: float) -> Iterator[Event]:

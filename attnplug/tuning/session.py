@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import functools
 import os
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 _CHECKERS = 4
 """Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
 _CHECKS_AT_ONCE = 12
+_GROWTH = 4
 _OUT_OF_MEMORY = "out of memory"
 
 Save: TypeAlias = Callable[[Callable[["TunedTable | None"], "TunedTable"]], "TunedTable"]
@@ -104,17 +106,19 @@ class Tuner:
             old: the table of an earlier run.
             observer: is told of each cell.
             save: writes the table after each cell: it is given the change.
-            budget: seconds for the measuring; checks and compilation are not counted.
+            budget: seconds for all of it: checks, compilation and measuring. A cell whose measuring has begun when they
+                are over is finished, and no other is begun.
 
         Raises:
             KeyboardInterrupt: the user's; what was measured is saved.
         """
         outcome = Outcome(TunedTable(self.device, ()), [], [], [], {}, self.left_out)
+        deadline = None if budget is None else self._clock() + budget
         first = [cell for cell in self.cells if cell.shape.phase is not None]
-        rest = self._measure(first, old, observer, save, budget, outcome)
+        self._measure(first, old, observer, save, deadline, outcome)
         # Mixed steps come last, because the winners of the phases together are one of their candidates.
         if len(first) < len(self.cells):
-            self._measure(self._mixed_cells(), old, observer, save, rest, outcome)
+            self._measure(self._mixed_cells(), old, observer, save, deadline, outcome)
         table = outcome.table
         outcome.table = save(
             lambda current: dataclasses.replace(self._change(current), choices=self.choices(table))
@@ -127,26 +131,30 @@ class Tuner:
         old: TunedTable | None,
         observer: Observer,
         save: Save,
-        budget: float | None,
+        deadline: float | None,
         outcome: Outcome,
-    ) -> float | None:
-        """Check and measure cells; gives the seconds that are left of the budget."""
+    ) -> None:
+        """Check and measure cells until the deadline."""
         kept, pending = self._split(cells, old)
         observer.planned(len(kept), len(pending))
-        for name, seconds in self._check_all(pending, observer).items():
-            outcome.compiled[name] = outcome.compiled.get(name, 0.0) + seconds
-        began = self._clock()
-        deadline = None if budget is None else began + budget
         outcome.table = save(self._change)
         measured = []
-        for cell in self._time_all(pending, observer, deadline):
-            measured.append(cell)
+        for part in _parts(pending) if deadline is not None else [pending]:
+            if self._is_late(deadline):
+                break
+            for name, seconds in self._check_all(part, observer, deadline).items():
+                outcome.compiled[name] = outcome.compiled.get(name, 0.0) + seconds
             outcome.table = save(self._change)
+            for cell in self._time_all(part, observer, deadline):
+                measured.append(cell)
+                outcome.table = save(self._change)
         outcome.kept += kept
         outcome.measured += measured
         # A cell whose backends all failed has nothing left to measure.
-        outcome.left += [cell for cell in pending if cell not in measured and self._alive(cell)]
-        return None if budget is None else max(0.0, budget - (self._clock() - began))
+        outcome.left += [cell for cell in pending if cell not in measured and self._unfailed(cell)]
+
+    def _is_late(self, deadline: float | None) -> bool:
+        return deadline is not None and self._clock() >= deadline
 
     def _mixed_cells(self) -> list[TuneCell]:
         """The mixed steps, with the composite of the backends that are fastest in each phase so far."""
@@ -227,8 +235,11 @@ class Tuner:
                     self._rows[cell.layer, row.shape, each.offer.full_name] = row
         return kept, pending
 
-    def _check_all(self, pending: Sequence[TuneCell], observer: Observer) -> dict[str, float]:
+    def _check_all(
+        self, pending: Sequence[TuneCell], observer: Observer, deadline: float | None
+    ) -> dict[str, float]:
         """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
+        is_late = functools.partial(self._is_late, deadline)
         compiled: dict[str, float] = {}
         checks = [(cell, each) for cell in pending for each in self._unfailed(cell)]
         split = 1 if self._checks_at_once == 1 else _CHECKERS
@@ -239,14 +250,14 @@ class Tuner:
         for name, count in Counter(each.offer.name for _, each in checks).items():
             observer.checking(name, count)
         crowded: list[Job] = []
-        for event in events_of(map(self._started, by_worker.values()), self._checks_at_once):
+        for event in events_of(map(self._started, by_worker.values()), self._checks_at_once, is_late):
             cell, each = checks[event["job"]]
             if _is_short_of_memory(event) and self._checks_at_once > 1:
                 crowded.append(self._job(event["job"], cell, [each]))
             else:
                 self._note_check(cell, each, event, observer, compiled)
         # The workers share the device's memory, so a backend that found too little is run again alone.
-        for event in events_of((self._started([job]) for job in crowded), 1):
+        for event in events_of((self._started([job]) for job in crowded), 1, is_late):
             cell, each = checks[event["job"]]
             self._note_check(cell, each, event, observer, compiled)
         return compiled
@@ -284,21 +295,26 @@ class Tuner:
         jobs = [self._job(number, cell, self._alive(cell), timed=True) for number, cell in by_number.items()]
         jobs = [job for job in jobs if job.backends]
         started = iter(jobs)
-        if not jobs or (deadline is not None and self._clock() >= deadline):
+        if not jobs or self._is_late(deadline):
             return
+        has_begun = False
         observer.started(by_number[next(started).number])
         for event in self._run(self.device, jobs):
             if event["event"] == "environment":
+                has_begun = True
                 self._environment = event["facts"]
                 observer.machine(self._environment)
             if "job" not in event:
+                # Nothing is lost while the worker starts.
+                if not has_begun and self._is_late(deadline):
+                    return
                 continue
             cell = by_number[event["job"]]
             if event["event"] == "done":
                 observer.finished(cell, self._rows_of(cell))
                 self._measured.add((cell.layer, cell.shape))
                 yield cell
-                if deadline is not None and self._clock() >= deadline:
+                if self._is_late(deadline):
                     return
                 following = next(started, None)
                 if following is not None:
@@ -308,7 +324,7 @@ class Tuner:
             if event["event"] in ("failed", "wrong"):
                 self._note_failure(cell, contender, event, observer)
                 # The next process would begin the cell again.
-                if deadline is not None and self._clock() >= deadline:
+                if self._is_late(deadline):
                     return
             elif event["event"] == "timed":
                 figures = {name: event[name] for name in ("us", "spread", "rounds", "build_us", "why")}
@@ -382,6 +398,18 @@ class Tuner:
             _place(row): row for row in old if row.shape in steps and (place, row.shape) not in self._measured
         }
         return tuple({**kept, **rows}.values())
+
+
+def _parts(cells: Sequence[TuneCell]) -> Iterator[Sequence[TuneCell]]:
+    """Cells in parts, the first of which is a single cell: within a budget, each part is checked and then measured.
+
+    Checks are not remembered, so those of cells that are not measured would be in vain. The parts grow, because each
+    one starts processes of its own.
+    """
+    start, size = 0, 1
+    while start < len(cells):
+        yield cells[start : start + size]
+        start, size = start + size, size * _GROWTH
 
 
 def _place(row: Row) -> Hashable:

@@ -14,7 +14,6 @@ import torch
 
 from attnplug.core.device import Device
 from attnplug.core.metadata import AttentionCGSupport
-from attnplug.core.processes import end_with
 from attnplug.registry.decision import Placement
 from attnplug.registry.default import get_registry
 from attnplug.registry.gates import import_parts, preferred_pages, serving
@@ -53,8 +52,6 @@ def main(task: str, report: str) -> None:
     only timed calls are wrong.
     """
     data = json.loads(Path(task).read_text(encoding="utf-8"))
-    # It would measure on, and disturb the run that continues.
-    end_with(data["parent"])
     device = Device.from_dict(data["device"])
     handle = os.open(report, os.O_WRONLY | os.O_APPEND)
 

@@ -203,3 +203,47 @@ def test_a_part_that_ends_the_process_is_named(attnplug, tmp_path):
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "in get_impl_cls of noisy_backend.Noisy" in done.stderr
+
+
+STARTS = """
+import os, subprocess
+for own in (False, True):
+    process = subprocess.Popen(["sleep", "600"], start_new_session=own)
+    with open({pids!r}, "a") as file:
+        file.write(f"{{process.pid}}\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("doctor", "NOISY"),
+        ("conformance", "NOISY", "--only", "declaration/light-*", "--jobs", "1"),
+        (
+            "matrix",
+            "--verify",
+            "--device",
+            "cpu",
+            "--backend",
+            "NOISY",
+            "--only",
+            "plain/*/d64/*",
+            "--jobs",
+            "1",
+        ),
+    ],
+    ids=lambda command: command[0],
+)
+def test_processes_that_a_part_starts_in_a_child_of_a_command_end_with_it(attnplug, command, tmp_path):
+    """In groups of their own too. The command itself imports no part of a backend."""
+    pids = tmp_path / "pids"
+    code = f"exec({STARTS.format(pids=str(pids))!r})"
+    attnplug(*command, in_parts=code)
+    started = pids.read_text().split()
+    assert len(started) >= 2
+    for pid in started:
+        try:
+            text = Path("/proc", pid, "stat").read_text()
+        except OSError:
+            continue
+        assert text.rpartition(")")[2].split()[0] in "ZX", command

@@ -198,3 +198,14 @@ plan = attnplug.plan(read_config({str(machine.config)!r}), "cpu", per_phase=True
 print(*plan.backends)
 """
     assert machine.python(code).split() == ["PREFILLS+DECODES"]
+
+
+def test_processes_that_a_backend_starts_end_with_its_worker(machine: Machine) -> None:
+    """Also in a run that ends in good order, and those in sessions of their own."""
+    pids = machine.plugins / "pids"
+    starts = 'open({!r}, \'a\').write(f\'{{__import__("subprocess").Popen(["sleep", "600"], start_new_session=True).pid}} \')'
+    plant(machine.plugins, "STARTS", priority=900, attend=starts.format(str(pids)))
+    done = machine.tune("--workload", "decode 2 x 40")
+    assert done.returncode == 0, done.stderr
+    assert pids.read_text().split()
+    assert not any(map(is_alive, pids.read_text().split()))

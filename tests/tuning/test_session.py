@@ -209,7 +209,7 @@ def test_a_second_run_measures_nothing(case: Case) -> None:
 
 
 def test_an_exhausted_budget_leaves_cells_to_the_next_run(case: Case) -> None:
-    outcome = case.run(budget=15.0)
+    outcome = case.run(budget=30.0)
     assert len(outcome.measured) == 2
     assert [str(cell.shape) for cell in outcome.left] == ["decode 8 x 1k", "prefill 2 x 1k"]
     assert [layer.spec for layer in read_table(case.path).layers] == [SPEC]
@@ -218,9 +218,51 @@ def test_an_exhausted_budget_leaves_cells_to_the_next_run(case: Case) -> None:
     assert {layer.spec for layer in rest.table.layers} == {SPEC, SLIDING}
 
 
-def test_a_budget_counts_neither_checks_nor_a_cell_that_has_begun(case: Case) -> None:
-    # Twelve checks take twelve seconds.
-    assert len(case.run(budget=0.5).measured) == 1
+@pytest.mark.parametrize(
+    ("budget", "measured", "seconds"),
+    [
+        (0.0, 0, 0),
+        (0.5, 0, 1),
+        (2.5, 0, 3),
+        (3.5, 1, 13),
+        (12.5, 1, 13),
+        # The second part has the three other cells: nine checks, then a cell of ten seconds.
+        (15.0, 1, 15),
+        (21.5, 1, 22),
+        (22.5, 2, 32),
+        (32.5, 3, 42),
+        (1000.0, 4, 52),
+    ],
+)
+def test_a_budget_counts_checks_and_lets_one_cell_end(
+    case: Case, budget: float, measured: int, seconds: float
+) -> None:
+    """A check takes a second, and a cell ten."""
+    outcome = case.run(budget=budget)
+    assert (len(outcome.measured), len(outcome.left)) == (measured, 4 - measured)
+    assert case.workers.now == seconds
+    rest = case.run()
+    assert (len(rest.kept), len(rest.measured), rest.left) == (measured, 4 - measured, [])
+
+
+@pytest.mark.parametrize("timed", [False, True])
+def test_a_worker_that_starts_for_too_long_is_ended(case: Case, timed: bool) -> None:
+    """As one that imports a library for minutes, or compiles."""
+    plain, closed = case.workers.__call__, []
+
+    def starts(device: Any, jobs: Sequence[Job]) -> Iterator[Event]:
+        if jobs[0].timed is not timed:
+            yield from plain(device, jobs)
+            return
+        try:
+            while True:
+                case.workers.now += 0.5
+                yield {"event": "waiting"}
+        finally:
+            closed.append(case.workers.now)
+
+    outcome = case.run(run=starts, budget=20.0)
+    assert (outcome.measured, len(outcome.left), closed) == ([], 4, [20.0])
 
 
 def test_a_crash_at_the_end_of_the_budget_starts_no_other_worker(case: Case) -> None:
@@ -449,7 +491,7 @@ def test_without_two_winners_a_mixed_step_is_measured_with_single_backends(case:
 
 
 def test_an_exhausted_budget_leaves_mixed_steps_too(case: Case) -> None:
-    outcome = case.run(layers={SPEC: ["0"]}, workload=MIXED, budget=15.0)
+    outcome = case.run(layers={SPEC: ["0"]}, workload=MIXED, budget=25.0)
     assert [str(cell.shape) for cell in outcome.left] == ["mixed 4 x 1k + 1 x 64"]
     assert len(case.run(layers={SPEC: ["0"]}, workload=MIXED).kept) == 2
 

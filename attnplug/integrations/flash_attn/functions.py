@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.integrations.flash_attn.page_checks import check_pages, check_rows, check_writable
 from attnplug.integrations.flash_attn.pages import Pages, block_sizes, cut_into_pages, paged
-from attnplug.integrations.flash_attn.request import check_tensors, read_request, refuse
+from attnplug.integrations.flash_attn.request import check_tensors, flag, integer, read_request, refuse
 from attnplug.integrations.flash_attn.running import attend_given, attend_pages
 from attnplug.integrations.flash_attn.serving import shared, untraced
 from attnplug.integrations.flash_attn.steps import Lengths, lengths_of, read_lengths
@@ -69,9 +70,12 @@ def flash_attn_func(
         window_size,
         softcap,
         alibi_slopes,
-        return_attn_probs,
-        q.shape[2],
+        flag("return_attn_probs", return_attn_probs),
+        q=q,
+        k=k,
+        v=v,
     )
+    flag("deterministic", deterministic)
     batch, length = q.shape[:2]
     if not (k.shape[0] == v.shape[0] == batch and k.shape[1:3] == v.shape[1:3] and k.shape[3] == q.shape[3]):
         raise _misfit(q=q, k=k, v=v)
@@ -134,9 +138,10 @@ def flash_attn_varlen_func(
     name = "flash_attn_varlen_func"
     check_tensors(name, 3, q=q)
     check_tensors(name, 3 if block_table is None else 4, k=k, v=v)
+    check_tensors(name, None, q=q, k=k, v=v)
     if block_table is not None:
         check_tensors(name, 2, block_table=block_table)
-    if (k.dtype, k.device, k.shape[-1]) != (q.dtype, q.device, q.shape[-1]) or k.shape[:-1] != v.shape[:-1]:
+    if k.shape[-1] != q.shape[-1] or k.shape[:-1] != v.shape[:-1]:
         raise _misfit(q=q, k=k, v=v)
     asked = read_request(
         name,
@@ -146,9 +151,12 @@ def flash_attn_varlen_func(
         window_size,
         softcap,
         alibi_slopes,
-        return_attn_probs,
-        q.shape[1],
+        flag("return_attn_probs", return_attn_probs),
+        q=q,
+        k=k,
+        v=v,
     )
+    flag("deterministic", deterministic)
     rows = (q.shape[0], k.shape[0] if block_table is None else None)
     query_lens, key_lens = shared(
         ("lengths", *rows),
@@ -166,8 +174,8 @@ def flash_attn_varlen_func(
         ("max_seqlen_q", max_seqlen_q, query_lens),
         ("max_seqlen_k", max_seqlen_k, key_lens),
     ):
-        if lens.size and given < lens.max():
-            raise BatchError(field, given, f"must be at least {lens.max()}, the longest request")
+        longest = int(lens.max(initial=0))
+        integer(field, given, f"must be an integer of at least {longest}, the longest request", longest)
     if block_table is None:
         out, lse = attend_given(asked, q, k, v, query_lens, key_lens)
     else:
@@ -177,6 +185,7 @@ def flash_attn_varlen_func(
             raise BatchError("cu_seqlens_k", int(key_lens.max()), limit)
         lengths = Lengths.of(key_lens, q.device)
         tables = (cu_seqlens_q, cu_seqlens_k, block_table)
+        check_pages(pages, lengths, tables)
         out, lse = attend_pages(asked, q, pages, (), query_lens, lengths, tables)
     return out if lse is None else (out, lse.transpose(0, 1), None)
 
@@ -241,8 +250,20 @@ def flash_attn_with_kvcache(
     if k_cache.shape != v_cache.shape or k_cache.shape[3] != width:
         raise _misfit(q=q, k_cache=k_cache, v_cache=v_cache)
     asked = read_request(
-        name, 0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse, heads
+        name,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        flag("return_softmax_lse", return_softmax_lse),
+        q=q,
+        k_cache=k_cache,
+        v_cache=v_cache,
     )
+    flag("rotary_interleaved", rotary_interleaved)
+    integer("num_splits", num_splits, "must be an integer of at least 0; 0 lets the backend choose", 0)
     asked = dataclasses.replace(asked, single=length == 1)
     others: Iterator[Pages] = iter(())
     if block_table is not None:
@@ -252,31 +273,38 @@ def flash_attn_with_kvcache(
     else:
         if cache_batch_idx is not None:
             check_tensors(name, 1, cache_batch_idx=cache_batch_idx)
+            check_rows(cache_batch_idx, k_cache.shape[0], written=k is not None)
         cut = functools.partial(cut_into_pages, k_cache, v_cache, cache_batch_idx, batch)
         # Smaller pages are cut only where no backend serves the largest.
         others = map(cut, block_sizes(k_cache.shape[1]))
         pages = next(others)
+    if k is not None or v is not None:
+        _check_new(k, v, batch, q=q, k_cache=k_cache, v_cache=v_cache)
     new = 0 if k is None else k.shape[1]
     before = read_lengths(cache_seqlens, batch, pages.capacity, new, q.device)
-    if k is not None or v is not None:
-        _write(pages, before, k, v, batch)
+    after = before.plus(new)
     given = (cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None, block_table, cache_batch_idx)
+    if block_table is not None:
+        check_pages(pages, after, given)
+    if k is not None and v is not None:
+        slots = pages.slots(before.tensor, new)
+        write_kv_cache(k.flatten(0, 1), v.flatten(0, 1), pages.keys, pages.values, slots)
     query_lens = np.full(batch, length, dtype=np.int64)
-    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, before.plus(new), given)
+    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, after, given)
     out = out.view(batch, length, heads, width)
     return out if lse is None else (out, lse.view(batch, length, heads).transpose(1, 2))
 
 
-def _write(pages: Pages, before: Lengths, k: Any, v: Any, batch: int) -> None:
-    """Write new keys and values after those that the caches have."""
+def _check_new(k: Any, v: Any, batch: int, **others: torch.Tensor) -> None:
+    """Refuse new keys and values that do not fit the caches, and a write that would change another argument."""
     if k is None or v is None:
         name, other = ("k", "v") if k is None else ("v", "k")
         raise BatchError(name, None, f"is required where {other} is given")
-    check_tensors("flash_attn_with_kvcache", 4, k=k, v=v, k_cache=pages.keys)
-    if k.shape[0] != batch or k.shape[2:] != pages.keys.shape[2:] or v.shape != k.shape:
-        raise _misfit(k=k, v=v, k_cache=pages.keys)
-    slots = pages.slots(before.tensor, k.shape[1])
-    write_kv_cache(k.flatten(0, 1), v.flatten(0, 1), pages.keys, pages.values, slots)
+    k_cache = others["k_cache"]
+    check_tensors("flash_attn_with_kvcache", 4, k=k, v=v, k_cache=k_cache)
+    if k.shape[0] != batch or k.shape[2:] != k_cache.shape[2:] or v.shape != k.shape:
+        raise _misfit(k=k, v=v, k_cache=k_cache)
+    check_writable({"k": k, "v": v, **others}, ("k_cache", "v_cache"))
 
 
 def _misfit(**tensors: torch.Tensor) -> BatchError:

@@ -9,8 +9,16 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
+from attnplug.registry.switches import DEBUG, is_on
 
 _BLOCK_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
+
+
+def must_check(device: torch.device) -> bool:
+    """Whether to read numbers on a device: a GPU is waited for in debug mode only, and never inside a capture."""
+    return device.type == "cpu" or (
+        is_on(DEBUG) and not (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

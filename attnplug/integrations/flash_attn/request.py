@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
+import operator
+from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 
 
@@ -16,7 +21,7 @@ class Request:
     """What a call asks of attention, besides its tensors.
 
     `window` is (left, right) with -1 for no limit. `single` says that each request has one query, which is its last
-    token and sees no later key.
+    token and sees no later key. `given` are the caller's window and shapes of queries, keys and values, by name.
     """
 
     function: str
@@ -26,6 +31,7 @@ class Request:
     softcap: float | None
     slopes: torch.Tensor | None
     with_lse: bool
+    given: Mapping[str, tuple[int, ...]]
     single: bool = False
 
     @property
@@ -37,8 +43,14 @@ class Request:
         """The layer for `q [..., H, D]`, `k [..., Hkv, D]` and `v [..., Hkv, Dv]`; without a block size K and V are given.
 
         Raises:
-            SpecError: an impossible number, such as a scale below 0 or heads that are no multiple of KV heads.
+            SpecError: an impossible number, such as heads that are no multiple of KV heads.
         """
+        try:
+            return self._spec(q, k, v, block_size)
+        except SpecError as problem:
+            raise self._in_callers_words(problem) from None
+
+    def _spec(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int | None) -> LayerSpec:
         kind, causal, window = AttentionType.DECODER, self.causal or self.single, self.window
         if causal:
             window = (window[0], -1)
@@ -61,6 +73,15 @@ class Request:
             needs_lse=self.with_lse,
         )
 
+    def _in_callers_words(self, problem: SpecError) -> SpecError:
+        """The error of a LayerSpec with the caller's argument in place of the spec's field."""
+        window, q, k, v = self.given
+        if problem.field == "window":
+            return SpecError(window, self.given[window], problem.limit, problem.remedy)
+        name = {"num_kv_heads": k, "block_size": k, "head_size_v": v}.get(problem.field, q)
+        limit = f"has {problem.field}={problem.value}, which {problem.limit}"
+        return SpecError(name, self.given[name], limit, problem.remedy)
+
 
 def read_request(
     function: str,
@@ -71,37 +92,85 @@ def read_request(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     with_lse: bool,
-    heads: int,
+    **tensors: torch.Tensor,
 ) -> Request:
-    """The shared arguments of a call.
+    """The shared arguments of a call; `tensors` are its queries `[..., H, D]`, keys and values, by name.
 
     Raises:
-        BatchError: dropout, slopes for each request, or a value of another type.
+        BatchError: dropout, slopes for each request, a number out of its limits, or a value of another type.
     """
-    if dropout_p:
+    if _number("dropout_p", dropout_p, "must be the number 0.0"):
         limit = f"cannot be served by {function}: attnplug computes inference only"
         raise BatchError("dropout_p", dropout_p, limit, "pass 0.0")
-    sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) for side in sides):
-        raise BatchError("window_size", window_size, "must be (left, right), two integers; -1 is no limit")
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise BatchError("softcap", softcap, "must be a number; 0.0 is no cap")
+    scale = None
+    if softmax_scale is not None:
+        limit = "must be a finite number above 0; None is the default"
+        scale = _number("softmax_scale", softmax_scale, limit)
+        if scale <= 0:
+            raise BatchError("softmax_scale", softmax_scale, limit)
+    limit = "must be a finite number of at least 0.0; 0.0 is no cap"
+    cap = _number("softcap", softcap, limit)
+    if cap < 0:
+        raise BatchError("softcap", softcap, limit)
+    causal = flag("causal", causal)
+    left, right = (-1 if side < 0 else side for side in _sides(window_size))
+    q, *_ = tensors.values()
     if alibi_slopes is not None:
         check_tensors(function, None, alibi_slopes=alibi_slopes)
-        if alibi_slopes.shape != (heads,) or alibi_slopes.dtype != torch.float32:
-            found = f"{alibi_slopes.dtype} {tuple(alibi_slopes.shape)}"
-            limit = f"must be torch.float32 ({heads},): slopes that differ by request are not served"
+        wanted = (torch.float32, (q.shape[-2],), q.device)
+        if (alibi_slopes.dtype, alibi_slopes.shape, alibi_slopes.device) != wanted:
+            found = f"{alibi_slopes.dtype} {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
+            limit = f"must be torch.float32 ({q.shape[-2]},) on {q.device}: slopes that differ by request are not served"
             raise BatchError("alibi_slopes", found, limit)
-    left, right = (-1 if side < 0 else side for side in sides)
     return Request(
         function=function,
-        scale=None if softmax_scale is None else float(softmax_scale),
-        causal=bool(causal),
+        scale=scale,
+        causal=causal,
         window=(left, -1 if causal else right),
-        softcap=float(softcap) or None,
+        softcap=cap or None,
         slopes=alibi_slopes,
-        with_lse=bool(with_lse),
+        with_lse=with_lse,
+        given={"window_size": (left, right), **{name: tuple(each.shape) for name, each in tensors.items()}},
     )
+
+
+def flag(name: str, value: object) -> bool:
+    """`value` as a bool; BatchError for anything but True and False, such as the text "False"."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise BatchError(name, value, "must be True or False")
+    return bool(value)
+
+
+def integer(name: str, value: Any, limit: str, least: int) -> int:
+    """`value` as an int of at least `least`; BatchError with `limit` for a bool, a float, text and the like."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except (TypeError, RuntimeError):  # torch raises both for its tensors
+        number = None
+    if number is None or number < least:
+        raise BatchError(name, value, limit)
+    return number
+
+
+def _number(name: str, value: Any, limit: str) -> float:
+    """`value` as a finite float; BatchError with `limit` for a bool, text, a tensor and the like."""
+    try:
+        number = float(value) if isinstance(value, numbers.Real) else math.nan
+    except OverflowError:
+        number = math.inf
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise BatchError(name, value, limit)
+    return number
+
+
+def _sides(window: Any) -> list[int]:
+    limit = "must be (left, right), two integers; -1 is no limit"
+    sides = list(window) if isinstance(window, (tuple, list)) else []
+    if len(sides) != 2 or any(
+        isinstance(side, bool) or not isinstance(side, numbers.Integral) for side in sides
+    ):
+        raise BatchError("window_size", window, limit)
+    return [int(side) for side in sides]
 
 
 def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> None:
@@ -114,6 +183,9 @@ def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> N
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(name, type(tensor).__name__, f"must be a tensor in {function}")
+    for name, tensor in tensors.items():
+        if tensor.layout != torch.strided:
+            raise BatchError(name, str(tensor.layout), f"must be a strided tensor in {function}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if dims is not None and any(tensor.ndim != dims for tensor in tensors.values()):
         raise BatchError(names, shapes, f"must have {dims} dimensions each in {function}")

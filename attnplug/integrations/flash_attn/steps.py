@@ -11,7 +11,8 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.integrations.direct_step import starts_of
-from attnplug.integrations.flash_attn.pages import Pages
+from attnplug.integrations.flash_attn.pages import Pages, must_check
+from attnplug.integrations.flash_attn.request import integer
 
 Ints = npt.NDArray[np.int64]
 
@@ -49,7 +50,8 @@ def read_lengths(
     """The tokens that caches of `capacity` hold before a call that adds some; None is as many as there is room for.
 
     Raises:
-        BatchError: no room for the new tokens, or other than an int or int32 `[batch]`.
+        BatchError: no room for the new tokens, or other than an int or int32 `[batch]`. Numbers on a GPU are read in
+            debug mode only.
     """
     if isinstance(given, torch.Tensor):
         if given.shape != (batch,) or (given.dtype, given.device) != (torch.int32, device):
@@ -59,17 +61,23 @@ def read_lengths(
         lengths = Lengths(given, host)
     elif given is None and added:
         raise BatchError("cache_seqlens", None, "is required where k is given: it says where k is written")
-    elif given is None or (isinstance(given, int) and not isinstance(given, bool)):
-        lengths = Lengths.of(np.full(batch, capacity if given is None else given, dtype=np.int64), device)
     else:
-        raise BatchError("cache_seqlens", type(given).__name__, "must be an int or an int32 tensor")
+        limit = _room(capacity, added, "must be an int or an int32 tensor, ")
+        count = capacity if given is None else integer("cache_seqlens", given, limit, 0)
+        if count + added > capacity:
+            raise BatchError("cache_seqlens", given, _room(capacity, added, "must be "))
+        return Lengths.of(np.full(batch, count, dtype=np.int64), device)
     host = lengths.host
+    if host is None and must_check(device):
+        host = lengths.on_host()
     if host is not None and host.size and (host.min() < 0 or host.max() + added > capacity):
-        limit = (
-            f"must be in 0 .. {capacity - added}, so that the cache of {capacity} holds {added} new tokens"
-        )
-        raise BatchError("cache_seqlens", host.tolist() if host.size < 20 else int(host.max()), limit)
+        found = host.tolist() if host.size < 20 else f"{host.size} numbers from {host.min()} to {host.max()}"
+        raise BatchError("cache_seqlens", found, _room(capacity, added, "must be "))
     return lengths
+
+
+def _room(capacity: int, added: int, must: str) -> str:
+    return f"{must}in 0 .. {capacity - added}, so that the cache of {capacity} holds {added} new tokens"
 
 
 def lengths_of(name: str, starts: torch.Tensor, rows: int | None) -> Ints:

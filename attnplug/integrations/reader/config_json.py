@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,11 @@ _MOST_BYTES = 16 << 20
 
 def config_path(path: Path) -> Path:
     """`path` itself, or the config.json of a folder. ModelConfigError for a missing file."""
-    if path.is_dir():
-        if not os.path.lexists(path / "config.json"):
+    if files.is_folder(path):
+        if not files.has_name(path / "config.json"):
             raise ModelConfigError(f"{path}: the folder has no config.json", unreadable=True)
         return path / "config.json"
-    if not os.path.lexists(path):  # what lies behind a link is read, or named, later
+    if not files.has_name(path):  # what lies behind a link is read, or named, later
         raise ModelConfigError(
             f"{path}: no such file; give the path of a config.json (nothing is downloaded)", unreadable=True
         )

@@ -8,14 +8,15 @@ import operator
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.processes import end, start_python
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 
@@ -24,6 +25,7 @@ _HEAVY = (
     "flash_attn flash_attn_interface flash_attn_2_cuda flashinfer sageattention"
 )
 _SECONDS = 120
+_CHILD = "from attnplug.testing.conformance.lightness_child import main; main()"
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -88,31 +90,34 @@ def _ask(backend: type[AttentionBackend], hash_seed: int | None = None, **asked:
     module, name = _home(backend)
     watched = [*_HEAVY.split(), *_required_modules(backend.requires)]
     request = {"module": module, "name": name, "watched": watched, **asked}
-    path = os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path)
     hashes = {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "attnplug.testing.conformance.lightness_child"],
-            input=json.dumps(request),
-            env={**os.environ, "PYTHONPATH": path, **hashes},
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise ConformanceError(
-            f"importing {module} in a child process took longer than {_SECONDS} s"
-        ) from None
-    if done.returncode:
-        last = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[-1]
+    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        given.write(json.dumps(request).encode())
+        given.seek(0)
+        child = start_python(_CHILD, stdin=given, stdout=out, stderr=err, env={**os.environ, **hashes})
+        try:
+            code = child.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ConformanceError(
+                f"importing {module} in a child process took longer than {_SECONDS} s"
+            ) from None
+        finally:
+            end(child)
+        printed, said = (_read(file) for file in (out, err))
+    if code:
+        last = (said.strip() or f"exit status {code}").splitlines()[-1]
         raise ConformanceError(f"importing {module} in a child process failed: {last}")
     # The module may print more at exit, after the answer.
-    answers = [line for line in done.stdout.splitlines() if line.startswith('{"loaded"')]
+    answers = [line for line in printed.splitlines() if line.startswith('{"loaded"')]
     if not answers:
         raise ConformanceError(f"importing {module} ended the child process before it could answer")
     answer: dict[str, Any] = json.loads(answers[-1])
     return answer
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
 def _home(backend: type[AttentionBackend]) -> tuple[str, str]:

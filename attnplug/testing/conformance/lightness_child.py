@@ -127,7 +127,3 @@ def main() -> None:
         answer["effects"] = [*effects.found(), *(["prints to stdout"] if printed.getvalue() else [])]
         answer["values"] = values
     print("\n" + json.dumps(answer))  # noqa: T201 - the answer to the parent
-
-
-if __name__ == "__main__":
-    main()

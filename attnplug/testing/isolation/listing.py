@@ -11,26 +11,21 @@ import importlib.util
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from attnplug.core import files
+from attnplug.core.processes import end, signal_name, start_python
 
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
 
 _CODE = {".py", ".so", ".pyd", ".dylib", ".cu", ".cpp", ".h", ".json", ".toml"}
 _LARGE = 2**20
-# The child gets the import path of this process, because -c would put the current folder first.
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[2])
-from attnplug.testing.isolation.listing import main
-main(sys.argv[1], json.loads(sys.argv[3]))
-"""
+_CHILD = "import json; from attnplug.testing.isolation.listing import main; main(sys.argv[1], json.loads(sys.argv[2]))"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -96,26 +91,17 @@ def list_checks(
     request: SuiteRequest, timeout: float, meanwhile: Callable[[], object] = lambda: None
 ) -> Listing | ListingFailure:
     """List the checks in a child process, which is killed after `timeout` seconds; `meanwhile` is called beside it."""
-    with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
+    with files.temporary_folder("attnplug-conformance-") as folder:
         report, log = Path(folder, "report"), Path(folder, "log")
-        arguments = [str(report), json.dumps(sys.path), json.dumps(dataclasses.asdict(request))]
+        arguments = [str(report), json.dumps(dataclasses.asdict(request))]
         try:
-            # The output is a file, because a grandchild that outlives the child would keep a pipe open.
-            with (
-                log.open("wb") as output,
-                subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
-                    [sys.executable, "-c", _CHILD, *arguments],
-                    # A backend that reads the standard input would otherwise wait for the user.
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                ) as child,
-            ):
-                try:
-                    meanwhile()
-                    code = child.wait(timeout)
-                finally:
-                    child.kill()
+            with log.open("wb") as output:
+                child = start_python(_CHILD, *arguments, stdout=output)
+            try:
+                meanwhile()
+                code = child.wait(timeout)
+            finally:
+                end(child)
         except subprocess.TimeoutExpired:
             problem = f"took longer than {timeout:g} s"
         else:
@@ -127,7 +113,7 @@ def list_checks(
                 return Listing(request, **facts, designs=found.read_bytes() if found.is_file() else b"")
             lines = log.read_text(errors="replace").strip().splitlines()
             last = lines[-1] if lines else f"the process left with exit code {code}"
-            problem = f"crashed: {signal.Signals(-code).name}" if code < 0 else f"failed: {last}"
+            problem = f"crashed: {signal_name(-code)}" if code < 0 else f"failed: {last}"
     return ListingFailure(f"listing the checks of {request.name} {problem}", usage=False)
 
 

@@ -6,8 +6,9 @@ import contextlib
 import dataclasses
 import io
 import os
+import shlex
 import signal
-import tempfile
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 import attnplug
 from attnplug.core import files
+from attnplug.core.processes import supervised
 from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.listing import Listing
 from attnplug.testing.isolation.results import Observer, Result
@@ -97,7 +99,7 @@ def run_checks(
         KeyboardInterrupt: the user interrupted the run; the workers have ended.
     """
     output = io.StringIO()
-    with tempfile.TemporaryDirectory(prefix="attnplug-conformance-") as folder:
+    with files.temporary_folder("attnplug-conformance-") as folder:
         settings = {
             "suite": {**dataclasses.asdict(listing.request), "known_failures": None},
             "ids": list(ids),
@@ -149,10 +151,10 @@ def _arguments(checks: int, limits: Limits, xml: Path, *, has_groups: bool) -> l
         return [*arguments, str(xml.parent)]
     arguments += ["-pxdist.plugin", "-ppytest_timeout", "-pattnplug.testing.isolation.worker"]
     # Each check may cost a worker. Chunks of one check keep a long check from holding others back.
-    arguments += [f"-n{limits.jobs}", f"--max-worker-restart={checks + limits.jobs}", "--maxschedchunk=1"]
-    if has_groups:
-        # Groups stay together, in the order of the list.
-        arguments += ["--dist=loadgroup", "--no-loadscope-reorder"]
+    arguments += [f"--tx={limits.jobs}*popen//python={shlex.join(supervised([sys.executable]))}"]
+    arguments += [f"--max-worker-restart={checks + limits.jobs}", "--maxschedchunk=1"]
+    # Groups stay together, in the order of the list.
+    arguments += ["--dist=loadgroup", "--no-loadscope-reorder"] if has_groups else ["--dist=load"]
     # The thread method ends the process, so it is used only where there is no SIGALRM.
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"
     arguments += [f"--timeout={limits.timeout}", f"--timeout-method={method}", "--tb=short", "--capture=no"]

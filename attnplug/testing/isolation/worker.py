@@ -15,6 +15,7 @@ from types import FrameType
 
 import pytest
 
+from attnplug.core.processes import own_number
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.time_limit import time_limit
 from attnplug.testing.isolation.deaths import GPU_LOST
@@ -66,7 +67,7 @@ class Worker:
 
     def __init__(self, log: str, timeout: float) -> None:
         self._timeout = timeout
-        Path(log).with_suffix(".pid").write_text(str(os.getpid()))
+        Path(log).with_suffix(".pid").write_text(str(own_number()))
         self._log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         # C code writes to standard error before it aborts.
         os.dup2(self._log, 2)
