@@ -28,6 +28,7 @@ from attnplug.runtime.block_pool import BlockPool
 from attnplug.runtime.cascade import may_cascade
 from attnplug.runtime.engine_caches import (
     Allocator,
+    check_halves,
     check_kv_caches,
     check_shared_views,
     clear_null_blocks,
@@ -171,6 +172,7 @@ class AttentionRuntime:
             self.kv_caches = check_kv_caches(self.kv_cache_config, given, *form, plan.kv_sharing)
         for name, cache in self.kv_caches.items():
             self.layers[name].kv_cache = cache
+        check_halves(self.kv_caches, self.kv_cache_config, plan.specs, backends)
         # Two backends may view the same bytes differently, and only views of real caches show it.
         check_shared_views(self.kv_caches, plan.kv_sharing, plan.specs, backends)
         if kv_caches is not None or allocator is not None:
