@@ -54,12 +54,10 @@ def _known_kv_cache_dtype(text: str) -> str:
     if kv_cache_dtype_name(text, "--kv-cache-dtype") in KV_CACHE_DTYPES:
         return text
     from attnplug.registry.default import get_registry
-    from attnplug.registry.plugin_calls import guarded_call
 
     known = dict.fromkeys(KV_CACHE_DTYPES)
     for offer in get_registry().plugins.offers:
-        declared, _ = guarded_call(lambda: [str(each) for each in offer.backend.supported_kv_cache_dtypes])  # noqa: B023
-        known |= dict.fromkeys(declared or ())
+        known |= dict.fromkeys(str(each) for each in offer.declared.supported_kv_cache_dtypes)
     if kv_cache_dtype_name(text) in known:
         return text
     asked = text.strip().lower()
@@ -199,8 +197,8 @@ def _check_distributions(names: Iterable[str]) -> None:
     from attnplug.registry.installed import installed_version, requirement_names
     from attnplug.registry.records import canonical_name
 
-    backends = get_registry().backends().values()
-    known = {canonical_name(each) for backend in backends for each in requirement_names(backend.requires)}
+    offers = get_registry().plugins.offers
+    known = {canonical_name(each) for offer in offers for each in requirement_names(offer.declared.requires)}
     for name in names:
         if canonical_name(name) not in known and installed_version(name) is None:
             near = difflib.get_close_matches(name, sorted(known), 3)

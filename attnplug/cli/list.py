@@ -11,8 +11,8 @@ import typer
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json, verdict
+from attnplug.core.guarded import class_title, describe, guarded_call
 from attnplug.core.whole_words import WordTable
-from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
@@ -79,7 +79,7 @@ def _backend_rows() -> list[dict[str, Any]]:
     layer = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     rows = []
     for offer in get_registry().plugins.offers:
-        types = _declared(lambda: [str(kind) for kind in offer.backend.device_types])  # noqa: B023
+        types = list(offer.declared.device_types)
         # Priorities may depend on the device, so each backend is queried on one that it supports.
         device = Device("cpu") if "cpu" in types else Device("cuda", (9, 0))
         candidate = examine(offer, Placement(layer, device), None).candidate
@@ -87,15 +87,15 @@ def _backend_rows() -> list[dict[str, Any]]:
         rows.append(
             {
                 "name": offer.name,
-                "family": offer.backend.family,
+                "family": offer.declared.family,
                 "priority": candidate.priority,
                 "distribution": offer.distribution,
                 "version": offer.version,
                 "plugin": offer.plugin,
                 "device_types": types,
-                "requires": _declared(
-                    lambda: [item if isinstance(item, str) else list(item) for item in offer.backend.requires]  # noqa: B023
-                ),
+                "requires": [
+                    item if isinstance(item, str) else list(item) for item in offer.declared.requires
+                ],
                 "unmet": [str(reason) for reason in unmet],
             }
         )
@@ -156,37 +156,42 @@ def show(
 
 
 def _facts(offer: Offer) -> dict[str, Any]:
+    from attnplug.core.answers import answer
     from attnplug.core.spec import AttentionType
     from attnplug.registry.installed import missing_requirements
 
-    backend = offer.backend
-    declared: dict[str, Callable[[], Any]] = {
+    backend, declared = offer.backend, offer.declared
+    facts: dict[str, Callable[[], Any]] = {
         "requires": lambda: [
-            each if isinstance(each, str) else " or ".join(each) for each in backend.requires
+            each if isinstance(each, str) else " or ".join(each) for each in declared.requires
         ],
-        "missing": lambda: [str(reason) for reason in missing_requirements(backend.requires)],
-        "device_types": lambda: [str(kind) for kind in backend.device_types],
-        "dtypes": lambda: [str(dtype) for dtype in backend.supported_dtypes],
-        "kv_cache_dtypes": lambda: [str(dtype) for dtype in backend.supported_kv_cache_dtypes],
-        "head_sizes": lambda: [str(size) for size in backend.get_supported_head_sizes()] or ["any size"],
-        "block_sizes": lambda: [str(size) for size in backend.get_supported_kernel_block_sizes()],
-        "kv_cache_layouts": lambda: [str(layout) for layout in backend.supported_kv_cache_layouts()],
-        "phases": lambda: [str(phase) for phase in backend.supported_phases],
-        "attention_types": lambda: [str(kind) for kind in AttentionType if backend.supports_attn_type(kind)],
-        "features": lambda: list(backend.features.names()),
-        "step_safe": lambda: bool(backend.step_safe),
+        "missing": lambda: [str(reason) for reason in missing_requirements(declared.requires)],
+        "device_types": lambda: [str(kind) for kind in declared.device_types],
+        "dtypes": lambda: [str(dtype) for dtype in declared.supported_dtypes],
+        "kv_cache_dtypes": lambda: [str(dtype) for dtype in declared.supported_kv_cache_dtypes],
+        "head_sizes": lambda: (
+            [str(size) for size in answer(backend, "get_supported_head_sizes")] or ["any size"]
+        ),
+        "block_sizes": lambda: [str(size) for size in answer(backend, "get_supported_kernel_block_sizes")],
+        "kv_cache_layouts": lambda: list(answer(backend, "supported_kv_cache_layouts")),
+        "phases": lambda: list(declared.supported_phases),
+        "attention_types": lambda: [
+            str(kind) for kind in AttentionType if answer(backend, "supports_attn_type", kind)
+        ],
+        "features": lambda: list(declared.features.names()),
+        "step_safe": lambda: declared.step_safe,
         "options": lambda: (
             []
-            if backend.Options is None
-            else [f"{field.name}: {field.type}" for field in dataclasses.fields(backend.Options)]
+            if declared.Options is None
+            else [f"{field.name}: {field.type}" for field in dataclasses.fields(declared.Options)]
         ),
     }
     return {
         "name": offer.name,
-        "family": backend.family,
+        "family": declared.family,
         "shipped_by": f"{offer.plugin} {offer.version or ''}".strip(),
-        "class": _declared(lambda: f"{backend.__module__}.{backend.__qualname__}"),
-        **{name: _declared(read) for name, read in declared.items()},
+        "class": class_title(backend),
+        **{name: _declared(read) for name, read in facts.items()},
     }
 
 

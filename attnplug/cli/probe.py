@@ -27,14 +27,14 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
         step=f"loaded {plugin}",
         status=str(loaded.record.status),
         reason=loaded.record.reason,
-        backends={name: offer.backend.family for name, offer in offers.items()},
+        backends={name: offer.declared.family for name, offer in offers.items()},
     )
     if backend is None:
         return
-    chosen = offers[backend].backend
+    chosen, declared = offers[backend].backend, offers[backend].declared
     from attnplug.registry.installed import missing_requirements
 
-    missing = [str(reason) for reason in missing_requirements(chosen.requires)]
+    missing = [str(reason) for reason in missing_requirements(declared.requires)]
     _note(report, step="checking its requirements", unmet=missing)
     for method in ("get_impl_cls", "get_builder_cls"):
         _note(report, step=f"in {method}")

@@ -8,13 +8,14 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.core.answers import answer, declared, serving_class
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.overrides import overrides
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import reads_blocks, stored_dtypes, validate
+from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +112,7 @@ class AttentionBackend(ABC):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whether `get_supported_head_sizes` allows a head size."""
-        sizes = cls.get_supported_head_sizes()
+        sizes = answer(cls, "get_supported_head_sizes")
         return not sizes or MultipleOf.allows(sizes, head_size)
 
     @classmethod
@@ -120,8 +121,10 @@ class AttentionBackend(ABC):
 
         Validation gives an override the name as text that also equals the torch dtype.
         """
-        declared = [bare_dtype_name(each, "supported_dtypes") for each in cls.supported_dtypes]
-        return bare_dtype_name(dtype, "dtype") in declared
+        field = "supported_dtypes"
+        return bare_dtype_name(dtype, "dtype") in [
+            bare_dtype_name(each, field) for each in declared(cls, field)
+        ]
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
@@ -140,7 +143,9 @@ class AttentionBackend(ABC):
 
         An override can only narrow the sizes: a block is a page that the kernel reads.
         """
-        return block_size is None or MultipleOf.allows(cls.get_supported_kernel_block_sizes(), block_size)
+        return block_size is None or MultipleOf.allows(
+            answer(cls, "get_supported_kernel_block_sizes"), block_size
+        )
 
     @classmethod
     def get_supported_kernel_block_sizes(
@@ -154,9 +159,9 @@ class AttentionBackend(ABC):
         cls, spec: LayerSpec | None = None, device: Device | None = None, default: int = 16
     ) -> int:
         """The block size it chooses if the engine gives none: `default`, or the nearest that it can read."""
-        sizes = cls.get_supported_kernel_block_sizes(spec, device)
+        sizes = answer(cls, "get_supported_kernel_block_sizes", spec, device)
         size = MultipleOf.nearest(sizes, default)
-        if reads_blocks(cls, size, spec, device):
+        if accepts_blocks(cls, size):
             return size
         # An override of supports_block_size narrows the sizes, and it can only be asked for one at a time.
         every = range(1, _LARGEST_BLOCK + 1)
@@ -207,7 +212,7 @@ class AttentionBackend(ABC):
         An empty list promises that the layer is served in full. A feature that the spec asks for and the
         class does not declare is refused. `phase=None` asks for both phases. The class that `for_layer` gives answers.
         """
-        serving = cls.for_layer(spec)
+        serving = serving_class(cls, spec)
         if serving is not cls:
             return serving.validate_configuration(spec, device, phase)
         return validate(cls, spec, device, phase)
@@ -245,7 +250,7 @@ class AttentionBackend(ABC):
         With another `head_size_v`: `(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`,
         K first. With MLA: `(num_blocks, block_size, head_size)`.
         """
-        if cls.is_mla():
+        if answer(cls, "is_mla"):
             return (num_blocks, block_size, head_size)
         if head_size_v not in (None, head_size):
             return (num_blocks, block_size, num_kv_heads, head_size + (head_size_v or 0))
@@ -272,7 +277,7 @@ class AttentionBackend(ABC):
     @classmethod
     def get_required_kv_cache_layout(cls) -> str | None:
         """The only layout that it can read, from `supported_kv_cache_layouts`; None if it reads several."""
-        layouts = cls.supported_kv_cache_layouts()
+        layouts = answer(cls, "supported_kv_cache_layouts")
         return layouts[0] if len(layouts) == 1 else None
 
     @classmethod
@@ -292,14 +297,14 @@ class AttentionBackend(ABC):
         Raises:
             LayoutError: a `layout` that it cannot read.
         """
-        layouts = cls.supported_kv_cache_layouts()
+        layouts = answer(cls, "supported_kv_cache_layouts")
         if layout is not None and layout not in layouts:
             raise LayoutError(
                 "layout", layout, f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
             )
         hnd = (layout or layouts[0]) == "HND"
         # A latent cache has no dimension of heads, so both layouts have the same order.
-        if spec.mla is not None if spec is not None else cls.is_mla():
+        if spec.mla is not None if spec is not None else answer(cls, "is_mla"):
             order: tuple[int, ...] = (0, 1, 2)
         elif spec is not None and spec.head_size_v != spec.head_size:
             order = (0, 2, 1, 3) if hnd else (0, 1, 2, 3)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import types
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeGuard
 
+from attnplug.core.answers import DECLARED
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
 from attnplug.core.features import Feature
+from attnplug.core.guarded import class_name
 from attnplug.core.overrides import overrides, owner_of
 from attnplug.core.ported_names import (
     BACKEND_NAMES,
@@ -43,7 +44,11 @@ _NEAR = 0.9
 """The likeness from which a name counts as a misspelt one: one letter in ten."""
 _MOST_VALUES = 1000
 _UNREAD = PortedName("remove it: attnplug has nothing like it")
-_SEQUENCES = ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases")
+_SEQUENCES = (
+    *("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"),
+    "supported_sparse_kinds",
+)
+_FLAGS = ("step_safe", "serves_dense", "depends_on_capability")
 
 
 def backend_faults(backend: type, base: type) -> list[str]:
@@ -191,30 +196,30 @@ def _is_of_plugin(owner: type) -> bool:
 
 def _declarations(backend: Any) -> Iterator[str]:
     """The class attributes that must be values of a certain form."""
-    title = backend.__name__
-    for field in (*_SEQUENCES, "features", "family", "step_safe", "accept_output_buffer"):
+    title = class_name(backend)
+    for field in (*DECLARED, "accept_output_buffer"):
         owner = owner_of(backend, field)
         raw = None if owner is None else vars(owner)[field]
-        if isinstance(raw, (property, staticmethod, classmethod, types.FunctionType)):
+        # A descriptor of any kind is code, which may give another value at each look.
+        if any("__get__" in vars(each) for each in type(raw).__mro__):
             yield f"{title}.{field} is a method; attnplug reads a class attribute: write {field} = ..."
             continue
         value: Any = getattr(backend, field)
-        if field == "features" and not isinstance(value, Feature):
+        if field == "features" and type(value) is not Feature:
             yield f"{title}.features is {shown(value)}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
-        elif field == "step_safe" and not isinstance(value, bool):
-            yield f"{title}.step_safe is {shown(value)}; it must be True or False"
-        elif field == "accept_output_buffer" and value is not True:
-            yield f"{title}.accept_output_buffer is {shown(value)}; attend always writes the output that it is given"
+        elif field in _FLAGS and type(value) is not bool:
+            yield f"{title}.{field} is {shown(value)}; it must be True or False"
+        elif field == "accept_output_buffer":
+            if value is not True:
+                yield f"{title}.accept_output_buffer is {shown(value)}; attend always writes the output that it is given"
+        elif field in _SEQUENCES and isinstance(value, str):
+            yield f"{title}.{field} is text; it must be a sequence: a comma is missing"
+        elif field in _SEQUENCES and not _is_plain(value):
+            limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
+            yield f"{title}.{field} is {shown(value)}; {limit}"
         elif field in _SEQUENCES:
-            if not _is_plain(value):
-                limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
-                yield f"{title}.{field} is {shown(value)}; {limit}"
-            else:
-                yield from (
-                    f"{title}.{field} has {shown(each)}, {why}"
-                    for each in value
-                    if (why := _entry(field, each))
-                )
+            found = ((each, _entry(field, each)) for each in value)
+            yield from (f"{title}.{field} has {shown(each)}, {why}" for each, why in found if why)
 
 
 def _is_plain(value: object) -> TypeGuard[Collection[Any]]:
@@ -229,6 +234,8 @@ def _entry(field: str, value: object) -> str | None:
         return f"which is not a phase; phases are {', '.join(Phase)}"
     if field == "device_types" and not (isinstance(value, str) and value.islower() and value.isidentifier()):
         return "which is not a device type; write names such as 'cpu', 'cuda' or 'rocm'"
+    if field == "supported_sparse_kinds" and not isinstance(value, str):
+        return "which is no text"
     if field == "supported_dtypes":
         if isinstance(value, str) and bare_dtype_name(value, field) not in DTYPES:
             near = difflib.get_close_matches(value, DTYPES, 1)

@@ -8,12 +8,13 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from attnplug.core.answers import answer, declared, serving_class
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.checks import check_size
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.reasons import Reason, as_reason
+from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class MLADecodeBackend(AttentionBackend):
         Raises:
             SpecError: an attribute of the class has a value without meaning, or `padded_heads` gives too few.
         """
-        serving = cls.for_layer(spec)
+        serving = serving_class(cls, spec)
         if serving is not cls:
             return serving.validate_configuration(spec, device, phase)
         if spec.mla is not None:
@@ -121,8 +122,7 @@ class MLADecodeBackend(AttentionBackend):
         if spec.mla is None or cls.prefill is None or phase is Phase.DECODE or reasons:
             return reasons
         who = f"expanded prefill on {cls.prefill.get_name()}"
-        for each in cls.prefill.validate_configuration(spec.expanded(), device, Phase.PREFILL):
-            reason = as_reason(each)
+        for reason in answer(cls.prefill, "validate_configuration", spec.expanded(), device, Phase.PREFILL):
             reasons.append(Reason.from_dict({**reason.to_dict(), "text": f"{who}: {reason}"}))
         return reasons
 
@@ -151,7 +151,8 @@ class MLADecodeBackend(AttentionBackend):
         """The key of the prefill half; a decode that compiles adds its own."""
         if cls.prefill is None or spec.mla is None or spec.sparse or spec.required_features() & ~_SERVED:
             return None
-        return cls.prefill.compile_key(spec.expanded())
+        key: Hashable = answer(cls.prefill, "compile_key", spec.expanded())
+        return key
 
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
@@ -169,24 +170,25 @@ class MLADecodeBackend(AttentionBackend):
 @contextmanager
 def _watch(prefill: type[AttentionBackend] | None) -> Iterator[list[str]]:
     with ExitStack() as stack:
-        yield [] if prefill is None else stack.enter_context(prefill.watch_compiling())
+        yield [] if prefill is None else stack.enter_context(answer(prefill, "watch_compiling"))
 
 
 @functools.cache
 def _with_prefill(decode: type[MLADecodeBackend], prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
-    names = prefill.get_name(), decode.get_name()
+    names = answer(prefill, "get_name"), answer(decode, "get_name")
     name = names[0] if names[0] == names[1] else "+".join(names)
-    types = tuple(each for each in decode.device_types if each in prefill.device_types)
+    theirs = declared(prefill, "device_types")
+    types = tuple(each for each in declared(decode, "device_types") if each in theirs)
     namespace: dict[str, Any] = {
         "__doc__": f"Decodes latents on {names[1]} and prefills expanded K and V on {names[0]}.",
         "__module__": decode.__module__,
         "_decodes": decode,
         "prefill": prefill,
         "get_name": staticmethod(lambda: name),
-        "requires": tuple(dict.fromkeys((*prefill.requires, *decode.requires))),
+        "requires": tuple(dict.fromkeys((*declared(prefill, "requires"), *declared(decode, "requires")))),
         "device_types": types,
         "supported_phases": tuple(Phase),
-        "step_safe": prefill.step_safe and decode.step_safe,
+        "step_safe": declared(prefill, "step_safe") and declared(decode, "step_safe"),
     }
     return type(f"{prefill.__name__}And{decode.__name__}", (decode,), namespace)
 

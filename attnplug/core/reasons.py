@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping
 
-from attnplug.core.text import safe_text
+from attnplug.core.guarded import plain_text
+from attnplug.core.text import shortened
 
 REASON_CODES: tuple[str, ...] = (
     "head_size",
@@ -103,18 +104,50 @@ class Reason(str):
                 raise TypeError(f"{name} of a reason must be text")
         # The text is a finished sentence; cls(...) would compose it again.
         # A plugin's sentence with line breaks could pass for lines of attnplug's own.
-        self = str.__new__(cls, safe_text(" ".join((data["text"] or "").splitlines())))
-        self.code = data["code"] or ""
-        self.field = data.get("field")
-        self.requested = data.get("requested")
-        self.supported = data.get("supported")
-        self.remedy = data.get("remedy")
+        text = shortened(data["text"] or "", _LONGEST)
+        self = str.__new__(cls, " ".join(text.splitlines()))
+        self.code = _short(data["code"]) or ""
+        self.field, self.remedy = _short(data.get("field")), _short(data.get("remedy"))
+        self.requested, self.supported = _short(data.get("requested")), _short(data.get("supported"))
         return self
 
 
 def as_reason(item: str) -> Reason:
     """A sentence as a Reason: backends ported from vLLM return plain text."""
     return item if isinstance(item, Reason) else Reason(str(item), code="combination")
+
+
+_FACTS = ("code", "field", "remedy", "requested", "supported")
+_LONGEST = 4000
+"""Characters of a reason and of each of its facts that are shown: a plugin may give text of any length."""
+
+
+def _short(text: str | None) -> str | None:
+    return text if text is None or len(text) <= _LONGEST else shortened(text, _LONGEST)
+
+
+def plain_reason(item: object) -> Reason:
+    """What a plugin gave as a reason, as a Reason of plain and short texts.
+
+    Raises:
+        TypeError: it is a Reason without its facts.
+    """
+    if type(item) is Reason:
+        # `str.__new__` makes a Reason without facts, of any text.
+        facts = [getattr(item, name, item) for name in _FACTS]
+        if type(facts[0]) is not str or not facts[0] or any(each is item for each in facts):
+            raise TypeError("a reason without its code; make it by Reason(fact, code=...)")
+        texts = (item, *(each for each in facts if each is not None))
+        if (
+            all(type(each) in (str, Reason) and len(each) <= _LONGEST for each in texts)
+            and item.isprintable()
+        ):
+            return item
+    if not isinstance(item, Reason):
+        return Reason(plain_text(str(item)), code="combination")
+    # A subclass of Reason may answer anything later.
+    data = {name: None if fact is None else plain_text(fact) for name, fact in item.to_dict().items()}
+    return Reason.from_dict(data)
 
 
 _MOST = 1000

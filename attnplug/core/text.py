@@ -31,3 +31,10 @@ def shown(value: object, most: int = 1000) -> str:
     except BaseException as error:  # noqa: BLE001  (repr runs code of a plugin or a caller)
         text = f"<{type(value).__name__} without a repr: {type(error).__name__}>"
     return safe_text(text if len(text) <= most else f"{text[: most - 3]}...")
+
+
+def shortened(text: str, most: int = 1000) -> str:
+    """Text of a plugin made safe, and cut to `most` characters; its length is then told."""
+    if len(text) > most:
+        text = f"{text[: most - 40]}... ({len(text):,} characters)"
+    return safe_text(text)

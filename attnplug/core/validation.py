@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from attnplug.core.answers import answer, declared
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import ComputeCapability
 from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
-from attnplug.core.errors import PluginError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.overrides import overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
-from attnplug.core.text import shown
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -57,16 +56,17 @@ def _outside(
 def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
     # A backend without the feature refuses it once; its sizes would only repeat that.
     flag = Feature.HEAD_SIZE_V
-    values_differ = flag in backend.features and flag in spec.required_features()
+    values_differ = flag in declared(backend, "features") and flag in spec.required_features()
     for field in ("head_size", "head_size_v") if values_differ else ("head_size",):
         size = getattr(spec, field)
-        if not backend.supports_head_size(size):
-            yield _outside(field, size, backend.get_supported_head_sizes(), code="head_size")
-    if not backend.supports_dtype(DtypeName(spec.dtype)):
-        dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in backend.supported_dtypes]
+        if not answer(backend, "supports_head_size", size):
+            yield _outside(field, size, answer(backend, "get_supported_head_sizes"), code="head_size")
+    if not answer(backend, "supports_dtype", DtypeName(spec.dtype)):
+        names = declared(backend, "supported_dtypes")
+        dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in names]
         yield _outside("dtype", spec.dtype, _limit(backend, "supports_dtype", dtypes))
     if not _stores(backend, spec):
-        limit = _limit(backend, "supports_kv_cache_dtype", backend.supported_kv_cache_dtypes)
+        limit = _limit(backend, "supports_kv_cache_dtype", declared(backend, "supported_kv_cache_dtypes"))
         yield _outside("kv_cache_dtype", spec.kv_cache_dtype, limit)
     # With direct K and V there are no pages, so there is no block size to refuse.
     if spec.block_size is not None and not spec.direct_kv:
@@ -77,7 +77,7 @@ def _block_size(
     backend: type[AttentionBackend], spec: LayerSpec, block_size: int, device: Device
 ) -> Iterator[Reason]:
     remedy = "leave block_size unset and the backend chooses"
-    blocks = backend.get_supported_kernel_block_sizes(spec, device)
+    blocks = answer(backend, "get_supported_kernel_block_sizes", spec, device)
     if not MultipleOf.allows(blocks, block_size):
         yield _outside("block_size", block_size, blocks, remedy=remedy)
     elif not accepts_blocks(backend, block_size):
@@ -94,19 +94,23 @@ def reads_blocks(
     backend: type[AttentionBackend], block_size: int, spec: LayerSpec | None, device: Device | None
 ) -> bool:
     """Whether a backend can read pages of `block_size` tokens of a layer."""
-    sizes = backend.get_supported_kernel_block_sizes(spec, device)
+    sizes = answer(backend, "get_supported_kernel_block_sizes", spec, device)
     return MultipleOf.allows(sizes, block_size) and accepts_blocks(backend, block_size)
 
 
 def accepts_blocks(backend: type[AttentionBackend], block_size: int) -> bool:
     """Whether the backend's own `supports_block_size` accepts a size; True if it has none."""
     # The method asks for no layer in particular, so only an override knows more than the sizes of a layer.
-    return not overrides(backend, "supports_block_size") or backend.supports_block_size(block_size)
+    if not overrides(backend, "supports_block_size"):
+        return True
+    accepted: bool = answer(backend, "supports_block_size", block_size)
+    return accepted
 
 
 def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
     if overrides(backend, "supports_kv_cache_dtype"):
-        return backend.supports_kv_cache_dtype(spec.kv_cache_dtype)
+        accepted: bool = answer(backend, "supports_kv_cache_dtype", spec.kv_cache_dtype)
+        return accepted
     stored = spec.resolved_kv_cache_dtype
     names = {spec.kv_cache_dtype, stored, "auto" if stored == spec.dtype else stored}
     return not names.isdisjoint(stored_dtypes(backend))
@@ -115,7 +119,7 @@ def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
 def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
     """The names of the storage types that a backend declares; "fp8" means "fp8_e4m3" too."""
     field = "supported_kv_cache_dtypes"
-    names = [kv_cache_dtype_name(each, field) for each in backend.supported_kv_cache_dtypes]
+    names = [kv_cache_dtype_name(each, field) for each in declared(backend, field)]
     return list(dict.fromkeys([*names, "fp8_e4m3"] if "fp8" in names else names))
 
 
@@ -124,48 +128,51 @@ def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]
     for flag in FEATURES:
         if flag.ask.declared_by in (None, "supports_attn_type"):
             continue
-        declared, asked = getattr(backend, str(flag.ask.declared_by))(), flag.is_asked_by(spec)
+        serves, asked = answer(backend, str(flag.ask.declared_by)), flag.is_asked_by(spec)
         if asked:
-            yield from _kind(backend, spec, flag, declared)
-        elif flag.ask.only and declared and not (flag.ask.besides and getattr(backend, flag.ask.besides)):
+            yield from _kind(backend, spec, flag, serves)
+        elif flag.ask.only and serves and not (flag.ask.besides and declared(backend, flag.ask.besides)):
             yield Reason(flag.ask.only, code=flag.code, field=flag.ask.field)
-    if spec.mm_prefix and spec.attn_type is AttentionType.ENCODER_DECODER and backend.supports_mm_prefix():
+    if (
+        spec.mm_prefix
+        and spec.attn_type is AttentionType.ENCODER_DECODER
+        and answer(backend, "supports_mm_prefix")
+    ):
         fact = (
             f"{Feature.MM_PREFIX.refusal} in cross attention: its keys are the encoder's, and have no spans"
         )
         yield Reason(fact, code=Feature.MM_PREFIX.code, field="mm_prefix")
 
 
-def _kind(
-    backend: type[AttentionBackend], spec: LayerSpec, flag: Feature, declared: bool
-) -> Iterator[Reason]:
+def _kind(backend: type[AttentionBackend], spec: LayerSpec, flag: Feature, serves: bool) -> Iterator[Reason]:
     """The reason against a feature that is not declared, or not for the kind of the layer's value."""
     row = flag.ask
     if row.kinds is None:
-        if not declared:
+        if not serves:
             yield Reason(flag.refusal, code=flag.code, field=row.field)
         return
     kind, fact = getattr(spec, row.field).kind, f"{flag.shown(spec)} not supported"
-    kinds = getattr(backend, row.kinds)
-    if not declared:
+    kinds = declared(backend, row.kinds)
+    if not serves:
         yield Reason(fact, code=flag.code, field=row.field)
     elif kind not in kinds:
         yield Reason(fact, code=flag.code, field=row.field, requested=f"kind {kind}", supported=kinds)
 
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:
-    if device.type not in backend.device_types:
-        types, remedy = backend.device_types, None
+    types = declared(backend, "device_types")
+    if device.type not in types:
+        remedy = None
         if not overrides(backend, "device_types") and not backend.__module__.startswith("attnplug."):
             # Ported classes have no such attribute, and their authors wonder where the limit comes from.
             remedy = f"{backend.__name__} does not set device_types, whose default this is"
         what, code = "device type", "device_type"
         yield _outside("device.type", device.type, types, what=what, code=code, remedy=remedy)
     elif device.capability is not None:
-        if not backend.supports_compute_capability(ComputeCapability(*device.capability)):
+        if not answer(backend, "supports_compute_capability", ComputeCapability(*device.capability)):
             found, what = "{}.{}".format(*device.capability), "compute capability"
             yield _outside("device.capability", found, None, what=what, code="compute_capability")
-    elif device.type in ("cuda", "rocm") and backend.depends_on_capability:
+    elif device.type in ("cuda", "rocm") and declared(backend, "depends_on_capability"):
         yield Reason(
             "compute capability not known",
             code="compute_capability",
@@ -175,10 +182,10 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
 
 
 def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None) -> Iterator[Reason]:
-    if not backend.supports_attn_type(spec.attn_type):
-        supported = [kind for kind in AttentionType if backend.supports_attn_type(kind)]
+    if not answer(backend, "supports_attn_type", spec.attn_type):
+        supported = [kind for kind in AttentionType if answer(backend, "supports_attn_type", kind)]
         yield _outside("attn_type", str(spec.attn_type), supported, what="attention type")
-    phases = [str(item) for item in backend.supported_phases]
+    phases = list(declared(backend, "supported_phases"))
     asked = ("decode", "prefill") if phase is None else (str(phase),)
     missing = [each for each in asked if each not in phases]
     if missing:
@@ -188,21 +195,19 @@ def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None
 
 def _rest(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
     """The combination, and the features that `features` alone declares; others have given their reason."""
-    why = backend.supports_combination(spec, device)
+    # A porter may mean False as a refusal or as none, so it is read as neither.
+    why = answer(backend, "supports_combination", spec, device)
     if why is not None:
-        # A porter may mean False as a refusal or as none, so it is read as neither.
-        if not isinstance(why, str) or not why:
-            limit = "it must return None, or why the layer is not served"
-            raise PluginError(f"{backend.__name__}.supports_combination returned {shown(why)}; {limit}")
         yield Reason(f"combination not supported: {why}", code="combination")
     asked = spec.required_features()
-    if asked in backend.features:
+    features = declared(backend, "features")
+    if asked in features:
         return
-    for flag in asked & ~backend.features:
+    for flag in asked & ~features:
         refused_before = (
             flag.ask.declared_by is not None
             or (flag is Feature.FP8_KV and not _stores(backend, spec))
-            or (flag is Feature.NON_CAUSAL and not backend.supports_attn_type(spec.attn_type))
+            or (flag is Feature.NON_CAUSAL and not answer(backend, "supports_attn_type", spec.attn_type))
         )
         if not refused_before:
             yield Reason(flag.refusal, code=flag.code, field=flag.ask.field)

@@ -6,12 +6,13 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.answers import answer, declared
 from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.guarded import guarded_call
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.model import Cell
-from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
 if TYPE_CHECKING:
@@ -39,13 +40,15 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
         backend: the class. A declaration that raises, or is not a sequence, adds nothing.
         most_own: the number of values that the backend may add to an axis, the ends first; None for all.
     """
-    heads = _declared(backend.get_supported_head_sizes)
-    blocks = _declared(backend.get_supported_kernel_block_sizes)
-    preferred = _declared(lambda: (backend.get_preferred_block_size(),))
+    heads = _declared(lambda: answer(backend, "get_supported_head_sizes"))
+    blocks = _declared(lambda: answer(backend, "get_supported_kernel_block_sizes"))
+    preferred = _declared(lambda: (answer(backend, "get_preferred_block_size"),))
     kv_dtypes = _declared(
-        lambda: tuple(kv_cache_dtype_name(name, "kv") for name in backend.supported_kv_cache_dtypes)
+        lambda: tuple(
+            kv_cache_dtype_name(name, "kv") for name in declared(backend, "supported_kv_cache_dtypes")
+        )
     )
-    layouts = _declared(backend.supported_kv_cache_layouts)
+    layouts = _declared(lambda: answer(backend, "supported_kv_cache_layouts"))
 
     def joined(common: Sequence[Any], own: Iterable[Any]) -> tuple[Any, ...]:
         more = list(dict.fromkeys(value for value in own if value not in common))
@@ -60,14 +63,15 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
         "dtype": ("bfloat16", "float16", "float32"),
         "kv_cache_dtype": joined(("auto", "fp8_e4m3", "fp8_e5m2"), kv_dtypes),
         "block_size": joined(BLOCK_SIZES, (*sizes_to_try(preferred, ()), *sizes_to_try(blocks, BLOCK_SIZES))),
-        "layout": joined(("NHD", "HND"), (name for name in layouts if isinstance(name, str))),
+        "layout": joined(("NHD", "HND"), layouts),
     }
 
 
 def own_latents(backend: type[AttentionBackend]) -> frozenset[int]:
     """The head sizes that a backend of MLA lists; empty for other backends."""
-    is_mla, _ = guarded_call(backend.is_mla)
-    return frozenset(sizes_to_try(_declared(backend.get_supported_head_sizes), ()) if is_mla else ())
+    is_mla, _ = guarded_call(answer, backend, "is_mla")
+    sizes = _declared(lambda: answer(backend, "get_supported_head_sizes")) if is_mla else ()
+    return frozenset(sizes_to_try(sizes, ()))
 
 
 def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()) -> bool:

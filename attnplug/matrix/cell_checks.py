@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
+from attnplug.core.answers import serving_class
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.spec import LayerSpec
@@ -67,7 +68,7 @@ def _shapes(cell: Cell, spec: LayerSpec, backend: type[AttentionBackend]) -> tup
 
 def _check(target: Target, cell: Cell) -> None:
     for case in cases_of(cell, target.backend):
-        serving = dataclasses.replace(target, backend=target.backend.for_layer(case.spec))
+        serving = dataclasses.replace(target, backend=serving_class(target.backend, case.spec))
         try:
             check_case(serving, case)
         except ConformanceError as problem:

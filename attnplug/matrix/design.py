@@ -6,15 +6,16 @@ import bisect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.answers import answer
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.guarded import guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
 from attnplug.matrix.model import Cell
 from attnplug.registry.decision import Placement
-from attnplug.registry.gates import configuration_reasons, fault
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.gates import blame, configuration_reasons, fault
 from attnplug.testing.design.search import Axes, Row, Search
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class _CellSearch(Search):
             }
             for feature in FEATURES
         }
-        blocks, _ = guarded_call(lambda: tuple(backend.get_supported_kernel_block_sizes()))
+        blocks, _ = guarded_call(answer, backend, "get_supported_kernel_block_sizes")
         self._blocks: tuple[int | MultipleOf, ...] = blocks or ()
         self._plainest: dict[str, Row] = {}
         super().__init__(axes)
@@ -160,9 +161,10 @@ def cell_reasons(backend: type[AttentionBackend], device: Device, cell: Cell) ->
 
 
 def _unread(backend: type[AttentionBackend], layout: str) -> tuple[Reason, ...]:
-    layouts, error = guarded_call(lambda: tuple(backend.supported_kv_cache_layouts()))
+    hook = "supported_kv_cache_layouts"
+    layouts, error = guarded_call(answer, backend, hook)
     if error is not None:
-        return (fault(backend, f"raised {describe(error)} in supported_kv_cache_layouts"),)
+        return (blame(backend, error, hook),)
     if layout in layouts:
         return ()
     text = "KV layout not supported"

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from attnplug.core.answers import declared
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.json_reading import parse_json, reading, texts, typed
@@ -195,8 +196,8 @@ class Decision:
 
     def get_options(self) -> Any:
         """The chosen backend's `Options` with the values of the user; None if it has none."""
-        declared = self.get_backend_cls().Options
-        return None if declared is None else declared(**dict(self.options or ()))
+        options = declared(self.get_backend_cls(), "Options")
+        return None if options is None else options(**dict(self.options or ()))
 
     @property
     def chosen(self) -> Candidate | None:

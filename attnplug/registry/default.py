@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Unpack
 
 from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
-from attnplug.registry.part_imports import WAIT_IN_IMPORT, is_importing
 from attnplug.registry.registry import Registry, SelectKwargs
+from attnplug.registry.waiting import waited
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 # Reentrant, so that a plugin that asks the registry while it loads gets an error, not a deadlock.
 _lock = threading.RLock()
 _registry: Registry | None = None
-_building = False
+_building: int | None = None
+"""The thread that builds the registry."""
 
 
 def get_registry() -> Registry:
@@ -34,20 +35,22 @@ def get_registry() -> Registry:
     global _building, _registry  # noqa: PLW0603  (the one instance)
     # Tested again under the lock: later calls take no lock, and only one registry is built.
     if _registry is None:
-        # A thread that imports a module could wait for ever: the plugin being loaded may need that module.
-        if not _lock.acquire(timeout=WAIT_IN_IMPORT if is_importing() else -1):
-            text = "another thread builds the registry, and may wait for the module that this thread imports"
+        # The plugin being loaded may wait for this thread, or need a module that this thread imports.
+        if not waited(lambda seconds: _lock.acquire(timeout=seconds), lambda: _building):
+            text = (
+                "another thread builds the registry, and may wait for this thread or a module that it imports"
+            )
             raise PluginError(f"{text}; ask the registry after the import")
         try:
-            if _building:
+            if _building is not None:
                 raise PluginError("the registry is being built; a plugin cannot ask it while it is loaded")
             if _registry is None:
-                _building = True
+                _building = threading.get_ident()
                 try:
                     _registry = Registry()
                 finally:
                     # Also after an error, so that the next call can build the registry.
-                    _building = False
+                    _building = None
         finally:
             _lock.release()
     return _registry

@@ -12,25 +12,30 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeGuard, cast
 
 import pluggy
 
+from attnplug.core.answers import DECLARED, NAME_RULE, declared, forget_answers, plain_name
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.errors import PluginError
+from attnplug.core.guarded import class_name, describe, guarded_call, mro_of, plain_list
 from attnplug.core.interface import backend_faults
-from attnplug.core.text import shown
+from attnplug.core.overrides import class_fault, is_found
+from attnplug.core.text import shortened, shown
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.installed import check_requirements
-from attnplug.registry.plugin_calls import announce, describe, guarded_call
+from attnplug.registry.plugin_calls import announce
 from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
+from attnplug.registry.waiting import module_is_free
 
 RESERVED_NAMES = frozenset(
     {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
 )
 """Backend and family names that only attnplug itself may offer."""
 
-_LONGEST_NAME = 100
+_LONGEST_NAME, _LONGEST_REASON = 500, 4000
 
 # Listing imports every plugin, so a plugin that imports one of these slows down every process.
 _HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
@@ -103,6 +108,9 @@ def _installed(
     status, fault = PluginStatus.BLOCKED, "was not run"
     if not (distribution + point.name + point.value).isprintable() or ":" in distribution:
         status, fault = PluginStatus.BROKEN, "has characters in its names that no name may have"
+    elif max(map(len, (distribution, point.name, point.value))) > _LONGEST_NAME:
+        status, fault = PluginStatus.BROKEN, f"has a name of more than {_LONGEST_NAME} characters"
+        name = f"{distribution[:_LONGEST_NAME]}:{point.name[:_LONGEST_NAME]}"
     elif distribution == PROJECT and not _is_own_module(point.value):
         status, fault = PluginStatus.BROKEN, f"calls itself {PROJECT}, but its module is {point.value}"
     record = PluginRecord(name, distribution, version, status, f"{name} {fault}")
@@ -161,7 +169,11 @@ class Host:
         self._managers: dict[int, _OnePlugin] = {}
 
     def load(self, found: Installed) -> Loaded:
-        """Import and admit an installed plugin; an exception goes into its record."""
+        """Import and admit an installed plugin; an exception goes into its record.
+
+        Raises:
+            PluginError: another thread imports the module, and may wait for this one.
+        """
         if found.entry_point is None:
             return Loaded(found.record)
         if ":" in found.entry_point.value:
@@ -169,6 +181,9 @@ class Host:
             return _broken(found.record, limit)
         # A module that was imported earlier is not charged to this plugin.
         before = {name for name in _HEAVY if name in sys.modules}
+        if not module_is_free(found.entry_point.value):
+            text = f"another thread imports {found.entry_point.value}, and may wait for this thread"
+            raise PluginError(f"{text}; ask the registry after the import")
         announce(f"while it imported the plugin {found.record.name}")
         plugin, error = guarded_call(found.entry_point.load)
         announce()
@@ -183,6 +198,7 @@ class Host:
 
     def admit(self, record: PluginRecord, plugin: object) -> Loaded:
         """Check a plugin object against the interface and get its backends."""
+        forget_answers()
         announce(f"while it examined the plugin {record.name}")
         offers, error = guarded_call(self._offers, record, plugin)
         announce()
@@ -249,7 +265,8 @@ class Host:
 def _broken(
     record: PluginRecord, what: str, plugin: object = None, status: PluginStatus = PluginStatus.BROKEN
 ) -> Loaded:
-    return Loaded(dataclasses.replace(record, status=status, reason=f"{record.name} {what}"), plugin)
+    reason = shortened(f"{record.name} {what}", _LONGEST_REASON)
+    return Loaded(dataclasses.replace(record, status=status, reason=reason), plugin)
 
 
 def _check_api(plugin: object) -> None:
@@ -266,55 +283,55 @@ def _check_api(plugin: object) -> None:
 
 
 def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
-    if not isinstance(offered, Sequence) or isinstance(offered, (str, bytes)):
+    # A subclass may count and iterate as it likes.
+    if type(offered) not in (tuple, list):
         what = f"returned {shown(offered)} from attnplug_backends"
-        raise _Rejected(f"{what}; it must be a sequence of backend classes")
+        raise _Rejected(f"{what}; it must be a sequence of backend classes: a plain tuple or list")
     seen: set[str] = set()
-    for backend in offered:
-        name, family = _backend_name(backend), backend.family
-        if not (family is None or (isinstance(family, str) and 0 < len(family) <= _LONGEST_NAME)):
-            raise _Rejected(f"offers {name} of family {shown(family)}, which is not a name")
-        for each in (name, family or ""):
+    for backend in plain_list(offered):
+        name = _backend_name(backend)
+        offer = Offer(name, backend, record.name, record.distribution, record.version)
+        for each in (name, offer.declared.family or ""):
             if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
                 what = f"offers {each}, a name reserved for attnplug's own backend"
                 raise _Rejected(what, PluginStatus.CONFLICT)
         if name in seen:
             raise _Rejected(f"offers {name} twice")
         seen.add(name)
-        yield Offer(name, backend, record.name, record.distribution, record.version)
+        yield offer
 
 
 def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
     # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
-    module = sys.modules.get(backend.__module__)
-    own = _is_own_module(backend.__module__) and getattr(module, backend.__qualname__, None) is backend
-    return own and record.distribution in (PROJECT, None)
+    return _is_own_module(backend.__module__) and is_found(backend) and record.distribution in (PROJECT, None)
+
+
+def _is_backend(value: object) -> TypeGuard[type[AttentionBackend]]:
+    return type in mro_of(type(value)) and AttentionBackend in mro_of(cast("type", value))
 
 
 def _backend_name(backend: object) -> str:
-    if not (isinstance(backend, type) and issubclass(backend, AttentionBackend)):
+    # isinstance and issubclass would ask the value and its metaclass.
+    if not _is_backend(backend):
         raise _Rejected(f"offers {shown(backend)}, which is not a subclass of AttentionBackend")
+    title = class_name(backend)
+    # Attributes of a class are read through its metaclass, so this comes before all others.
+    if why := class_fault(backend, AttentionBackend):
+        raise _Rejected(f"offers {title}, whose {why}")
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
-        raise _Rejected(f"offers {backend.__name__}, which lacks {missing}")
-    for field in ("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"):
-        if isinstance(getattr(backend, field), str):
-            what = f"offers {backend.__name__}, whose {field} is text"
-            raise _Rejected(f"{what}; it must be a sequence: a comma is missing")
+        raise _Rejected(f"offers {title}, which lacks {missing}")
     if faults := backend_faults(backend, AttentionBackend):
-        raise _Rejected(
-            f"offers {backend.__name__}, which does not follow the interface: {'; '.join(faults)}"
-        )
-    # Backends are keys of dictionaries, and a selection must give the same answer every time.
-    if type(backend).__hash__ is not type.__hash__ or type(backend).__eq__ is not type.__eq__:
-        raise _Rejected(f"offers {backend.__name__}, whose metaclass defines how classes compare")
-    _, error = guarded_call(check_requirements, backend.requires)
+        raise _Rejected(f"offers {title}, which does not follow the interface: {'; '.join(faults)}")
+    _, error = guarded_call(lambda: check_requirements(DECLARED["requires"](backend.requires)))
     if error is not None:
-        raise _Rejected(f"offers {backend.__name__}, whose requires cannot be read: {describe(error)}")
+        raise _Rejected(f"offers {title}, whose requires cannot be read: {describe(error)}")
     name, error = guarded_call(backend.get_name)
     if error is not None:
-        raise _Rejected(f"raised {describe(error)} in {backend.__name__}.get_name")
-    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][A-Za-z0-9_.-]{0,99}", name):
-        rule = "a name has letters, digits and _ . -, begins with a letter, and is no longer than 100"
-        raise _Rejected(f"names a backend {shown(name)}; {rule}")
-    return name
+        raise _Rejected(f"raised {describe(error)} in {title}.get_name")
+    if guarded_call(plain_name, name)[1] is not None:
+        raise _Rejected(f"names a backend {shown(name)}; {NAME_RULE}")
+    _, error = guarded_call(declared, backend, "family")
+    if error is not None:
+        raise _Rejected(f"offers {name} of family {shown(backend.family)}, which is not a name; {NAME_RULE}")
+    return str(name)

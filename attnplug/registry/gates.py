@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from attnplug.core.answers import HookError, answer, declared, serving_class
+from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
+from attnplug.core.guarded import class_name, class_title, describe, guarded_call
+from attnplug.core.interface import backend_faults
 from attnplug.core.overrides import overrides
-from attnplug.core.reasons import Reason, as_reason
+from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase
-from attnplug.core.text import shown
+from attnplug.core.text import shortened, shown
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
 from attnplug.registry.options import build_options
-from attnplug.registry.plugin_calls import announce, describe, guarded_call, listed, plain_text
+from attnplug.registry.plugin_calls import announce
 from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
 
 if TYPE_CHECKING:
-    from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-_LONGEST_OWNER = 200
+_LONGEST_FAULTS = 4000
 _LAYOUTS = frozenset({"NHD", "HND"})
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
@@ -53,19 +58,33 @@ def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
     """The offer with the class that serves the layer, and the layer that the class is asked about.
 
     A backend without latent attention may prefill such a layer, with expanded K and V: it is asked about that layer.
+
+    Raises:
+        HookError: `for_layer` gives no class of the plugin.
+        AttnplugError: as `for_layer` raises it.
     """
     spec = placement.spec
-    backend, error = guarded_call(offer.backend.for_layer, spec)
+    backend = serving_class(offer.backend, spec, keep=True)
     prefills = spec.mla is not None and spec.sparse is None and placement.phase is Phase.PREFILL
-    if error is None and prefills and Feature.MLA not in backend.features:
+    if prefills and Feature.MLA not in declared(backend, "features"):
         expanded, error = guarded_call(spec.expanded)
         if error is None:
             spec = expanded
-            backend, error = guarded_call(offer.backend.for_layer, spec)
-    if error is not None or (backend is offer.backend and spec is placement.spec):
-        # A for_layer that raises does so again in validate_configuration, whose gate records it.
-        return offer, placement
+            backend = serving_class(offer.backend, spec, keep=True)
+    if faults := _faults_of(backend, offer.backend):
+        given = f"{class_title(offer.backend)} returned {class_title(backend)} from for_layer"
+        raise HookError(f"{given}, which does not follow the interface: {faults}")
+    if backend is offer.backend:
+        return offer, placement if spec is placement.spec else dataclasses.replace(placement, spec=spec)
     return dataclasses.replace(offer, backend=backend), dataclasses.replace(placement, spec=spec)
+
+
+@functools.lru_cache(maxsize=256)
+def _faults_of(backend: type[AttentionBackend], offered: type[AttentionBackend]) -> str:
+    """What a class that `for_layer` gave writes that attnplug would not read; the offered one was checked before."""
+    if backend is offered:
+        return ""
+    return shortened("; ".join(backend_faults(backend, AttentionBackend)), _LONGEST_FAULTS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,14 +106,17 @@ class Examined:
 
 def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
     """Gates 2 and 3, the priority and the pages. Both gates record their reasons, the configuration's first."""
-    offer, placement = serving(offer, placement)
+    announce(f"while it examined the backend {offer.name}")
+    served, error = guarded_call(serving, offer, placement)
+    configuration = [] if error is None else [blame(offer.backend, error, "for_layer")]
+    if error is None:
+        offer, placement = served
+        configuration = configuration_reasons(offer.backend, placement)
     backend = offer.backend
     pages: tuple[int, str] | None = None
-    announce(f"while it examined the backend {offer.name}")
-    configuration = configuration_reasons(backend, placement)
-    installed, error = guarded_call(missing_requirements, backend.requires, assumed)
+    installed, error = guarded_call(missing_requirements, offer.declared.requires, assumed)
     if error is not None:
-        installed = [fault(backend, f"has requires={shown(backend.requires)}: {describe(error)}")]
+        installed = [fault(backend, f"has requires={shown(offer.declared.requires)}: {describe(error)}")]
     priority = _priority(offer, placement)
     if isinstance(priority, Reason):
         configuration.append(priority)
@@ -116,9 +138,10 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
     parts: list[type] = []
+    name: str = answer(backend, "get_name")
     for getter in ("get_impl_cls", "get_builder_cls"):
-        announce(f"in {getter} of {backend.__module__}.{backend.__qualname__}")
-        part, error = guarded_call(getattr(backend, getter))
+        announce(f"in {getter} of {class_title(backend)}")
+        part, error = guarded_call(operator.methodcaller(getter), backend)
         announce()
         if error is not None or not isinstance(part, type):
             did = (
@@ -127,10 +150,10 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
                 else f"raised {describe(error)}"
             )
             return Reason(
-                f"{backend.get_name()} cannot be imported here",
+                f"{name} cannot be imported here",
                 code="import_failed",
                 requested=f"{getter} {did}",
-                remedy=f"attnplug doctor {backend.get_name()} shows more",
+                remedy=f"attnplug doctor {name} shows more",
             )
         parts.append(part)
     # This module imports torch, as the parts have done by now.
@@ -141,11 +164,14 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
         # The classes of a composite are attnplug's own, and they call those of its members.
         checked = [(each, each.get_impl_cls(), each.get_builder_cls()) for each in backend.members().values()]
     for owner, impl, builder in checked:
-        faults = part_faults(impl, builder)
+        faults, error = guarded_call(part_faults, impl, builder)
+        if error is not None:
+            return fault(owner, f"raised {describe(error)} when its impl and builder were examined")
         if owner is not backend and overrides(impl, "forward"):
-            faults.append(f"{impl.__name__}.forward is not called in a composite; override attend alone")
+            faults.append(f"{class_name(impl)}.forward is not called in a composite; override attend alone")
         if faults:
-            return fault(owner, f"does not follow the interface: {'; '.join(faults)}")
+            text = shortened("; ".join(faults), _LONGEST_FAULTS)
+            return fault(owner, f"does not follow the interface: {text}")
     return None
 
 
@@ -155,46 +181,31 @@ def preferred_pages(
     """The block size and the layout that a backend prefers for a layer's pages; None without pages."""
     if spec.direct_kv:
         return None
-    size = spec.block_size or backend.get_preferred_block_size(spec, device)
-    if type(size) is not int or size < 1:
-        raise ValueError(f"the block size {shown(size)} is not an integer of at least 1")
-    layouts = [plain_text(layout) for layout in listed(backend.supported_kv_cache_layouts())]
-    if not layouts or not set(layouts) <= _LAYOUTS:
-        raise ValueError(f"the KV layouts {shown(layouts)} are not of {', '.join(sorted(_LAYOUTS))}")
+    size: int = spec.block_size or answer(backend, "get_preferred_block_size", spec, device)
+    layouts = answer(backend, "supported_kv_cache_layouts")
+    if not _LAYOUTS.issuperset(layouts):
+        limit = f"which must be of {', '.join(sorted(_LAYOUTS))}"
+        given = f"{class_title(backend)} returned {shown(layouts, 200)}"
+        raise HookError(f"{given} from supported_kv_cache_layouts, {limit}")
     return size, layouts[0]
 
 
 def configuration_reasons(backend: type[AttentionBackend], placement: Placement) -> list[Reason]:
     """Gate 3: the reasons of `validate_configuration`; a fault where it raises or returns no list."""
-
-    def reasons() -> list[Reason] | str:
-        found = backend.validate_configuration(placement.spec, placement.device, placement.phase)
-        # A str is a Sequence too, and would become one reason for each letter.
-        if isinstance(found, str) or not isinstance(found, Sequence):
-            return f"returned {shown(found)} from validate_configuration, which must be a list of reasons"
-        return list(map(_frozen, listed(found)))
-
-    found, error = guarded_call(reasons)
-    if error is not None:
-        return [fault(backend, f"raised {describe(error)} in validate_configuration")]
-    return [fault(backend, found)] if isinstance(found, str) else list(found)
-
-
-def _frozen(item: object) -> Reason:
-    # A subclass of Reason may answer anything later.
-    if type(item) is Reason:
-        return item
-    return Reason.from_dict(item.to_dict()) if isinstance(item, Reason) else as_reason(str(item))
+    hook, asked = "validate_configuration", (placement.spec, placement.device, placement.phase)
+    found, error = guarded_call(answer, backend, hook, *asked)
+    return [blame(backend, error, hook)] if error is not None else list(found)
 
 
 def _priority(offer: Offer, placement: Placement) -> int | Reason:
     backend = offer.backend
-    priority, error = guarded_call(backend.get_priority, placement.spec, placement.device, placement.phase)
+    hook, asked = "get_priority", (placement.spec, placement.device, placement.phase)
+    priority, error = guarded_call(answer, backend, hook, *asked)
     if error is not None:
-        return fault(backend, f"raised {describe(error)} in get_priority")
+        return blame(backend, error, hook)
     # A composite may name two distributions.
     lowest = 0 if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR) else 1
-    if type(priority) is not int or not lowest <= priority <= 999:
+    if not lowest <= priority <= 999:
         return fault(backend, f"has priority {shown(priority)}; it must be an integer from {lowest} to 999")
     return int(priority)
 
@@ -206,17 +217,33 @@ def _declarations(
     faults = []
     pages, error = guarded_call(preferred_pages, backend, placement.spec, placement.device)
     if error is not None:
-        faults.append(fault(backend, f"raised {describe(error)} for its block size and layout"))
+        faults.append(blame(backend, error, "get_preferred_block_size"))
     # Options without defaults would otherwise raise after the backend is chosen.
-    _, error = guarded_call(build_options, backend, None)
-    if error is not None:
-        faults.append(fault(backend, f"has Options that cannot be made: {describe(error)}"))
+    wrong, error = guarded_call(lambda: _options_fault(backend, declared(backend, "Options")))
+    if error is not None or wrong:
+        faults.append(fault(backend, wrong) if error is None else blame(backend, error, "its Options"))
     return pages, faults
+
+
+# They depend on no layer, and take longer to make than all else of a plain selection.
+@functools.lru_cache(maxsize=256)
+def _options_fault(backend: type[AttentionBackend], options: type | None) -> str | None:
+    """What is wrong with the defaults of a backend's `options`, or None."""
+    error = None if options is None else guarded_call(build_options, backend, None)[1]
+    return None if error is None else f"has Options that cannot be made: {describe(error)}"
 
 
 def fault(backend: type[AttentionBackend], what: str) -> Reason:
     """The reason against a backend that did `what`, which breaks the interface."""
-    owner = f"{backend.__module__}.{backend.__qualname__}"
-    # A class can be given a name of any length.
-    owner = owner if len(owner) <= _LONGEST_OWNER else f"{owner[:_LONGEST_OWNER]}..."
-    return Reason(f"{owner} {what}", code="plugin_error", remedy="tell its author")
+    return _of_plugin(f"{class_title(backend)} {what}")
+
+
+def blame(backend: type[AttentionBackend], error: BaseException, hook: str) -> Reason:
+    """The reason against a backend one of whose hooks raised; `hook` is the one that was called."""
+    if isinstance(error, HookError):
+        return _of_plugin(str(error))
+    return fault(backend, f"raised {describe(error)} in {hook}")
+
+
+def _of_plugin(text: str) -> Reason:
+    return Reason(text, code="plugin_error", remedy="tell its author")

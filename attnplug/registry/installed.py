@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
     from attnplug.registry.records import Offer
-
-_MOST, _LONGEST = 100, 500
-"""Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: all that count, "all" for any, or None for the installed ones."""
@@ -82,16 +78,9 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
 
 
 def _choices(requires: Sequence[str | tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """The alternatives of each requirement; ValueError for more or longer text than any backend needs."""
-    # A plugin may declare one string, which would otherwise be read letter by letter.
-    entries = (requires,) if isinstance(requires, str) else requires
-    for number, entry in enumerate(entries):
-        choices = (entry,) if isinstance(entry, str) else tuple(itertools.islice(entry, _MOST + 1))
-        if number >= _MOST or len(choices) > _MOST or any(len(choice) > _LONGEST for choice in choices):
-            raise ValueError(
-                f"it has more than {_MOST} requirements, or one of more than {_LONGEST} characters"
-            )
-        yield choices
+    """The alternatives of each requirement."""
+    for entry in (requires,) if isinstance(requires, str) else requires:
+        yield (entry,) if isinstance(entry, str) else entry
 
 
 _PLAIN = re.compile(
@@ -169,4 +158,4 @@ def installed_versions(names: Iterable[str]) -> dict[str, str]:
 def library_versions(offer: Offer) -> dict[str, str]:
     """The installed versions of torch, a backend's own distribution and the distributions that it requires."""
     own = offer.distribution.split(COMPOSITE_SEPARATOR) if offer.distribution else []
-    return installed_versions(["torch", *own, *requirement_names(offer.backend.requires)])
+    return installed_versions(["torch", *own, *requirement_names(offer.declared.requires)])

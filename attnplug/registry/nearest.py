@@ -135,8 +135,10 @@ _NO_CHANGE: Final[tuple[int, None]] = (0, None)
 def _installs(offer: Offer, decision: Decision) -> _Choices:
     """The installation of what the backend lacks, if it lacks anything."""
     # Another class than the one that is offered can serve the layer, and need another version.
-    served, _ = serving(offer, Placement(decision.spec, decision.device, decision.phase))
-    missing, error = guarded_call(missing_requirements, served.backend.requires, decision.assumed)
+    placement = Placement(decision.spec, decision.device, decision.phase)
+    missing, error = guarded_call(
+        lambda: missing_requirements(serving(offer, placement)[0].declared.requires, decision.assumed)
+    )
     if error is not None or not missing:
         return [_NO_CHANGE]
     commands = [reason.remedy or str(reason) for reason in missing]

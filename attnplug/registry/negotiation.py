@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from attnplug.core.answers import answer
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
@@ -42,7 +43,10 @@ def negotiated(decisions: Mapping[_K, Decision]) -> dict[_K, Decision]:
 
 
 def _common_size(members: Sequence[Decision]) -> int:
-    allowed = [tuple(d.get_backend_cls().get_supported_kernel_block_sizes(d.spec, d.device)) for d in members]
+    allowed = [
+        tuple(answer(d.get_backend_cls(), "get_supported_kernel_block_sizes", d.spec, d.device))
+        for d in members
+    ]
     entries = {size for sizes in allowed for size in sizes}
     bases = [item.base for item in entries if isinstance(item, MultipleOf)]
     wanted = [d.block_size for d in members if d.block_size is not None]
@@ -54,7 +58,9 @@ def _common_size(members: Sequence[Decision]) -> int:
 
 
 def _common_layout(members: Sequence[Decision]) -> str:
-    readable = [tuple(d.get_backend_cls().supported_kv_cache_layouts()) for d in members]
+    readable: list[tuple[str, ...]] = [
+        answer(d.get_backend_cls(), "supported_kv_cache_layouts") for d in members
+    ]
     for layout in readable[0]:
         if all(layout in layouts for layouts in readable):
             return layout

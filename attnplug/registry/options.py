@@ -10,11 +10,12 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.answers import answer, declared
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
-from attnplug.core.text import shown
+from attnplug.core.guarded import class_name, describe, guarded_call, plain_text
+from attnplug.core.text import shortened, shown
 from attnplug.registry.decision import as_tuples
-from attnplug.registry.plugin_calls import describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -37,8 +38,8 @@ def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str,
     if options is None:
         return {}
     if not isinstance(options, Mapping):
-        declared = ((offer, offer.backend.Options) for offer in plugins.every_offer)
-        owners = [o.full_name for o, kind in declared if isinstance(kind, type) and isinstance(options, kind)]
+        offers = plugins.every_offer
+        owners = [offer.full_name for offer in offers if _is_of(options, offer.declared.Options)]
         if not owners:
             raise PolicyError("options", options, "is neither Options of a backend nor a mapping")
         return dict.fromkeys(owners, options)
@@ -88,14 +89,14 @@ def options_of(offer: Offer, given: Mapping[str, Any]) -> Any:
     front, as in the composite's `Options`. Options under the composite's own name come first.
     """
     backend = offer.backend
-    own = _thawed(given, (offer.full_name, offer.name, backend.family))
+    own = _thawed(given, (offer.full_name, offer.name, offer.declared.family))
     if not issubclass(backend, CompositeBackend) or not (own is None or isinstance(own, dict)):
         return own
     merged: dict[str, Any] = {}
     for phase, member in backend.members().items():
-        name = member.get_name()
+        name = answer(member, "get_name")
         shipped = (key for key in given if key.partition("@")[0] == name)
-        theirs = _thawed(given, (*shipped, member.family))
+        theirs = _thawed(given, (*shipped, declared(member, "family")))
         if dataclasses.is_dataclass(theirs):
             theirs = {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs) if f.init}
         merged |= {f"{phase}_{option}": value for option, value in (theirs or {}).items()}
@@ -115,19 +116,19 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
             that `Options` refuses.
         PluginError: `Options` is not a dataclass, or its annotations cannot be resolved.
     """
-    name = backend.get_name()
-    declared = backend.Options
-    if declared is None:
+    name = answer(backend, "get_name")
+    kind = declared(backend, "Options")
+    if kind is None:
         if given:
             raise PolicyError("options", given, f"{name} has no options")
         return None
-    if isinstance(given, declared):
+    if _is_of(given, kind):
         return given
     if given is not None and not isinstance(given, Mapping):
-        limit = f"must be the {declared.__qualname__} of {name}, or a mapping"
+        limit = f"must be the {class_name(kind)} of {name}, or a mapping"
         raise PolicyError("options", given, limit)
-    fields, error = guarded_call(_fields_of, declared)
-    if error is not None or not dataclasses.is_dataclass(declared):
+    fields, error = guarded_call(_fields_of, kind)
+    if error is not None or fields is None:
         why = "it is not a dataclass" if error is None else describe(error)
         raise PluginError(f"the Options of {name} cannot be read: {why}") from error
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
@@ -135,10 +136,11 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
         if option not in fields:
             limit = f"{name} has no such option; there are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
-        if not _fits(value, fields[option]):
+        # A type of a plugin may raise where a value is compared with it.
+        if not guarded_call(_fits, value, fields[option])[0]:
             limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
-    built, error = guarded_call(declared, **(given or {}))
+    built, error = guarded_call(kind, **(given or {}))
     if error is not None:
         raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
     for option in fields:
@@ -148,11 +150,17 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
 
 # Python evaluates the annotations anew at each call, which takes longer than all else of a selection's options.
 @functools.lru_cache(maxsize=256)
-def _fields_of(declared: type) -> Mapping[str, Any]:
-    """The type of each option; none for a class that is no dataclass."""
-    hints = typing.get_type_hints(declared)
-    fields = dataclasses.fields(declared) if dataclasses.is_dataclass(declared) else ()
-    return {field.name: hints[field.name] for field in fields if field.init}
+def _fields_of(kind: type) -> Mapping[str, Any] | None:
+    """The type of each option; None for a class that is no dataclass."""
+    if not dataclasses.is_dataclass(kind):
+        return None
+    hints = typing.get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+
+
+def _is_of(value: object, kind: type | None) -> bool:
+    """Whether a value is an instance of `kind`; the metaclass of a plugin's class is not asked."""
+    return any(each is kind for each in type(value).__mro__)
 
 
 def _check_value(name: str, option: str, options: Any, given: Mapping[str, Any]) -> None:
@@ -196,4 +204,5 @@ def _fits(value: object, hint: Any) -> bool:
 
 
 def _type_name(hint: Any) -> str:
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+    text, _ = guarded_call(lambda: plain_text(str(hint)).replace("typing.", ""))
+    return class_name(hint) if isinstance(hint, type) else shortened(text or "unreadable", 200)

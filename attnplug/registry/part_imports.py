@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import enum
-import sys
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from attnplug.core.reasons import Reason
 from attnplug.registry.gates import import_parts
+from attnplug.registry.waiting import is_joined_by_import, waited
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from attnplug.core.backend import AttentionBackend
-
-WAIT_IN_IMPORT: Final = 10.0
-"""Seconds for which a thread that imports a module itself waits for an import in another thread."""
 
 
 class _Pending(enum.Enum):
@@ -39,20 +34,23 @@ class PartImports:
     def failure(self, backend: type[AttentionBackend]) -> Reason | Pending | None:
         """Why the parts of a backend do not import, or None. The first thread that asks imports them.
 
-        Other threads wait for its result. A thread that is importing a module itself waits for
-        `WAIT_IN_IMPORT` seconds at most, because the first thread may be waiting for that module. It then
-        gets PENDING, as does a call by the parts themselves while they are imported.
+        Other threads wait for its result, unless the first may be waiting for them; see `waited`. They then get
+        PENDING, as does a call by the parts themselves while they are imported.
         """
         me, mine = threading.get_ident(), Future[Reason | None]()
+        # Such a module may be one of the parts, whose import would wait for the other thread.
+        if backend not in self._found and is_joined_by_import():
+            return PENDING
         with self._lock:
             owner, result = self._found.setdefault(backend, (me, mine))
         if result is not mine:
             if owner == me and not result.done():
                 return PENDING
-            try:
-                return result.result(WAIT_IN_IMPORT if is_importing() else None)
-            except TimeoutError:
+            if result.done():
+                return result.result()
+            if not waited(lambda seconds: bool(wait([result], seconds).done), lambda: owner):
                 return PENDING
+            return result.result()
         try:
             reason = import_parts(backend)
         except BaseException:
@@ -63,13 +61,3 @@ class PartImports:
             raise
         result.set_result(reason)
         return reason
-
-
-def is_importing() -> bool:
-    """Whether this thread is executing the body of a module that is being imported."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "_find_and_load" and "importlib._bootstrap" in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False

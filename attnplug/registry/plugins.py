@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
+from attnplug.core.guarded import class_name, describe, guarded_call, plain_text
 from attnplug.registry.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.gates import conflicting, not_loaded
 from attnplug.registry.part_imports import PartImports, Pending
@@ -102,7 +103,8 @@ class PluginSet:
         return made
 
     def _register(self, plugin: object, name: str | None = None) -> PluginRecord:
-        title = name or getattr(plugin, "__name__", None) or type(plugin).__name__
+        named, _ = guarded_call(lambda: plain_text(plugin.__name__))  # type: ignore[attr-defined]
+        title = name or named or class_name(type(plugin))
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
         replaced = self._loaded.pop(title, None)
@@ -180,7 +182,7 @@ class PluginSet:
     @property
     def names(self) -> list[str]:
         """The names of all backends and families, sorted."""
-        families = {o.backend.family for o in self.every_offer if o.backend.family}
+        families = {o.declared.family for o in self.every_offer if o.declared.family}
         return sorted({offer.name for offer in self.every_offer} | families)
 
     def rankers(self) -> list[tuple[str, Callable[..., Any]]]:
@@ -252,7 +254,7 @@ class PluginSet:
                 if offer.name == backend and self._loaded[offer.plugin].record.is_owned_by(owner)
             )
         named = tuple(offer for offer in self.offers if offer.name == name)
-        return named or tuple(offer for offer in self.offers if offer.backend.family == name)
+        return named or tuple(offer for offer in self.offers if offer.declared.family == name)
 
     def refers_to(self, name: str, candidate: Candidate) -> bool:
         """Whether the candidate is one of the backends that `name` refers to."""
@@ -261,10 +263,13 @@ class PluginSet:
 
     @staticmethod
     def _pair(prefill: Offer, decode: Offer) -> Offer:
-        backend = composite_backend(prefill.backend, decode.backend)
+        both = (prefill, decode)
+        backend, error = guarded_call(composite_backend, prefill.backend, decode.backend)
+        if error is not None:
+            names = "+".join(offer.name for offer in both)
+            raise PluginError(f"{names} cannot be made: {describe(error)}") from error
         if not issubclass(backend, CompositeBackend):
             return prefill
-        both = (prefill, decode)
         return Offer(
             backend.get_name(),
             backend,

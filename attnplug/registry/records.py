@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.answers import Declared, declarations
+
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
@@ -82,6 +84,12 @@ class Offer:
     plugin: str
     distribution: str | None
     version: str | None
+    declared: Declared = dataclasses.field(init=False, compare=False, repr=False)
+    """What the class declared when the offer was made; HookError is raised then for what it may not declare."""
+
+    def __post_init__(self) -> None:
+        # Also for a copy with another class, which declares for itself.
+        object.__setattr__(self, "declared", declarations(self.backend))
 
     @property
     def full_name(self) -> str:

@@ -27,6 +27,7 @@ from attnplug.registry.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for,
 from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
 from attnplug.registry.switches import BACKEND as ENVIRONMENT
 from attnplug.registry.tuned_lookup import TableLookup, Tables, Tuned
+from attnplug.registry.waiting import waited
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -90,7 +91,7 @@ class Registry:
         self.plugins = PluginSet(plugins)
         """The plugins, and the backends that each name refers to."""
         self._changing = threading.RLock()
-        self._in_change = False
+        self._in_change: int | None = None
         self._lock = threading.Lock()
         self._cache: dict[Any, Decision] = {}
         self._evidence: Evidence | None = None
@@ -154,17 +155,23 @@ class Registry:
 
     def _change(self, change: Callable[[PluginSet], tuple[PluginSet, PluginRecord]]) -> PluginRecord:
         # Held while a plugin's hooks run, so it is not the lock that a selection takes.
-        with self._changing:
-            if self._in_change:
+        if not waited(lambda seconds: self._changing.acquire(timeout=seconds), lambda: self._in_change):
+            raise PluginError(
+                "another thread registers a plugin that may wait for this thread; try it afterwards"
+            )
+        try:
+            if self._in_change is not None:
                 raise PluginError("a plugin cannot register plugins while it is registered; do it afterwards")
-            self._in_change = True
+            self._in_change = threading.get_ident()
             try:
                 plugins, record = change(self.plugins)
             finally:
-                self._in_change = False
+                self._in_change = None
             # A plugin can change the choice for any layer, so no remembered decision is kept.
             with self._lock:
                 self.plugins, self._cache = plugins, {}
+        finally:
+            self._changing.release()
         return record
 
     def select(

@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.errors import BackendUnavailableError, NoBackendError
+from attnplug.core.answers import answer
+from attnplug.core.errors import BackendUnavailableError, NoBackendError, PolicyError
+from attnplug.core.guarded import describe, guarded_call, plain_list, plain_text
 from attnplug.core.mla_backend import MLADecodeBackend
-from attnplug.core.text import shown
+from attnplug.core.text import shortened, shown
 from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import Examined, examine
+from attnplug.registry.gates import Examined, blame, examine
 from attnplug.registry.measured import rank_by_tables
 from attnplug.registry.options import build_options, options_of
 from attnplug.registry.part_imports import PENDING
-from attnplug.registry.plugin_calls import describe, guarded_call, listed, plain_text
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -83,7 +84,7 @@ def decide(
     found = _in_order(plugins, examined, candidates, placement, policy, tuned, named)
     order, ranked_by = found.order, found.ranked_by
     notes += found.notes
-    winner, level, pages, spec = None, "declared", None, placement.spec
+    winner, level, pages, spec, options = None, "declared", None, placement.spec, None
     winning: type[AttentionBackend] | None = None
     # Only down to the first that imports, because importing a kernel library is slow.
     try_parts = usable and policy.assumed is None and bool(order) and is_here(device)
@@ -93,9 +94,15 @@ def decide(
         serves = examined[offer]
         reason = plugins.import_failure(serves.backend) if try_parts else None
         if reason is None or reason is PENDING:
-            winner, level = offer, "usable" if try_parts and reason is None else "declared"
-            winning, spec, pages = serves.backend, serves.spec, serves.pages
-            break
+            options, error = guarded_call(_options, offer, policy)
+            if error is None:
+                winner, level = offer, "usable" if try_parts and reason is None else "declared"
+                winning, spec, pages = serves.backend, serves.spec, serves.pages
+                break
+            # Without options of the user, it is the plugin that changed its mind since it was examined.
+            if isinstance(error, PolicyError) and options_of(offer, dict(policy.options)) is not None:
+                raise error
+            reason = blame(offer.backend, error, "its Options")
         failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
         candidates[offer] = failed
     # A backend behind the first, whose parts do not import, did not win by its time.
@@ -103,10 +110,10 @@ def decide(
     automatic = None if winner is None else "rank" if ranked_by else "measured" if measured else "priority"
     of_winner: dict[str, Any] = {}
     if winner is not None:
-        of_winner = {"options": _options(winner, policy), "backend_cls": winning}
+        of_winner = {"options": options, "backend_cls": winning}
         if winning is not None and issubclass(winning, MLADecodeBackend):
-            told, error = guarded_call(winning.notes, spec)
-            notes += [f"{winner.name}.notes raised {describe(error)}; ignored"] if error else told or ()
+            told, error = guarded_call(answer, winning, "notes", spec)
+            notes += [f"{blame(winning, error, 'notes')}; ignored"] if error else told
         if pages is not None:
             of_winner["block_size"], of_winner["kv_cache_layout"] = pages
     return Decision(
@@ -184,7 +191,7 @@ def _ranked(
             continue
         unknown = [item for item in names if item not in before]
         if unknown:
-            notes.append(f"{name} ranks {', '.join(unknown)}, no candidate here; ignored")
+            notes.append(f"{name} ranks {shortened(', '.join(unknown))}, no candidate here; ignored")
             continue
         ranked_by.append(name)
         # Names left out get -1 and come last; sorted is stable, so they keep their order.
@@ -202,7 +209,7 @@ def _ranking(
         return None
     if not isinstance(wanted, (list, tuple)):
         return [plain_text(wanted) if isinstance(wanted, str) else shown(wanted)]
-    return [plain_text(item) if isinstance(item, str) else shown(item) for item in listed(wanted)]
+    return [plain_text(item) if isinstance(item, str) else shown(item) for item in plain_list(wanted)]
 
 
 def _listed(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from attnplug.core.answers import answer
 from attnplug.core.arguments import at_least, checked, instance, mapping_of, one_of, subclass_of, torch_device
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import LayoutError
@@ -97,7 +98,9 @@ def reshape_kv_cache(
             raise LayoutError(field, missing, "are missing: every layer of a group needs one")
     caches = {}
     for group in config.kv_cache_groups:
-        resolved = {n: chosen[n] or backends[n].supported_kv_cache_layouts()[0] for n in group.layer_names}
+        resolved = {
+            n: chosen[n] or answer(backends[n], "supported_kv_cache_layouts")[0] for n in group.layer_names
+        }
         if len(set(resolved.values())) > 1:
             first: dict[str, str] = {}
             for name, layout in resolved.items():
@@ -171,10 +174,12 @@ def cache_form(
     if cache.dtype not in STORAGE_DTYPES:
         raise LayoutError("dtype", cache.dtype, f"must be one of {', '.join(STORAGE_DTYPES)}")
     sizes = num_blocks, cache.block_size, cache.num_kv_heads, cache.head_size
-    shape = tuple(backend.get_kv_cache_shape(*sizes, spec.kv_cache_dtype, cache.head_size_v))
+    shape = answer(backend, "get_kv_cache_shape", *sizes, spec.kv_cache_dtype, cache.head_size_v)
+    if any(size < 0 for size in shape):
+        raise LayoutError("kv_cache_shape", shape, f"of {backend.get_name()} has a size below 0")
     if num_layers is not None:
         shape = (num_layers, *shape)
-    order = backend.get_kv_cache_stride_order(num_layers is not None, layout=layout, spec=spec)
+    order = answer(backend, "get_kv_cache_stride_order", num_layers is not None, layout=layout, spec=spec)
     if sorted(order) != list(range(len(shape))):
         raise LayoutError("stride_order", order, f"is not an order of the {len(shape)} dimensions of {shape}")
     page = cache.page_size_bytes * (num_layers or 1)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
+from attnplug.core.answers import answer
 from attnplug.core.arguments import checked, mapping_of, one_of, sequence_of, torch_device
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
@@ -128,7 +129,7 @@ def init_attn_backend(
             decision = decisions[name]
             backend = decision.get_backend_cls()
             if not reads_blocks(backend, cache.block_size, decision.spec, decision.device):
-                sizes = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
+                sizes = answer(backend, "get_supported_kernel_block_sizes", decision.spec, decision.device)
                 readable = ", ".join(map(str, sizes))
                 limit = f"of layer {name} cannot be read by {backend.get_name()}, which reads {readable}"
                 raise LayoutError("block_size", cache.block_size, limit)

@@ -29,6 +29,7 @@ from attnplug.runtime.cascade import may_cascade
 from attnplug.runtime.device_comparison import DeviceComparison
 from attnplug.runtime.engine_caches import (
     Allocator,
+    check_halves,
     check_kv_caches,
     check_shared_views,
     clear_null_blocks,
@@ -177,6 +178,7 @@ class AttentionRuntime:
         memory = CacheMemory(self.kv_caches)
         for layer in self.layers.values():
             layer.cache_memory = memory
+        check_halves(self.kv_caches, self.kv_cache_config, plan.specs, backends)
         # Two backends may view the same bytes differently, and only views of real caches show it.
         check_shared_views(self.kv_caches, plan.kv_sharing, plan.specs, backends)
         if kv_caches is not None or allocator is not None:

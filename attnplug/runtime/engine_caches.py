@@ -8,10 +8,13 @@ from typing import TypeAlias
 
 import torch
 
+from attnplug.core.answers import HookError, answer
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import LayoutError
+from attnplug.core.guarded import class_title
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.spec import LayerSpec
+from attnplug.core.text import shown
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.runtime.allocation import cache_form, view_kv_cache
 from attnplug.runtime.memory_overlap import Blocks, check_overlaps
@@ -96,6 +99,55 @@ def engine_memory(
     return raw
 
 
+def check_halves(
+    caches: Mapping[str, torch.Tensor],
+    config: KVCacheConfig,
+    specs: Mapping[str, LayerSpec],
+    backends: Mapping[str, type[AttentionBackend]],
+) -> None:
+    """Check once that `split_kv` of each backend gives K and V of all tokens, as views of the cache that do not repeat.
+
+    Raises:
+        HookError: it does not; the error names the backend and the layer.
+    """
+    pages = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
+    for name, cache in caches.items():
+        spec, page, backend = specs[name], pages[name], backends[name]
+        num_blocks = cache.numel() * cache.element_size() // page.page_size_bytes
+        for kind, half, size in zip(
+            "KV", _split(backend, cache, spec), (spec.head_size, spec.head_size_v), strict=True
+        ):
+            expected = (num_blocks, page.block_size, spec.num_kv_heads, size)
+            if tuple(half.shape) != expected or half.dtype != cache.dtype:
+                found = f"{kind} of shape {tuple(half.shape)} and {half.dtype}"
+                limit = f"must be {expected} and {cache.dtype} for layer {name}"
+                raise HookError(f"{class_title(backend)} returned {found} from split_kv, which {limit}")
+            if half.untyped_storage().data_ptr() != cache.untyped_storage().data_ptr():
+                found = f"{class_title(backend)} returned a copy of {kind} from split_kv"
+                raise HookError(
+                    f"{found}; it must be a view of the cache of layer {name}, or writes are lost"
+                )
+            if any(step == 0 and length > 1 for step, length in zip(half.stride(), half.shape, strict=True)):
+                found = f"{class_title(backend)} returned {kind} with strides {half.stride()} from split_kv"
+                raise HookError(f"{found}; elements of layer {name} must not share memory")
+
+
+def _split(
+    backend: type[AttentionBackend], cache: torch.Tensor, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as a backend views a cache; HookError if they are no two tensors, or both are the same memory."""
+    first, second = answer(backend, "split_kv", cache, spec)
+    for half in (first, second):
+        if not isinstance(half, torch.Tensor):
+            limit = "must be the tensors of K and V"
+            raise HookError(
+                f"{class_title(backend)} returned {shown(half, 200)} from split_kv, which {limit}"
+            )
+    if spec.mla is None and first.data_ptr() == second.data_ptr():
+        raise HookError(f"{class_title(backend)} returned the same memory for K and V from split_kv")
+    return first, second
+
+
 def clear_null_blocks(
     caches: Mapping[str, torch.Tensor],
     specs: Mapping[str, LayerSpec],
@@ -103,7 +155,7 @@ def clear_null_blocks(
 ) -> None:
     """Write zeros to block 0 of each cache: kernels may load a null block and weigh it by 0, and 0 * NaN is NaN."""
     for name, cache in caches.items():
-        for half in backends[name].split_kv(cache, specs[name]):
+        for half in _split(backends[name], cache, specs[name]):
             null = half[0]
             # As bytes where it can be, because not every torch build fills each float8 type on each device.
             (null.view(torch.uint8) if null.element_size() == 1 else null).zero_()
@@ -123,7 +175,7 @@ def check_shared_views(
     for name, target in kv_sharing.items():
         views = []
         for layer in (name, target):
-            both = backends[layer].split_kv(caches[layer], specs[layer])
+            both = _split(backends[layer], caches[layer], specs[layer])
             views.append([(view.data_ptr(), view.shape, view.stride()) for view in both])
         if views[0] != views[1]:
             reader, writer = backends[name].get_name(), backends[target].get_name()
@@ -204,7 +256,7 @@ class _Layer:
         if not _same_strides(tensor, needed):
             limit = f"must be {needed} for the layout {self.layout} of {self.backend.get_name()}"
             remedy = "keep each block in one piece"
-            for other in self.backend.supported_kv_cache_layouts():
+            for other in answer(self.backend, "supported_kv_cache_layouts"):
                 if other != self.layout and _same_strides(tensor, self._strides(other)):
                     remedy = f"call set_kv_cache_layout({other!r}) before the plan is made"
             raise LayoutError(f"{self.field}.stride()", tensor.stride(), limit, remedy)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from attnplug.core.answers import serving_class
 from attnplug.core.checks import check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.context_parallel import ContextParallel
@@ -270,7 +271,9 @@ class ModelPlan:
             read = Decision.from_dict(item)
             # By the backend's own name, not a family's: () where it is not loaded.
             offers = () if registry is None else registry.plugins.find(read.backend or "")
-            found = (offer.backend.for_layer(read.spec) for offer in offers if offer.name == read.backend)
+            found = (
+                serving_class(offer.backend, read.spec) for offer in offers if offer.name == read.backend
+            )
             return dataclasses.replace(read, backend_cls=next(found, None))
 
         with reading("plan"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from attnplug.core.answers import answer
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.validation import reads_blocks
@@ -35,7 +36,7 @@ def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         if size == decision.block_size:
             continue
         backend = decision.get_backend_cls()
-        allowed = backend.get_supported_kernel_block_sizes(decision.spec, decision.device)
+        allowed = answer(backend, "get_supported_kernel_block_sizes", decision.spec, decision.device)
         given = decision.spec.block_size
         # A block size that the spec fixes is never changed, even if the backend reads the larger one.
         if given is not None or not reads_blocks(backend, size, decision.spec, decision.device):
@@ -73,7 +74,7 @@ def with_layout(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         if decision.kv_cache_layout is None:
             continue
         layout = requested or check_kv_cache_layout("required", decision.kv_cache_layout)
-        readable = decision.get_backend_cls().supported_kv_cache_layouts()
+        readable = answer(decision.get_backend_cls(), "supported_kv_cache_layouts")
         if layout not in readable:
             limit = f"cannot be read by {decision.backend} (layer {name}), which takes {', '.join(readable)}"
             remedy = "clear ATTNPLUG_KV_CACHE_LAYOUT and set_kv_cache_layout, or ask for another backend"

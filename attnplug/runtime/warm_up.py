@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from attnplug.core.answers import answer
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
@@ -130,11 +131,11 @@ def _distinct(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[At
     layers_by_key: dict[Any, list[RuntimeLayer]] = {}
     for name, layer in runtime.layers.items():
         backend = runtime.plan.decisions[name].get_backend_cls()
-        key: Any = backend.compile_key(layer.spec)
+        key: Any = answer(backend, "compile_key", layer.spec)
         if name in runtime.plan.new_tokens:
             new = runtime.plan.new_tokens[name]
             # A step runs both backends, so either one may have kernels to compile.
-            new_key = new.get_backend_cls().compile_key(new.spec)
+            new_key = answer(new.get_backend_cls(), "compile_key", new.spec)
             key = None if key is None and new_key is None else (key, new.backend, new_key)
         if key is None:
             continue
@@ -183,7 +184,9 @@ def _run(
     members = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
     began = time.perf_counter()
     with contextlib.ExitStack() as watches, torch.no_grad():
-        lists = [watches.enter_context(member.watch_compiling()) for member in dict.fromkeys(members)]
+        lists = [
+            watches.enter_context(answer(member, "watch_compiling")) for member in dict.fromkeys(members)
+        ]
         batch = _batch(runtime, shape)
         if spec.direct_kv:
             runtime.begin_step(direct=batch.common)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from attnplug.core.answers import answer
 from attnplug.core.config import BuilderConfig
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import CommonAttentionMetadata
@@ -140,7 +141,7 @@ def made_inputs(
         caches = _caches(
             backend, spec, shape, (blocks, size, layout), device, {} if made is None else made, copies=copies
         )
-        stored_key, stored_value = backend.split_kv(caches[0], spec)
+        stored_key, stored_value = answer(backend, "split_kv", caches[0], spec)
         on_device = table.to(device)
 
         def keys(request: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,7 +223,7 @@ def _caches(
     logical = backend.get_kv_cache_shape(
         blocks, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
     )
-    order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
+    order = answer(backend, "get_kv_cache_stride_order", layout=layout, spec=spec)
     stored = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
     physical = [logical[dim] for dim in order]
 

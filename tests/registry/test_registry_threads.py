@@ -12,7 +12,7 @@ from fake_plugins import CPU, SPEC, backend, plugin, registry
 
 from attnplug import Decision, Registry, hookimpl
 from attnplug.errors import PluginError, UnknownBackendError
-from attnplug.registry import part_imports
+from attnplug.registry import waiting
 
 pytestmark = pytest.mark.attack("deadlock")
 
@@ -33,7 +33,7 @@ def test_a_module_that_selects_while_it_is_imported_does_not_wait_for_its_own_im
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, joined
 ) -> None:
     """One thread imports the module, whose body selects; the other selects, and so imports the same module."""
-    monkeypatch.setattr(part_imports, "WAIT_IN_IMPORT", 0.5)
+    monkeypatch.setattr(waiting, "WAIT_IN_IMPORT", 0.5)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "kernels_that_select.py").write_text(
         "import kernels_shared as shared\nshared.in_body.set()\nshared.go.wait(30)\n"

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from attnplug.core.answers import answer
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.reasons import Reason
 
@@ -27,14 +28,16 @@ def common_block_sizes(
     device: Device | None = None,
 ) -> tuple[int | MultipleOf, ...]:
     """Tokens per page that both can read; without `spec` for any layer."""
-    sizes = (backend.get_supported_kernel_block_sizes(spec, device) for backend in (decode, prefill))
+    sizes = (
+        answer(backend, "get_supported_kernel_block_sizes", spec, device) for backend in (decode, prefill)
+    )
     return MultipleOf.common(*sizes)
 
 
 def common_layouts(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> tuple[str, ...]:
     """Physical orders that both can read, in the decoding backend's order of preference: it reads the most."""
-    readable = prefill.supported_kv_cache_layouts()
-    return tuple(layout for layout in decode.supported_kv_cache_layouts() if layout in readable)
+    readable, preferred = (answer(each, "supported_kv_cache_layouts") for each in (prefill, decode))
+    return tuple(layout for layout in preferred if layout in readable)
 
 
 def disagreements(
@@ -54,14 +57,14 @@ def disagreements(
 def _pages(pair: _Pair, spec: LayerSpec, device: Device) -> Iterator[Reason]:
     sizes = common_block_sizes(*pair, spec, device)
     if not sizes and spec.block_size is None:  # each backend checks a given size itself
-        own = [each.get_supported_kernel_block_sizes(spec, device) for each in pair]
+        own = [answer(each, "get_supported_kernel_block_sizes", spec, device) for each in pair]
         yield _differ("block sizes", pair, map(_listed, own), code="block_size")
     if _split(pair[0]) is not _split(pair[1]):
         fact = f"{_both(pair)} split K and V of a page differently"
         yield Reason(fact, code="kv_cache_layout", field="split_kv")
     size = spec.block_size or MultipleOf.nearest(sizes or (1,), 16)
     sizes_of_cache = (_BLOCKS, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v)
-    shapes = [tuple(each.get_kv_cache_shape(*sizes_of_cache)) for each in pair]
+    shapes = [answer(each, "get_kv_cache_shape", *sizes_of_cache) for each in pair]
     if shapes[0] != shapes[1]:
         yield _differ(f"cache shapes of {_BLOCKS} blocks of {size}", pair, map(str, shapes), field="shape")
 
@@ -74,12 +77,12 @@ def _split(backend: type[AttentionBackend]) -> object:
 def _orders(pair: _Pair, spec: LayerSpec) -> Iterator[Reason]:
     layouts = common_layouts(*pair)
     if not layouts:
-        own = [each.supported_kv_cache_layouts() for each in pair]
+        own = [answer(each, "supported_kv_cache_layouts") for each in pair]
         yield _differ("KV layouts", pair, map(_listed, own))
     for layout in layouts:
         orders = [
             [
-                tuple(each.get_kv_cache_stride_order(layers, layout=layout, spec=spec))
+                answer(each, "get_kv_cache_stride_order", layers, layout=layout, spec=spec)
                 for layers in (False, True)
             ]
             for each in pair
@@ -93,12 +96,12 @@ def _orders(pair: _Pair, spec: LayerSpec) -> Iterator[Reason]:
 def _differ(
     what: str, pair: _Pair, found: Iterable[str], *, code: str = "kv_cache_layout", field: str | None = None
 ) -> Reason:
-    sides = (f"{backend.get_name()} has {own}" for backend, own in zip(pair, found, strict=True))
+    sides = (f"{answer(backend, 'get_name')} has {own}" for backend, own in zip(pair, found, strict=True))
     return Reason(f"{what} differ: {', '.join(sides)}", code=code, field=field or code)
 
 
 def _both(pair: _Pair) -> str:
-    return " and ".join(each.get_name() for each in pair)
+    return " and ".join(answer(each, "get_name") for each in pair)
 
 
 def _listed(items: Sequence[object]) -> str:

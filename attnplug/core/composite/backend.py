@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attnplug.core.answers import answer, declared, serving_class
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
@@ -14,7 +16,7 @@ from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend
-from attnplug.core.reasons import Reason, as_reason
+from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
@@ -42,10 +44,10 @@ class CompositeBackend(AttentionBackend):
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
         """With latent attention, the decoding member with the other for its expanded prefill."""
-        decode = cls.decode.for_layer(spec)
+        decode = serving_class(cls.decode, spec)
         if spec.mla is None or spec.sparse is not None or not issubclass(decode, MLADecodeBackend):
             return cls
-        return decode.with_prefill(cls.prefill.for_layer(spec.expanded()))
+        return decode.with_prefill(serving_class(cls.prefill, spec.expanded()))
 
     @classmethod
     def get_impl_cls(cls) -> type[CompositeImpl]:
@@ -65,7 +67,7 @@ class CompositeBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """The member's own priority in its phase; the mean of both if `phase` is None."""
         asked = [Phase(phase)] if phase is not None else list(Phase)
-        found = [cls.members()[each].get_priority(spec, device, each) for each in asked]
+        found: list[int] = [answer(cls.members()[each], "get_priority", spec, device, each) for each in asked]
         return sum(found) // len(found)
 
     # Limits: the intersection of both members
@@ -73,18 +75,18 @@ class CompositeBackend(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
         """Head sizes that both serve."""
-        one, other = (member.get_supported_head_sizes() for member in cls.members().values())
+        one, other = (answer(member, "get_supported_head_sizes") for member in cls.members().values())
         return MultipleOf.common(one, other) if one and other else one or other
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whether both serve it."""
-        return all(member.supports_head_size(head_size) for member in cls.members().values())
+        return all(answer(member, "supports_head_size", head_size) for member in cls.members().values())
 
     @classmethod
     def supports_dtype(cls, dtype: object) -> bool:
         """Whether both serve it."""
-        return all(member.supports_dtype(dtype) for member in cls.members().values())
+        return all(answer(member, "supports_dtype", dtype) for member in cls.members().values())
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -105,7 +107,7 @@ class CompositeBackend(AttentionBackend):
     ) -> int:
         """The decoding member's, else the other's, else the nearest that both can read."""
         for member in (cls.decode, cls.prefill):
-            size = member.get_preferred_block_size(spec, device, default)
+            size: int = answer(member, "get_preferred_block_size", spec, device, default)
             if reads_blocks(cls, size, spec, device):
                 return size
         return super().get_preferred_block_size(spec, device, default)
@@ -114,27 +116,30 @@ class CompositeBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
         """Whether both serve it, and its keys are in pages: decoders and cross attention."""
         has_pages = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-        return has_pages and all(member.supports_attn_type(attn_type) for member in cls.members().values())
+        return has_pages and all(
+            answer(member, "supports_attn_type", attn_type) for member in cls.members().values()
+        )
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
         """Each member's objection, with the member's name."""
-        found = ((member, member.supports_combination(spec, device)) for member in cls.members().values())
-        return "; ".join(f"{member.get_name()}: {why}" for member, why in found if why) or None
+        members = cls.members().values()
+        found = ((member, answer(member, "supports_combination", spec, device)) for member in members)
+        return "; ".join(f"{answer(member, 'get_name')}: {why}" for member, why in found if why) or None
 
     @classmethod
     def validate_configuration(
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
         """Each member's reasons in its phase, with its name, then the reasons why they cannot share a cache."""
-        serving = cls.for_layer(spec)
+        serving = serving_class(cls, spec)
         if serving is not cls:
             return serving.validate_configuration(spec, device, phase)
         causes: dict[tuple[str, str | None], dict[str, Reason]] = {}
         for own, member in cls.members().items():
             if phase is None or own == phase:
-                who = f"{own} on {member.get_name()}"
-                for reason in map(as_reason, member.validate_configuration(spec, device, own)):
+                who = f"{own} on {answer(member, 'get_name')}"
+                for reason in answer(member, "validate_configuration", spec, device, own):
                     causes.setdefault((reason.code, reason.field), {})[who] = reason
         reasons = [_said_by(members) for members in causes.values()]
         shared = disagreements(cls.prefill, cls.decode, spec, device)
@@ -147,7 +152,7 @@ class CompositeBackend(AttentionBackend):
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
         """Both members' keys; None where neither compiles."""
-        keys = tuple(member.compile_key(spec) for member in cls.members().values())
+        keys = tuple(answer(member, "compile_key", spec) for member in cls.members().values())
         return None if keys == (None, None) else keys
 
     # KV cache: both members agree, so the decoding member answers
@@ -163,9 +168,9 @@ class CompositeBackend(AttentionBackend):
         head_size_v: int | None = None,
     ) -> tuple[int, ...]:
         """The members' shape."""
-        return cls.decode.get_kv_cache_shape(
-            num_blocks, block_size, num_kv_heads, head_size, cache_dtype, head_size_v
-        )
+        sizes = num_blocks, block_size, num_kv_heads, head_size, cache_dtype, head_size_v
+        shape: tuple[int, ...] = answer(cls.decode, "get_kv_cache_shape", *sizes)
+        return shape
 
     @classmethod
     def split_kv(cls, kv_cache: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,12 +195,16 @@ class CompositeBackend(AttentionBackend):
         Raises:
             LayoutError: a `layout` that one of them cannot read.
         """
-        layouts = cls.supported_kv_cache_layouts()
+        layouts = common_layouts(cls.prefill, cls.decode)
         chosen = layout or next(iter(layouts), None)
         if chosen not in layouts:
             limit = f"must be one that both halves of {cls.get_name()} read: {', '.join(layouts) or 'none'}"
             raise LayoutError("layout", layout, limit)
-        return cls.decode.get_kv_cache_stride_order(include_num_layers_dimension, layout=chosen, spec=spec)
+        hook = "get_kv_cache_stride_order"
+        order: tuple[int, ...] = answer(
+            cls.decode, hook, include_num_layers_dimension, layout=chosen, spec=spec
+        )
+        return order
 
 
 def composite_backend(
@@ -216,31 +225,41 @@ def composite_backend(
 
 @functools.cache
 def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeBackend]:
-    name = f"{prefill.get_name()}+{decode.get_name()}"
+    names = answer(prefill, "get_name"), answer(decode, "get_name")
+    name = "+".join(names)
     pair = (prefill, decode)
     members = {Phase.PREFILL: prefill, Phase.DECODE: decode}
-    dtypes = ([bare_dtype_name(item, "supported_dtypes") for item in each.supported_dtypes] for each in pair)
-    served = prefill.features & decode.features
+
+    def both(field: str) -> list[Any]:
+        return [declared(each, field) for each in pair]
+
+    def names_of(dtypes: Sequence[object]) -> list[str]:
+        return [bare_dtype_name(each, "supported_dtypes") for each in dtypes]
+
+    served = declared(prefill, "features") & declared(decode, "features")
     namespace: dict[str, Any] = {
-        "__doc__": f"Prefills on {prefill.get_name()} and decodes on {decode.get_name()}.",
+        "__doc__": f"Prefills on {names[0]} and decodes on {names[1]}.",
         "__module__": __name__,
         "prefill": prefill,
         "decode": decode,
         "get_name": staticmethod(lambda: name),
-        "requires": tuple(dict.fromkeys((*prefill.requires, *decode.requires))),
-        "device_types": _in_both(*(each.device_types for each in pair)),
-        "supported_dtypes": _in_both(*dtypes),
+        "requires": tuple(dict.fromkeys(itertools.chain(*both("requires")))),
+        "device_types": _in_both(*both("device_types")),
+        "supported_dtypes": _in_both(*map(names_of, both("supported_dtypes"))),
         "supported_kv_cache_dtypes": _in_both(*map(stored_dtypes, pair)),
-        "supported_phases": tuple(p for p, each in members.items() if p in map(str, each.supported_phases)),
+        "supported_phases": tuple(
+            p for p, each in members.items() if p in declared(each, "supported_phases")
+        ),
         "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
-        "supported_sparse_kinds": _in_both(*(each.supported_sparse_kinds for each in pair)),
-        "serves_dense": prefill.serves_dense and decode.serves_dense,
-        "step_safe": prefill.step_safe and decode.step_safe,
+        "supported_sparse_kinds": _in_both(*both("supported_sparse_kinds")),
+        "serves_dense": all(both("serves_dense")),
+        "step_safe": all(both("step_safe")),
         "Options": composite_options(name, members),
     }
-    if any(each.depends_on_capability for each in pair):
-        namespace["supports_compute_capability"] = classmethod(
-            lambda cls, capability: all(each.supports_compute_capability(capability) for each in pair)
+    if any(both("depends_on_capability")):
+        hook = "supports_compute_capability"
+        namespace[hook] = classmethod(
+            lambda cls, capability: all(answer(each, hook, capability) for each in pair)
         )
     return type(f"{prefill.__name__}And{decode.__name__}", (CompositeBackend,), namespace)
 

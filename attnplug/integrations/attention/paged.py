@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import PagedAttentionCache
 
+from attnplug.core.answers import answer
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.attention.calls import AttentionCall
@@ -70,7 +71,7 @@ def attend_paged(
         total = int(step.key_lens.sum())
         key, value, cache = key[:total].contiguous(), value[:total].contiguous(), None
     else:
-        if "NHD" not in backend.supported_kv_cache_layouts():
+        if "NHD" not in answer(backend, "supported_kv_cache_layouts"):
             limit = f"cannot be read by {backend.get_name()}, and the pages of transformers have it"
             raise BatchError("layout", "NHD", limit, "choose another backend by attnplug.use(...)")
         needs = backend.get_builder_cls().needs_host_seq_lens

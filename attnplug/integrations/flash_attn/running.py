@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import torch
 
+from attnplug.core.answers import answer
 from attnplug.core.errors import BatchError, NoBackendError
 from attnplug.integrations.binding import Binding
 from attnplug.integrations.direct_step import direct_step
@@ -102,7 +103,7 @@ def _bind(asked: Request, q: torch.Tensor, pages: Pages, *, is_decode: bool) -> 
     spec = asked.spec(q, pages.keys, pages.values, pages.block_size)
     binding = bind(spec, q.device, asked.slopes, is_decode=is_decode)
     backend = binding.decision.get_backend_cls()
-    if "NHD" not in backend.supported_kv_cache_layouts():
+    if "NHD" not in answer(backend, "supported_kv_cache_layouts"):
         limit = f"cannot be read by {backend.get_name()}, and the caches of flash-attn have it"
         raise BatchError("layout", "NHD", limit, "choose another backend by attnplug.use(...)")
     return binding

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnplug.core.answers import declared
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, PolicyError, SpecError
@@ -159,7 +160,7 @@ def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
     """Why `backend` cannot be checked on `device`; empty if it can."""
     if not is_here(device):
         return [f"this machine has no {device}, its device is {Device.current()}"]
-    missing = [str(reason) for reason in missing_requirements(backend.requires)]
+    missing = [str(reason) for reason in missing_requirements(declared(backend, "requires"))]
     # A device's reasons are the same for every layer.
     layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64)
     found, problem = guarded_call(backend.validate_configuration, layer, device)

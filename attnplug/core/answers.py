@@ -1,0 +1,391 @@
+"""Asks a backend's class: each hook and each declaration is read in one guarded call, which checks and copies it.
+
+A wrong answer, such as a tuple where True or False is due, is the backend's fault. It never counts as a yes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import AttnplugError, PluginError
+from attnplug.core.features import Feature
+from attnplug.core.guarded import Forks, class_title, describe, mro_of, plain_list, plain_text
+from attnplug.core.overrides import class_fault
+from attnplug.core.reasons import Reason, plain_reason
+from attnplug.core.text import shortened, shown
+
+if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
+    from attnplug.core.spec import LayerSpec
+
+_MOST_SIZES = 100_000
+_MOST_REQUIREMENTS, _LONGEST_REQUIREMENT = 100, 500
+"""Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
+_MOST_DIMENSIONS = 16
+_STR = frozenset({str})
+_SIZE_TYPES = frozenset({int, MultipleOf})
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
+NAME_RULE = (
+    "a name has letters, digits and _ . -, begins with a letter, and is no longer than 100; it is a plain str"
+)
+"""The rule for names of backends and families, in words."""
+
+
+class HookError(PluginError):
+    """A hook or a declaration of a backend that raised, or gave what it must not; the message names both."""
+
+
+def answer(backend: type[AttentionBackend], hook: str, *args: Any, **kwargs: Any) -> Any:
+    """The answer of one hook of a backend, checked and copied.
+
+    Args:
+        backend: the class.
+        hook: the name of a class method.
+        args: of the hook.
+        kwargs: of the hook.
+
+    Raises:
+        HookError: the hook raised, or its answer is of another type than the interface asks for.
+        AttnplugError: as the hook raises it.
+    """
+    expected, check = HOOKS[hook]
+    forks, found = Forks.count, None
+    is_given = False
+    try:
+        found = getattr(backend, hook)(*args, **kwargs)
+        is_given = True
+        return check(found)
+    except (KeyboardInterrupt, AttnplugError):
+        raise
+    except BaseException as error:
+        if is_given:
+            # The repr of a tensor has many lines.
+            words = " ".join(shown(found, 200).split())
+            did = f"returned {words} from {hook}, which must be {expected}"
+            if error.args:
+                did += f" ({describe(error)})"
+            if isinstance(found, types.CoroutineType):
+                # Otherwise Python warns that nobody awaited it.
+                found.close()
+        else:
+            did = f"raised {describe(error)} in {hook}"
+        raise HookError(f"{class_title(backend)} {did}") from error
+    finally:
+        if Forks.count != forks:
+            Forks.end_child()
+
+
+def declared(backend: type[AttentionBackend], field: str) -> Any:
+    """The value of one declared attribute of a backend, checked and copied.
+
+    Raises:
+        HookError: it cannot be read, or is of another type than the interface asks for.
+    """
+    try:
+        return DECLARED[field](getattr(backend, field))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise HookError(f"{class_title(backend)} has a wrong {field}: {describe(error)}") from error
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Declared:
+    """What a backend's class declares, as it was when it was read; see the attributes of AttentionBackend."""
+
+    family: str | None
+    requires: tuple[str | tuple[str, ...], ...]
+    device_types: tuple[str, ...]
+    supported_dtypes: tuple[object, ...]
+    supported_kv_cache_dtypes: tuple[object, ...]
+    supported_phases: tuple[str, ...]
+    features: Feature
+    step_safe: bool
+    Options: type[Any] | None
+
+    @classmethod
+    def of(cls, backend: type[AttentionBackend]) -> Declared:
+        """Read the class once.
+
+        Raises:
+            HookError: an attribute cannot be read, or is of another type than the interface asks for.
+        """
+        return cls(**{field.name: declared(backend, field.name) for field in dataclasses.fields(cls)})
+
+
+@functools.lru_cache(maxsize=1024)
+def declarations(backend: type[AttentionBackend]) -> Declared:
+    """As `Declared.of`, read once for each class: for one that `for_layer` gave, or that attnplug made of two."""
+    return Declared.of(backend)
+
+
+_SERVING: dict[tuple[type[AttentionBackend], LayerSpec], type[AttentionBackend]] = {}
+"""The classes that serve layers, by the class that was asked."""
+_MOST_SERVING = 4096
+
+
+def serving_class(
+    backend: type[AttentionBackend], spec: LayerSpec, *, keep: bool = False
+) -> type[AttentionBackend]:
+    """The class that `for_layer` of a backend gives for a layer; another class than `backend` is asked for once.
+
+    Args:
+        backend: the class to ask.
+        spec: the layer.
+        keep: also ask only once if it gives itself, as for the classes of plugins that are loaded.
+
+    Raises:
+        HookError: it is no class of the same plugin under the same name, or one that gives yet another class.
+    """
+    known = _SERVING.get((backend, spec))
+    if known is not None:
+        return known
+    serving: type[AttentionBackend] = answer(backend, "for_layer", spec)
+    if serving is not backend:
+        _check_serving(backend, spec, serving)
+    if len(_SERVING) > _MOST_SERVING:
+        _SERVING.clear()
+    if keep or serving is not backend:
+        # The class itself is not asked again either: one that gives another class each time has no end.
+        _SERVING[backend, spec] = _SERVING[serving, spec] = serving
+    return serving
+
+
+def _check_serving(backend: type[AttentionBackend], spec: LayerSpec, serving: type[AttentionBackend]) -> None:
+    """HookError unless a backend may give another class for a layer."""
+    title, found = class_title(backend), class_title(serving)
+    # The interface itself has the first `for_layer`. This module cannot import it.
+    root = next(each for each in reversed(mro_of(backend)) if "for_layer" in vars(each))
+    if root not in mro_of(serving) or serving.__abstractmethods__:
+        limit = "must be a subclass of AttentionBackend without abstract methods"
+        raise HookError(f"{title} returned {found} from for_layer, which {limit}")
+    if why := class_fault(serving, root):
+        raise HookError(f"{title} returned {found} from for_layer, whose {why}")
+    name = answer(backend, "get_name")
+    own = answer(serving, "get_name")
+    # A composite gives a class of its halves, which it has asked in turn.
+    if own != name or (_is_of_attnplug(serving) and not _is_of_attnplug(backend)):
+        limit = f"must be a class of the same plugin under the name {name}"
+        raise HookError(f"{title} returned {found}, which is {own}, from for_layer; it {limit}")
+    of_its_own: object = answer(serving, "for_layer", spec)
+    if of_its_own is not serving:
+        raise HookError(
+            f"{title} returned {found} from for_layer, which gives another class; it must give itself"
+        )
+    again: object = answer(backend, "for_layer", spec)
+    if again is not serving:
+        raise HookError(f"{title} returned another class from for_layer each time; it must give the same one")
+
+
+def forget_answers() -> None:
+    """Read every class anew; called when a plugin is registered, because its classes may have changed since."""
+    declarations.cache_clear()
+    _SERVING.clear()
+
+
+def _is_of_attnplug(backend: type) -> bool:
+    return class_title(backend).partition(".")[0] == "attnplug"
+
+
+def _bool(value: object) -> bool:
+    if type(value) is not bool:
+        raise TypeError
+    return value
+
+
+def _int(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError
+    return value
+
+
+def _positive(value: object) -> int:
+    if _int(value) < 1:
+        raise ValueError
+    return _int(value)
+
+
+def _text(value: object) -> str:
+    if type(value) is not str or not value:
+        raise TypeError
+    return value
+
+
+def plain_name(value: object) -> str:
+    """A name of a backend or a family; TypeError or ValueError for another type, or for text that is no name."""
+    # A subclass of str may compare as it likes, and letters of other alphabets look like those of another name.
+    if type(value) is not str:
+        raise TypeError(NAME_RULE)
+    if not _NAME.fullmatch(value):
+        raise ValueError(NAME_RULE)
+    return value
+
+
+def _family(value: object) -> str | None:
+    return None if value is None else plain_name(value)
+
+
+def _objection(value: object) -> str | None:
+    if value is None:
+        return None
+    text = plain_text(value)
+    if not text:
+        raise ValueError
+    return shortened(text)
+
+
+def _sizes(values: object) -> tuple[int | MultipleOf, ...] | range:
+    # A range needs no copy: nobody can change it.
+    if type(values) is range and len(values) <= _MOST_SIZES:
+        return values
+    found = values if type(values) is tuple else tuple(plain_list(values, _MOST_SIZES))
+    if not _SIZE_TYPES.issuperset(map(type, found)) or len(found) > _MOST_SIZES:
+        raise TypeError
+    return found
+
+
+def _numbers(values: object) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)):
+        raise TypeError
+    return tuple(map(_int, plain_list(values, _MOST_DIMENSIONS)))
+
+
+def _layouts(values: object) -> tuple[str, ...]:
+    found = _plain_values(values)
+    if not found:
+        raise ValueError
+    return found
+
+
+def _class(value: object) -> type:
+    if type not in mro_of(type(value)):
+        raise TypeError
+    return value  # type: ignore[return-value]
+
+
+def _hashable(value: object) -> object:
+    hash(value)
+    return value
+
+
+def _context(value: object) -> object:
+    if not all(callable(getattr(type(value), name, None)) for name in ("__enter__", "__exit__")):
+        raise TypeError
+    return value
+
+
+def _reasons(values: object) -> list[Reason]:
+    return list(map(plain_reason, plain_list(values)))
+
+
+def _texts(values: object) -> tuple[str, ...]:
+    return tuple(shortened(plain_text(each)) for each in plain_list(values))
+
+
+def _pair(value: object) -> tuple[Any, Any]:
+    first, second = plain_list(value, 2)
+    return first, second
+
+
+_YES_OR_NO: tuple[str, Callable[[object], Any]] = ("True or False", _bool)
+_SIZES: tuple[str, Callable[[object], Any]] = (
+    f"a tuple or list of integers and MultipleOf, at most {_MOST_SIZES}",
+    _sizes,
+)
+
+HOOKS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
+    **dict.fromkeys(
+        (
+            *("supports_head_size", "supports_dtype", "supports_kv_cache_dtype", "supports_block_size"),
+            *("supports_compute_capability", "supports_attn_type", "supports_sink", "supports_mm_prefix"),
+            *("is_mla", "is_sparse"),
+        ),
+        _YES_OR_NO,
+    ),
+    "get_name": ("text of exactly the type str", _text),
+    "get_priority": ("an integer from 1 to 999", _int),
+    "for_layer": ("a subclass of AttentionBackend", _class),
+    "get_supported_head_sizes": _SIZES,
+    "get_supported_kernel_block_sizes": _SIZES,
+    "get_preferred_block_size": ("an integer of at least 1", _positive),
+    "supports_combination": ("None, or why the layer is not served, as text", _objection),
+    "validate_configuration": ("a list of reasons", _reasons),
+    "compile_key": ("hashable, or None", _hashable),
+    "watch_compiling": ("a context manager", _context),
+    "get_kv_cache_shape": ("a tuple of integers", _numbers),
+    "get_kv_cache_stride_order": ("a tuple of integers", _numbers),
+    "supported_kv_cache_layouts": ("a tuple or list of at least one of NHD and HND", _layouts),
+    "split_kv": ("the tensors of K and V, in a tuple", _pair),
+    "notes": ("a tuple of texts", _texts),
+}
+"""For each hook of a backend: what it must return, in words, and the function that checks and copies it."""
+
+
+def _feature(value: object) -> Feature:
+    if type(value) is not Feature:
+        raise TypeError("it must be a Feature, such as Feature.SINKS | Feature.ALIBI")
+    return value
+
+
+def _options(value: object) -> type[Any] | None:
+    if value is not None and not isinstance(value, type):
+        raise TypeError("it must be a frozen dataclass, or None")
+    return value
+
+
+def _requires(values: object) -> tuple[str | tuple[str, ...], ...]:
+    # A plugin may declare one string, which would otherwise be read letter by letter.
+    entries = [values] if isinstance(values, str) else plain_list(values)
+    found = [
+        plain_text(each) if isinstance(each, str) else tuple(map(plain_text, plain_list(each)))
+        for each in entries
+    ]
+    choices = [(each,) if isinstance(each, str) else each for each in found]
+    if max([len(found), *map(len, choices)]) > _MOST_REQUIREMENTS or any(
+        len(text) > _LONGEST_REQUIREMENT for texts in choices for text in texts
+    ):
+        limit = f"{_MOST_REQUIREMENTS} requirements, or one of more than {_LONGEST_REQUIREMENT} characters"
+        raise ValueError(f"it has more than {limit}")
+    return tuple(found)
+
+
+def _dtypes(values: object) -> tuple[object, ...]:
+    if type(values) is tuple and _STR.issuperset(map(type, values)):
+        return values
+    # A dtype of torch stays as it is.
+    return tuple(
+        plain_text(each) if isinstance(each, str) else each for each in plain_list(_in_any_order(values))
+    )
+
+
+def _in_any_order(values: object) -> object:
+    """A set as a list: what a class declares may be one, because its order means nothing."""
+    return list(values) if type(values) in (set, frozenset) else values  # type: ignore[call-overload]
+
+
+def _declared_texts(values: object) -> tuple[str, ...]:
+    return _plain_values(values if type(values) is tuple else _in_any_order(values))
+
+
+def _plain_values(values: object) -> tuple[str, ...]:
+    if type(values) is tuple and _STR.issuperset(map(type, values)):
+        return values
+    return tuple(map(plain_text, plain_list(values)))
+
+
+DECLARED: Mapping[str, Callable[[object], Any]] = {
+    **dict.fromkeys(("device_types", "supported_phases", "supported_sparse_kinds"), _declared_texts),
+    **dict.fromkeys(("supported_dtypes", "supported_kv_cache_dtypes"), _dtypes),
+    **dict.fromkeys(("serves_dense", "step_safe", "depends_on_capability"), _bool),
+    "features": _feature,
+    "requires": _requires,
+    "family": _family,
+    "Options": _options,
+}
+"""For each declared attribute, the function that checks and copies it."""
