@@ -373,16 +373,9 @@ class LayerSpec:
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if name not in data:
                 raise SpecError(name, None, "is required")
-        mla = data.get("mla")
-        if isinstance(mla, Mapping):
-            names = {f.name for f in dataclasses.fields(MLADims)}
-            if set(mla) != names:
-                raise SpecError("mla", dict(mla), f"must name exactly {', '.join(sorted(names))}")
-            mla = MLADims(**mla)
+        given = {**data, "mla": _mla_of(data.get("mla"))}
         sparse = data.get("sparse")
-        if isinstance(sparse, Mapping):
-            sparse = SparseSpec.from_dict(sparse)
-        given = {**data, "mla": mla, "sparse": sparse}
+        given["sparse"] = SparseSpec.from_dict(sparse) if isinstance(sparse, Mapping) else sparse
         # Files of earlier versions do not say which values were filled in.
         derived = given.pop("derived", ())
         if not isinstance(derived, list | tuple) or not all(name in _DEFAULTS for name in derived):
@@ -409,6 +402,15 @@ _DEFAULTS = ("causal", "head_size_v", "scale")
 @functools.lru_cache(maxsize=4096)
 def _required_features(spec: LayerSpec) -> Feature:
     return Feature(sum(flag.value for flag in FEATURES if flag.is_asked_by(spec)))
+
+
+def _mla_of(mla: object) -> object:
+    if not isinstance(mla, Mapping):
+        return mla
+    names = {f.name for f in dataclasses.fields(MLADims)}
+    if set(mla) != names:
+        raise SpecError("mla", dict(mla), f"must name exactly {', '.join(sorted(names))}")
+    return MLADims(**mla)
 
 
 def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_v: int | None) -> None:

@@ -190,7 +190,7 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             remedy = "give the batch exact seq_lens_host"
             raise BatchError("seq_lens_host", None, "must be exact: plans are made on the host", remedy)
         if chunk is None:
-            host = HostStep.of(starts, query_lens, lengths, self._page_size, common.causal)
+            host = HostStep.of(starts, query_lens, lengths, self._page_size, bool(common.causal))
             return StepPages(host, common.seq_lens, common.block_table_tensor, None, self._sent(host.seen))
         seen, rows = None, None
         if (lengths < query_lens).any():

@@ -181,7 +181,7 @@ def rules_of(batch: Batch) -> AttentionRules:
     return AttentionRules(
         head_size=spec.query_size,
         scale=spec.scale,
-        causal=spec.causal or batch.common.causal,
+        causal=batch.common.causal_for(spec),
         left=left,
         right=math.inf if spec.causal else right,
         chunk=spec.chunk_size,
