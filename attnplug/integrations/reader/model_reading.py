@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import traceback
 from collections import Counter
@@ -49,8 +50,12 @@ _OWN_ATTENTION = {
 """Classes without transformers' attention interface: family, attributes with heads, KV heads and scale."""
 
 
-def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec:
-    """The layers of the model of `config`. ModelConfigError if one cannot be read."""
+def read_model(
+    config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client: Client, dtype: str | None = None
+) -> ModelSpec:
+    """The layers of the model of `config`, of `dtype` if it is given. ModelConfigError if one cannot be read."""
+    if dtype is not None:
+        config = _with_dtype(config, dtype)
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
         raise ModelConfigError(
@@ -59,6 +64,18 @@ def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client
         )
     with quiet_transformers(), probe_registered():
         return _read_whole(_probed_model(config), ranks, kv_cache_dtype, client)
+
+
+def _with_dtype(config: PreTrainedConfig, dtype: str) -> PreTrainedConfig:
+    """A copy of `config`, and of each configuration inside it, with that dtype."""
+    config = copy.deepcopy(config)
+    parts = [
+        config,
+        *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None),
+    ]
+    for part in parts:
+        part.dtype = dtype
+    return config
 
 
 def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
