@@ -50,6 +50,8 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
     if layers is None:
         return None
     before, dtype = family.classes[name], dtype_of(data)
+    layers = list(layers)
+    sparse = [f"{before}{path}" for path, each in layers if each.sparse is not None]
     return ModelSpec(
         layers={
             f"{before}{path}": each.spec(f"{before}{path}", ranks, dtype, kv_cache_dtype, client)
@@ -59,6 +61,7 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         kv_sharing={},
         model_type=model_type,
         name=name,
+        index_keys=dict.fromkeys(sparse, {**family.defaults, **data}.get("index_head_dim", 0)),
     )
 
 

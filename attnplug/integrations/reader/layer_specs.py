@@ -255,6 +255,15 @@ def _sparse(call: AttentionCall) -> SparseSpec | None:
         raise ModelConfigError(f"{call.path}: {error}") from error
 
 
+def index_key_size(call: AttentionCall) -> int | None:
+    """Elements of the key that the indexer of the call's module keeps for each token; None without an indexer."""
+    if call.keywords.get("indices") is None:
+        return None
+    indexer = getattr(call.module, "indexer", None)
+    size = getattr(indexer, "head_dim", None)
+    return size if isinstance(size, int) else None
+
+
 def _latent_dims(call: AttentionCall) -> MLADims | None:
     """The MLADims of a module that caches a latent; None for other modules.
 

@@ -20,7 +20,7 @@ from attnplug.integrations.reader.architecture import build_model
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.input_sizes import read_sizes
-from attnplug.integrations.reader.layer_specs import SpecMaker, is_another_sequence
+from attnplug.integrations.reader.layer_specs import SpecMaker, index_key_size, is_another_sequence
 from attnplug.integrations.reader.mixers import (
     contains_attention,
     looks_like_attention,
@@ -219,6 +219,11 @@ def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client:
             kv_sharing=sharing,
             model_type=str(model.config.model_type),
             name=name,
+            index_keys={
+                call.path: size
+                for call in trace.calls
+                if (size := index_key_size(call)) is not None and client is Client.ENGINE
+            },
         )
     # `_runs` raises if no run succeeds, so each one that did left some attention unreached.
     raise unreached[0]

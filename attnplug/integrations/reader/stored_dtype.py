@@ -65,9 +65,7 @@ def stored_kv_dtype(config: Any, folder: Path | None = None) -> Stored:
             two places that name different storages; a file beside the configuration that is not JSON.
     """
     data = config if isinstance(config, Mapping) else config.to_dict()
-    found: dict[str, str] = {}
-    for place, dtype in _said(data, _layers_of(data)):
-        found[place] = dtype
+    found = dict(_said(data, _layers_of(data)))
     for name in _BESIDE if folder is not None else ():
         path = folder / name  # type: ignore[operator]
         if os.path.lexists(path):

@@ -16,8 +16,15 @@ _FORMATS: Final = {(8, "float"): "fp8_e4m3", (8, "int"): "int8"}
 _WORDS: Final = {
     **{name: name for name in KV_CACHE_DTYPES},
     **dict.fromkeys(("fp8", "fp8_e4m3fn", "e4m3", "e4m3fn", "fp8_static", "static"), "fp8_e4m3"),
-    **{"e5m2": "fp8_e5m2", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"},
-    **{"float": "float32", "none": "auto", "null": "auto", "no": "auto"},
+    "e5m2": "fp8_e5m2",
+    "fp16": "float16",
+    "half": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "float": "float32",
+    "none": "auto",
+    "null": "auto",
+    "no": "auto",
 }
 """The dtype by the word for it; AutoFP8 and older Quark write "static" for an fp8 cache with calibrated scales."""
 _WHOLE: Final = ("tensor", "per_tensor")
