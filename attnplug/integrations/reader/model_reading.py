@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 import traceback
 from collections import Counter
@@ -37,6 +38,7 @@ from attnplug.integrations.reader.trace import (
     probe_registered,
     record_run,
 )
+from attnplug.integrations.reader.unread_fields import notes_on_unread, with_kinds
 
 _BUDGET = 12_000
 """Runs of modules, over all attempts for one model. A model that fails late would take minutes otherwise."""
@@ -56,6 +58,7 @@ def read_model(
     """The layers of the model of `config`, of `dtype` if it is given. ModelConfigError if one cannot be read."""
     if dtype is not None:
         config = _with_dtype(config, dtype)
+    config, notes = with_kinds(config)
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
         raise ModelConfigError(
@@ -63,7 +66,9 @@ def read_model(
             "which a LayerSpec cannot describe"
         )
     with quiet_transformers(), probe_registered():
-        return _read_whole(_probed_model(config), ranks, kv_cache_dtype, client)
+        model = _probed_model(config)
+        read = _read_whole(model, ranks, kv_cache_dtype, client)
+        return dataclasses.replace(read, notes=(*notes, *read.notes, *notes_on_unread(model, read.layers)))
 
 
 def _with_dtype(config: PreTrainedConfig, dtype: str) -> PreTrainedConfig:
