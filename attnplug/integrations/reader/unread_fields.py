@@ -79,7 +79,7 @@ _SOFTMAX: Final = re.compile(r"full|global|sliding|local|swa|window|chunk|attent
 _LINEAR: Final = re.compile(r"linear|lightning|mamba|conv|recurrent|delta|rwkv|kda|gdn", re.IGNORECASE)
 
 
-def with_kinds(config: PreTrainedConfig) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """`config`, or a copy with the `layer_types` that MiniMax-Text-01 has in `attn_type_list`, and a note about it.
 
     Raises:
@@ -99,7 +99,7 @@ def with_kinds(config: PreTrainedConfig) -> tuple[PreTrainedConfig, tuple[str, .
         )
     changed = copy.deepcopy(config)
     changed.layer_types = kinds
-    del changed.attn_type_list  # type: ignore[attr-defined]
+    del changed.attn_type_list
     return changed, (
         f"attn_type_list is read as layer_types: {sum(map(bool, given))} of {count} layers attend.",
     )
