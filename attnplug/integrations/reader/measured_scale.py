@@ -23,8 +23,14 @@ _MOST_ELEMENTS = 1 << 23
 _CLOSE = 1e-5
 """Relative difference of two float32 runs, and of a measured factor and the number in the code."""
 
+Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Arguments of a forward."""
 _NOT_HIDDEN = re.compile(r"mask|position|rotary|cos|sin|freq|grid|length")
 """Names of arguments of a forward that are no hidden states."""
+
+
+class _TooLargeError(CheckFailedError):
+    """A tensor with more elements than are worth the time."""
 
 
 def measured_factor(call: AttentionCall) -> float:
@@ -38,7 +44,11 @@ def measured_factor(call: AttentionCall) -> float:
     """
     if call.inputs is None:
         raise CheckFailedError("the inputs of its forward are unknown")
-    plain, scaled, twice = (_queries_and_keys(call, times) for times in (0, 1, 2))
+    try:
+        plain, scaled, twice = (_queries_and_keys(call, times, call.inputs) for times in (0, 1, 2))
+    except _TooLargeError:
+        inputs = _first_rows(*call.inputs)
+        plain, scaled, twice = (_queries_and_keys(call, times, inputs) for times in (0, 1, 2))
     factor = 1.0
     for place, name in enumerate(("queries", "keys")):
         ratio, squared = (_ratio(name, run[place], plain[place]) for run in (scaled, twice))
@@ -63,7 +73,7 @@ def _ratio(name: str, scaled: torch.Tensor, plain: torch.Tensor) -> float:
 
 
 def _exact(factor: float, call: AttentionCall) -> float:
-    """The float64 number that the float32 measurement stands for: a product of numbers in the code, where one fits."""
+    """A product of numbers in the code within the error of the measurement, else the measured factor."""
     size = call.query.shape[3]
     usual = (1.0, size**-0.5, size**-0.25, 1.0 / size)
     products = {1.0}
@@ -73,11 +83,10 @@ def _exact(factor: float, call: AttentionCall) -> float:
     return next(near, factor)
 
 
-def _queries_and_keys(call: AttentionCall, times: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _queries_and_keys(call: AttentionCall, times: int, inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     module = call.module
     values = _RandomValues()
     mode = _Replay(values, times)
-    args, kwargs = call.inputs or ((), {})
     handles = []
     for part in module.modules():
         if part is not module:
@@ -85,7 +94,7 @@ def _queries_and_keys(call: AttentionCall, times: int) -> tuple[torch.Tensor, to
             handles.append(part.register_forward_hook(lambda *_: mode.leave(), always_call=True))
     try:
         with torch.no_grad(), torch.device("cpu"), stopped_at_attention(module), mode:
-            args, kwargs = values.all_of(args), values.all_of(dict(kwargs))
+            args, kwargs = values.all_of(inputs[0]), values.all_of(dict(inputs[1]))
             mode.begin(args, kwargs)
             module.forward(*args, **kwargs)
     except ReachedAttentionError as reached:
@@ -100,6 +109,19 @@ def _queries_and_keys(call: AttentionCall, times: int) -> tuple[torch.Tensor, to
         for handle in handles:
             handle.remove()
     raise CheckFailedError("its forward calls no attention on random input")
+
+
+def _first_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
+    """The first row of each tensor with the largest batch: the windows of an image in SAM 2 have 38 million elements."""
+    batch = max(
+        (each.shape[0] for each in _tensors_in((*args, *kwargs.values())) if each.dim() > 1), default=1
+    )
+
+    def first(value: Any) -> Any:
+        is_batch = isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[0] == batch
+        return value[:1] if is_batch else value
+
+    return tuple(map(first, args)), {name: first(value) for name, value in kwargs.items()}
 
 
 class _RandomValues:
@@ -123,7 +145,7 @@ class _RandomValues:
     def drawn(self, tensor: torch.Tensor) -> torch.Tensor:
         """New values of its shape: positive, so that no sum of squares is near zero."""
         if tensor.numel() > _MOST_ELEMENTS:
-            raise CheckFailedError(
+            raise _TooLargeError(
                 f"a tensor of the shape {tuple(tensor.shape)} has more than {_MOST_ELEMENTS} elements"
             )
         if not tensor.is_floating_point():

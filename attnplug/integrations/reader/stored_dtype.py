@@ -25,7 +25,7 @@ _BESIDE: Final = (
     *("hf_quant_config.json", "quantization_config.json", "quantize_config.json", "quant_config.json"),
     *("quant_cfg.json", "kv_cache_scales.json"),
 )
-"""Files in which quantizers write the same as in the sections: ModelOpt, AutoRound, AutoGPTQ, AutoAWQ, TensorRT-LLM, AutoFP8."""
+"""Files with the same as a section, by ModelOpt, AutoRound, AutoGPTQ, AutoAWQ, TensorRT-LLM, AutoFP8."""
 _NAMED: Final = frozenset(
     {
         "kv_cache_scheme",

@@ -282,8 +282,6 @@ class _Watch(TorchFunctionMode):
 
     _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
     _CHECKS = ("isfinite", "isinf", "isnan")
-    _TIMES = _TIMES
-    _OVER = _OVER
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -298,9 +296,9 @@ class _Watch(TorchFunctionMode):
         if constant is not None:
             self._trace.constants[stack[-1][1]].append(constant)
         if stack and len(args) == 2 and isinstance(args[1], float) and args[1]:
-            if name in self._TIMES:
+            if name in _TIMES:
                 stack[-1][2].add(args[1])
-            elif name in self._OVER:
+            elif name in _OVER:
                 stack[-1][2].add(1 / args[1])
         if name == "multi_head_attention_forward" and self._record_torch_module(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))

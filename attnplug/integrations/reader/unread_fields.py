@@ -106,7 +106,7 @@ def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
 
 
 def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
-    """A note with the fields about attention that no class of `model` reads, or of which no layer shows a trace.
+    """A note with the fields about attention that no class of `model` reads, or that show in no layer.
 
     Raises:
         ModelConfigError: such a field says that some layers are no softmax attention.
@@ -121,7 +121,7 @@ def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> 
 
 
 def _unknown(model: PreTrainedModel, text: str) -> Iterator[str]:
-    """Fields of which neither the configuration class nor a class of the model knows the name."""
+    """Fields whose name neither the configuration class nor a class of the model has."""
     for before, config in _configs(model.config):
         for name, value in vars(config).items():
             if (
