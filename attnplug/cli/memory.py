@@ -26,12 +26,15 @@ _KINDS = {
 
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "rwkv", "xlstm")
 """Kinds of other layers that keep a state of fixed size for each request."""
+_ENCODER = re.compile(r"vision|visual|image|audio|speech|encoder|tower")
+"""Names of parts that see a whole input at once, and keep no state."""
 
 
 def left_out(model: ModelSpec) -> dict[str, int]:
     """The layers whose states the estimate does not count, by kind: they depend on requests, not on tokens."""
-    kinds = Counter(re.split(r"[^a-z_0-9]", kind)[0] for kind in model.other_layers.values())
-    return {kind: count for kind, count in kinds.items() if any(kind.startswith(each) for each in _STATES)}
+    kept = (kind for name, kind in model.other_layers.items() if not _ENCODER.search(name))
+    kinds = Counter(re.split(r"[^a-z_0-9]", kind)[0] for kind in kept)
+    return {kind: count for kind, count in kinds.items() if kind.startswith(_STATES)}
 
 
 def budget_for(decisions: Mapping[str, Decision], model: ModelSpec, memory: str) -> MemoryBudget | None:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from attnplug.cli.memory import left_out
+from attnplug.integrations.model_spec import ModelSpec
+
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
@@ -120,6 +123,16 @@ def test_states_that_are_not_counted_are_named_with_the_number_of_layers(run, tm
     words = " ".join(outcome.out.split())
     assert f"Not counted: the states of {count} {name} layers." in words
     assert run(*options, "--json").json["not_counted"] == {name: count}
+
+
+def test_parts_that_keep_no_state_are_not_named():
+    others = {"model.layers.1.mamba": "mamba", "model.layers.3": "moe", "audio_tower.layers.0.conv": "conv"}
+    others |= {
+        "vision_tower": "vision encoder, not read: its conv",
+        "model.layers.2.linear_attn": "linear_attention",
+    }
+    model = ModelSpec(layers={}, other_layers=others, kv_sharing={}, model_type="x", name="X")
+    assert left_out(model) == {"mamba": 1, "linear_attention": 1}
 
 
 def test_a_model_without_states_names_none(run):
