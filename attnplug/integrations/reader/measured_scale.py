@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.eager_check import CheckFailedError
 from attnplug.integrations.reader.trace import (
     AttentionCall,
@@ -103,7 +104,7 @@ def _queries_and_keys(call: AttentionCall, times: int, inputs: Inputs) -> tuple[
         raise
     except Exception as error:
         raise CheckFailedError(
-            f"its forward cannot run on random input ({type(error).__name__}: {error})"
+            f"its forward cannot run on random input ({type(error).__name__}: {one_line(error)})"
         ) from error
     finally:
         for handle in handles:
