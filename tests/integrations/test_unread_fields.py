@@ -85,6 +85,8 @@ def test_a_field_that_the_class_does_not_read_is_named(
             {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "a_new_field": 1},
         ),
         ("mistral", {"sliding_window": 16, "a_new_field": 1}),
+        ("llama", {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 2}),
+        ("llama", {"sliding_window": None, "max_window_layers": 28, "attention_softmax_in_fp32": True}),
         ("gemma2", {"head_dim": 16, "attn_logit_softcapping": 20.0, "sliding_window": 8, "a_new_field": 1}),
         ("granite", {"attention_multiplier": 0.25, "a_new_field": 1}),
         ("falcon", {"alibi": True, "new_decoder_architecture": False, "num_key_value_heads": None}),

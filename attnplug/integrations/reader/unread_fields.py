@@ -70,11 +70,12 @@ _RULE: Final = re.compile(
 )
 """The rule for other names."""
 _OTHERS: Final = re.compile(
-    r"drop|bias|implementation|flash|sdpa|xformers|output_|hidden_size|mask_|^_|init|norm_eps"
+    r"drop|bias|fp32|^offset_alibi$|implementation|flash|sdpa|xformers|output_|hidden_size|mask_|^_|init|norm_eps"
 )
 """Names about training, weights or the choice of a kernel, which no layer shows."""
 _ROPE: Final = frozenset({"partial_rotary_factor", "rope_theta", "rope_scaling", "rope_parameters"})
 """Fields that transformers moves into `rope_parameters` before the class sees them."""
+_WINDOW: Final = re.compile(r"^(max_window_layers|sliding_window\w*|use_sliding_window)$")
 _SOFTMAX: Final = re.compile(r"full|global|sliding|local|swa|window|chunk|attention$|attn$", re.IGNORECASE)
 _LINEAR: Final = re.compile(r"linear|lightning|mamba|conv|recurrent|delta|rwkv|kda|gdn", re.IGNORECASE)
 
@@ -124,11 +125,9 @@ def _unknown(model: PreTrainedModel, text: str) -> Iterator[str]:
     """Fields whose name neither the configuration class nor a class of the model has."""
     for before, config in _configs(model.config):
         for name, value in vars(config).items():
-            if (
-                not _is_about_attention(name)
-                or not _says_something(name, value)
-                or _knows(config, name, text)
-            ):
+            if not _is_about_attention(name) or not _says_something(name, value):
+                continue
+            if _knows(config, name, text) or (_WINDOW.search(name) and _needs_no_window(config, name, value)):
                 continue
             if name in _KINDS:
                 _refuse_other_kinds(model, before, name, value)
@@ -179,6 +178,14 @@ def _says_something(name: str, value: Any) -> bool:
     if name == "position_embedding_type":
         return value not in (None, "", "absolute", "rope", "rope_gptj")
     return not (value is None or value is False or value == 0 or value in ("", [], (), {}))
+
+
+def _needs_no_window(config: Any, name: str, value: Any) -> bool:
+    """Whether a field about windows asks for nothing, because there is no window, or repeats its size."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return True
+    window = getattr(config, "sliding_window", None)
+    return name != "sliding_window" and window in (None, value)
 
 
 def _knows(config: PreTrainedConfig, name: str, text: str) -> bool:
