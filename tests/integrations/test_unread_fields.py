@@ -51,6 +51,7 @@ def read(tmp_path: Path) -> Any:
         ("gemma", {"sliding_window": 4096, "sliding_window_pattern": 6}, "sliding_window=4096, sliding_window_pattern=6"),
         ("granite", {"alibi": True, "head_dim": 32}, "alibi=True"),
         ("olmo2", {"rotary_dim": 8}, "rotary_dim=8"),
+        ("gemma2", {"sliding_window": 8, "sliding_window_size": 4}, "sliding_window_size=4"),
     ],
 )  # fmt: skip
 def test_a_field_that_the_class_does_not_read_is_named(

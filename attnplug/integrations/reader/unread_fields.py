@@ -177,6 +177,8 @@ def _says_something(name: str, value: Any) -> bool:
         return any(not _is_full(kind) for kind in value)
     if name == "position_embedding_type":
         return value not in (None, "", "absolute", "rope", "rope_gptj")
+    if name in ("rotary_pct", "partial_rotary_factor"):
+        return value not in (None, 1)
     return not (value is None or value is False or value == 0 or value in ("", [], (), {}))
 
 
