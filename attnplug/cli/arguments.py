@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import typer
 
 from attnplug.cli import completion
-from attnplug.core.dtypes import KV_CACHE_DTYPES, kv_cache_dtype_name
+from attnplug.core.dtypes import KV_CACHE_DTYPES, dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import Phase
 from attnplug.registry.installed import AssumeInstalled
@@ -75,6 +75,22 @@ KVCacheDtype: TypeAlias = Annotated[
         help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ...",
         callback=_known_kv_cache_dtype,
         autocompletion=completion.kv_cache_dtypes,
+    ),
+]
+
+
+def _known_dtype(text: str | None) -> str | None:
+    return None if text is None else dtype_name(_SHORT.get(text.strip().lower(), text), "--dtype")
+
+
+ModelDtype: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype",
+        metavar="DTYPE",
+        help="float16, bfloat16 or float32 \\[default: the dtype in CONFIG, or bfloat16].",
+        callback=_known_dtype,
+        autocompletion=completion.dtypes,
     ),
 ]
 BlockSize: TypeAlias = Annotated[

@@ -18,6 +18,7 @@ from attnplug.cli.arguments import (
     BlockSize,
     DeviceText,
     KVCacheDtype,
+    ModelDtype,
     NoTuned,
     OptionTexts,
     PhaseChoice,
@@ -27,13 +28,13 @@ from attnplug.cli.arguments import (
     options,
     tuned_times,
 )
-from attnplug.cli.memory import budget_for, print_budget
+from attnplug.cli.memory import budget_for, left_out, print_budget
 from attnplug.cli.output import console, features_in_words, layers_in_words, print_json
 from attnplug.cli.spinner import waiting
 from attnplug.cli.strip import LayerStrip
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.core.whole_words import WordTable
+from attnplug.core.whole_words import Paragraph, WordTable
 from attnplug.integrations.model_spec import Client
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from attnplug.registry.decision import Decision
     from attnplug.registry.registry import SelectKwargs
     from attnplug.runtime.plan_phases import ByPhase
+
+
+_DTYPE_CODES = frozenset({"dtype", "kv_cache_dtype"})
 
 
 def select(
@@ -56,6 +60,7 @@ def select(
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
     ] = 1,
+    dtype: ModelDtype = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     backend: BackendRules = None,
@@ -94,7 +99,9 @@ def select(
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
-        model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype, client=client)
+        model = read_config(
+            config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype, client=client, dtype=dtype
+        )
     specs = dict(model.layers)
     if block_size is not None:
         for name, spec in model.layers.items():
@@ -118,7 +125,10 @@ def select(
             decisions = with_layout(decisions)
         notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
     advice = advice_for(_asked(decisions, by_phase))
-    budget = budget_for(decisions, model.kv_sharing, memory) if memory is not None else None
+    budget = budget_for(decisions, model, memory) if memory is not None else None
+    if dtype is None:
+        notes = (*notes, *_float32_note(list(_asked(decisions, by_phase))))
+    notes = (*(note.removesuffix(".") for note in model.notes), *notes)
     every = list(decisions.values())
     if as_json:
         data: dict[str, Any] = {
@@ -131,16 +141,18 @@ def select(
         }
         if by_phase is not None:
             phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
-            data |= {"by_phase": phased, "notes": list(notes)}
+            data["by_phase"] = phased
+        data["notes"] = list(notes)
         if memory is not None:
             data["budget"] = None if budget is None else budget.to_dict()
+            data["not_counted"] = left_out(model)
         print_json(data, "attnplug.select")
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
         _print(title, model, every, resolve_device(device), by_phase, notes, why)
         print_advice(advice)
         if memory is not None:
-            print_budget(budget, memory)
+            print_budget(budget, model, memory)
     raise typer.Exit(0 if all(every) else 3)
 
 
@@ -148,6 +160,22 @@ def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase | None) -> Itera
     """The decisions as they were made: for both phases, or for each."""
     for name, decision in decisions.items():
         yield from (decision,) if by_phase is None else by_phase[name].values()
+
+
+def _float32_note(decisions: Sequence[Decision]) -> tuple[str, ...]:
+    """A note if backends refuse layers for the float32 of their file alone."""
+    refused: dict[str, list[str]] = {}
+    for decision in decisions:
+        if decision.spec.dtype != "float32":
+            continue
+        for candidate in decision.candidates:
+            if candidate.codes and set(candidate.codes) <= _DTYPE_CODES:
+                refused.setdefault(candidate.name, []).append(str(decision.layer_name))
+    if not refused:
+        return ()
+    layers = layers_in_words(list(dict.fromkeys(name for names in refused.values() for name in names)))
+    told = f"The file's dtype float32 decided against {', '.join(refused)} for layers {layers}"
+    return (f"{told}; --dtype bfloat16 shows the choice in 16 bits",)
 
 
 def _refuse_pages(kv_cache_dtype: str, block_size: int | None, memory: str | None) -> None:
@@ -193,7 +221,8 @@ def _print(
         out.print(_strip(decisions))
     _print_rest(model)
     for note in notes:
-        out.print(f"\n{note}.")
+        out.print()
+        out.print(Paragraph(f"{note}."))
     for members in groups:
         first = members[0]
         if why or not first:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug.cli import completion
-from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype
+from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype, ModelDtype
 from attnplug.cli.interrupts import interrupt_on_sigterm
 from attnplug.cli.output import check_output, print_json
 from attnplug.cli.spinner import waiting
@@ -70,6 +70,7 @@ def tune(
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
     ] = 1,
+    dtype: ModelDtype = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     fresh: Annotated[bool, _what("--fresh", help="Measure again what an earlier run has measured.")] = False,
@@ -111,12 +112,14 @@ def tune(
     registry = get_registry()
     names = None if backends is None else _known(backends, registry.plugins.find)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
-        model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype)
+        model = read_config(config, tensor_parallel_size=tp, kv_cache_dtype=kv_cache_dtype, dtype=dtype)
     tuner = Tuner(registry, where, layers_of(model.layers, block_size), shapes, backends=names)
     if not tuner.cells:
         why = "".join(f"; layer {name} {why}" for name, why in tuner.left_out.items())
         raise NoBackendError(f"no backend serves a layer that can be measured with this workload{why}")
     report = TuneReport()
+    for note in model.notes:
+        report.say(note)
     with interrupt_on_sigterm():
         try:
             left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))

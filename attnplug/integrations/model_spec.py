@@ -20,6 +20,9 @@ class Client(enum.StrEnum):
     """transformers with `attn_implementation="attnplug"`: its own caches give each call the keys and values."""
 
 
+_MAPPINGS = ("layers", "other_layers", "kv_sharing", "index_keys")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The layers of one model, per tensor-parallel rank.
@@ -30,7 +33,9 @@ class ModelSpec:
     attention KV, such as "mamba", "linear_attention" or "conv". It also has each tower whose attention was not
     read, with the reason ("vision encoder, not read: ..."). `kv_sharing`
     maps a layer to the layer whose keys and values it reads. `name` is the model class; `model_type` is
-    transformers' name of the family.
+    transformers' name of the family. `notes` are sentences about what the configuration says and the layers do not
+    show, such as a field that nothing reads. `index_keys` gives the elements that the indexer of a sparse layer
+    keeps for each token beside the KV cache; layers that use another layer's choice have no entry.
     """
 
     layers: Mapping[str, LayerSpec]
@@ -38,13 +43,15 @@ class ModelSpec:
     kv_sharing: Mapping[str, str]
     model_type: str
     name: str
+    notes: tuple[str, ...] = ()
+    index_keys: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for field in ("layers", "other_layers", "kv_sharing"):
+        for field in _MAPPINGS:
             object.__setattr__(self, field, MappingProxyType(dict(getattr(self, field))))
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Mapping proxies cannot be pickled.
-        mappings = {field: dict(getattr(self, field)) for field in ("layers", "other_layers", "kv_sharing")}
-        make = functools.partial(ModelSpec, **mappings, model_type=self.model_type, name=self.name)
-        return make, ()
+        fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        fields |= {field: dict(fields[field]) for field in _MAPPINGS}
+        return functools.partial(ModelSpec, **fields), ()

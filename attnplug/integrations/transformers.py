@@ -6,12 +6,13 @@ meta device, and records and checks every call to attention.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.checks import MOST, short_number
-from attnplug.core.dtypes import kv_cache_dtype_name
+from attnplug.core.dtypes import dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.core.text import shown
 from attnplug.integrations.model_spec import Client, ModelSpec
@@ -29,6 +30,7 @@ def read_config(
     tensor_parallel_size: int = 1,
     kv_cache_dtype: str = "auto",
     client: Client | str = Client.ENGINE,
+    dtype: str | None = None,
 ) -> ModelSpec:
     """The attention layers that a model configuration asks for, per tensor-parallel rank.
 
@@ -37,12 +39,14 @@ def read_config(
             runs no remote code and does not change the object.
         tensor_parallel_size: ranks that divide the heads. Fewer KV heads than ranks are replicated, so that
             every rank has at least one.
-        kv_cache_dtype: storage of paged KV caches; with "auto" the one that the configuration names in
-            `quantization_config.kv_cache_scheme`, else the model's dtype. Encoder layers, which receive keys and
-            values with the call, keep "auto".
+        kv_cache_dtype: storage of paged KV caches; with "auto" the one that the checkpoint names, else the model's
+            dtype. ModelOpt, compressed-tensors, Quark, AutoRound and AutoFP8 name it in the configuration, in one
+            inside it, or in a file beside it, such as `hf_quant_config.json`. Encoder layers, which receive keys
+            and values with the call, keep "auto".
         client: "engine", or "transformers" for the layers as transformers itself runs them with
             `attn_implementation="attnplug"`: each has `direct_kv=True` and the heads and scale of its call, latent
             attention has expanded keys and values, and no layer shares a cache.
+        dtype: "float16", "bfloat16" or "float32" for all layers, in place of the configuration's dtype.
 
     A configuration without a dtype is read as bfloat16, LayerSpec's default, because the checkpoint that
     determines it is not read.
@@ -52,12 +56,16 @@ def read_config(
     `direct_kv=True`: encoders, towers, text encoders with a causal mask, and cross attention outside a decoder.
     A module that folds windows or frames into its batch computes each of them as a sequence of its own.
 
-    `scale` is the whole factor between `query @ key` and the logits, including one that the model applies to
-    its queries.
+    `scale` is the whole factor between `query @ key` and the logits. Numbers by which the attention module multiplies
+    its queries or keys are part of it, so an engine leaves them out. The reader measures it on random inputs.
+
+    `ModelSpec.notes` names the storage that the checkpoint asks for, and fields about attention that the model class
+    does not read.
 
     Raises:
         ModelConfigError: the file cannot be read; transformers cannot build the model; the ranks do not divide the
-            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it). For
+            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it); the
+            checkpoint says something about its cache that the reader does not know, or two different things. For
             transformers also: a layer computes its own attention, or attends only chosen keys.
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
@@ -78,14 +86,42 @@ def read_config(
         raise ModelConfigError(
             f"kv_cache_dtype={cache_dtype!r}: transformers keeps keys and values in its own caches, in the dtype of the layer"
         )
-    from attnplug.integrations.known.reading import read_known
-    from attnplug.integrations.reader.stored_dtype import stored_kv_dtype
-
+    given = None if dtype is None else _dtype_name(dtype)
     data = _parsed(path_or_config)
+    notes: tuple[str, ...] = ()
     if cache_dtype == "auto" and client == Client.ENGINE:
-        cache_dtype = stored_kv_dtype(path_or_config if data is None else data)
+        cache_dtype, notes = _stored(path_or_config, data)
+    model = _read(path_or_config, data, tensor_parallel_size, cache_dtype, Client(client), given)
+    return dataclasses.replace(model, notes=(*notes, *model.notes)) if notes else model
+
+
+def _dtype_name(dtype: object) -> str:
+    try:
+        return dtype_name(dtype)
+    except SpecError as error:
+        raise ModelConfigError(str(error)) from error
+
+
+def _stored(source: Any, data: dict[str, Any] | None) -> tuple[str, tuple[str, ...]]:
+    """The storage that the checkpoint names, and a note about it."""
+    from attnplug.integrations.reader.stored_dtype import folder_of, stored_kv_dtype
+
+    if data is None and not hasattr(source, "to_dict"):
+        return "auto", ()  # load_config refuses the object
+    stored = stored_kv_dtype(source if data is None else data, folder_of(source))
+    if stored.dtype == "auto":
+        return "auto", ()
+    return stored.dtype, (f"The checkpoint's KV cache is {stored.dtype} ({', '.join(stored.places)}).",)
+
+
+def _read(
+    source: Any, data: dict[str, Any] | None, ranks: int, cache_dtype: str, client: Client, dtype: str | None
+) -> ModelSpec:
+    """The layers by the rule of a known type, else by a run of the model."""
+    from attnplug.integrations.known.reading import read_known
+
     if data is not None:
-        known = read_known(data, tensor_parallel_size, cache_dtype, Client(client))
+        known = read_known(data if dtype is None else {**data, "dtype": dtype}, ranks, cache_dtype, client)
         if known is not None:
             return known
     try:
@@ -97,7 +133,7 @@ def read_config(
     from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model
 
-    return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype, Client(client))
+    return read_model(load_config(source), ranks, cache_dtype, client, dtype)
 
 
 def _parsed(source: Any) -> dict[str, Any] | None:

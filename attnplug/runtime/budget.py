@@ -12,6 +12,7 @@ from typing import Any
 from attnplug.core.arguments import at_least, checked, one_of
 from attnplug.core.checks import short_number
 from attnplug.core.context_parallel import ContextParallel
+from attnplug.core.dtypes import element_size
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import (
     ChunkedLocalAttentionSpec,
@@ -46,6 +47,7 @@ class MemoryBudget:
         groups: the KV groups.
         prefill_workspace: bytes of `memory` in which prefills of latent attention expand computed tokens.
         context_parallel: the ranks that share tokens; the memory is that of one of them. None for one alone.
+        index_keys: bytes of `bytes_per_block` for the index keys of sparse layers, which the engine allocates.
     """
 
     memory: int
@@ -56,6 +58,7 @@ class MemoryBudget:
     groups: tuple[KVCacheGroupSpec, ...]
     prefill_workspace: int = 0
     context_parallel: ContextParallel | None = None
+    index_keys: int = 0
 
     @property
     def usable_blocks(self) -> int:
@@ -72,6 +75,7 @@ class MemoryBudget:
             "memory": self.memory,
             "prefill_workspace": self.prefill_workspace,
             "bytes_per_block": self.bytes_per_block,
+            "index_keys": self.index_keys,
             "num_blocks": self.num_blocks,
             "max_tokens": self.max_tokens,
             "padding_layers": self.padding_layers,
@@ -149,6 +153,14 @@ def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
     return max((prefill_workspace_bytes(spec, rows) for spec in expanding), default=0)
 
 
+def index_key_bytes(spec: LayerSpec, elements: int) -> int:
+    """Bytes of the key of `elements` that the indexer of a sparse layer keeps for one token.
+
+    It is stored in the layer's dtype, and with one byte for each element and a float32 scale beside an 8-bit cache.
+    """
+    return elements + 4 if spec.has_quantized_kv_cache else elements * element_size(spec.dtype)
+
+
 @checked(
     config=one_of(KVCacheConfig, error=LayoutError),
     memory=at_least(-_MOST_MEMORY, LayoutError),
@@ -162,6 +174,7 @@ def fit_kv_cache(
     new_tokens: int = 1,
     prefill_workspace: int = 0,
     context_parallel: ContextParallel | None = None,
+    index_keys: int = 0,
 ) -> MemoryBudget:
     """The budget for `memory` bytes; ignores the configuration's own number of blocks.
 
@@ -171,6 +184,7 @@ def fit_kv_cache(
         new_tokens: tokens of a sequence computed in one step; see `blocks_needed`.
         prefill_workspace: bytes that the caches leave free; see `ModelPlan.prefill_workspace_bytes`.
         context_parallel: the ranks that share tokens, each with `memory` bytes.
+        index_keys: bytes that the index keys of all sparse layers need for the tokens of one block number.
 
     Raises:
         LayoutError: the null block and one more block do not fit.
@@ -178,7 +192,7 @@ def fit_kv_cache(
     groups = config.kv_cache_groups
     if not groups:
         return MemoryBudget(memory, 0, 0, None, 0, (), prefill_workspace, context_parallel)
-    each = bytes_per_block(config)
+    each = bytes_per_block(config) + index_keys
     blocks = (memory - prefill_workspace) // each
     if blocks < 2:
         limit, remedy = f"must hold at least two blocks of {each} bytes", None
@@ -203,4 +217,6 @@ def fit_kv_cache(
             low, high = (middle, high) if fits(middle) else (low, middle)
         longest = low
     padding = num_padding_layers(config)
-    return MemoryBudget(memory, each, blocks, longest, padding, groups, prefill_workspace, context_parallel)
+    return MemoryBudget(
+        *(memory, each, blocks, longest, padding, groups, prefill_workspace, context_parallel, index_keys)
+    )

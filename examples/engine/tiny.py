@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import os
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from attnplug.errors import ModelConfigError
 
@@ -96,6 +98,16 @@ def usable_device(text: str) -> torch.device:
         ) from error
 
 
+def load_config(path: str | Path) -> PreTrainedConfig:
+    """The configuration in a file, also one whose `model_type` is known by the class in `architectures` alone."""
+    data = json.loads(Path(path).read_text()) if Path(path).is_file() else {}
+    if data.get("model_type", "llama") not in CONFIG_MAPPING and data.get("architectures"):
+        found = getattr(transformers, data["architectures"][0], None)  # Kimi K2 is a DeepSeek V3
+        if found is not None:
+            return found.config_class.from_dict({**data, "model_type": found.config_class.model_type})
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
 def load(
     path: str | Path,
     scale: str = "full",
@@ -115,7 +127,7 @@ def load(
             f"{path}: no such file; give the path of a config.json (nothing is downloaded)"
         )
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = load_config(path)
         torch.manual_seed(0)
         small = shrink(config, vocab_size=vocab_size) if scale == "tiny" else config
         with torch.device(device):  # drawn there, where large models are drawn much faster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -295,3 +296,60 @@ def test_layers_of_one_phase_beside_layers_of_both_are_listed_once(run):
     ]
     reasons = [line for line in lines if line.startswith("layers ") and line.endswith(":")]
     assert [line.rpartition(", ")[2] for line in reasons] == ["decode):", "prefill):"]
+
+
+@pytest.mark.parametrize("command", [(), ("--per-phase",), ("--for", "transformers")])
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "whisper-large-v3", "deepseek-v3"])
+def test_a_dtype_replaces_the_one_of_the_file(run, model, command):
+    options = ("--device", "cpu", "--json", "--dtype", "float32", *command)
+    decisions = run("select", MODELS / f"{model}.json", *options).json["decisions"]
+    assert {decision["spec"]["dtype"] for decision in decisions} == {"float32"}
+
+
+def test_a_dtype_replaces_that_of_a_model_without_a_rule_and_of_parts_inside(run, tmp_path):
+    text = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512, "dtype": "float32"}
+    vision = {"model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    data = {"model_type": "llava", "text_config": text, "vision_config": vision, "image_token_index": 511}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**data, "dtype": "float32"}))
+    for dtype in ("float16", "float32"):
+        outcome = run("select", path, "--device", "cpu", "--json", "--dtype", dtype)
+        assert {decision["spec"]["dtype"] for decision in outcome.json["decisions"]} == {dtype}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ("half", None),
+        ("fp32", None),
+        ("float64", "--dtype='float64' must be one of float16, bfloat16, float32"),
+    ],
+)
+def test_the_names_of_dtypes(run, asked, said):
+    outcome = run("select", LLAMA, "--device", "cpu", "--dtype", asked)
+    assert (outcome.code, said is None or said in outcome.err) == (0 if said is None else 2, True)
+
+
+def test_it_says_when_the_float32_of_the_file_decided(run):
+    options = ("--device", "h100", "--assume-installed", "all")
+    bert = MODELS / "bert-base-uncased.json"
+    note = "The file's dtype float32 decided against FLASH_ATTN_4, FLASH_ATTN_3, FLASH_ATTN_2 for layers 0-11; --dt"
+    assert note in " ".join(run("select", bert, *options).out.split())
+    assert any(each.startswith(note) for each in run("select", bert, *options, "--json").json["notes"])
+    for silent in (("--dtype", "float32"), ("--dtype", "bfloat16")):
+        assert "float32 decided" not in run("select", bert, *options, *silent).out
+    assert "float32 decided" not in run("select", LLAMA, *options).out
+    assert "float32 decided" not in run("select", bert, "--device", "cpu").out
+
+
+def test_it_names_the_place_of_the_storage(run, tmp_path):
+    (tmp_path / "config.json").write_text(LLAMA.read_text())
+    (tmp_path / "hf_quant_config.json").write_text('{"quantization": {"kv_cache_quant_algo": "FP8"}}')
+    note = "The checkpoint's KV cache is fp8_e4m3 (hf_quant_config.json: quantization.kv_cache_quant_algo)"
+    assert note in " ".join(run("select", tmp_path, "--device", "cpu").out.split())
+    assert run("select", tmp_path, "--device", "cpu", "--json").json["notes"] == [note]
+    assert note not in " ".join(
+        run("select", tmp_path, "--device", "cpu", "--kv-cache-dtype", "bfloat16").out.split()
+    )

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 import torch
-from tiny import shrink
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from tiny import load_config, shrink
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 FAMILIES = {
@@ -33,7 +33,7 @@ WINDOW = 32
 @functools.cache
 def _model(family: str, vocab_size: int = 512) -> PreTrainedModel:
     file = (FAMILIES | LATENT_FAMILIES)[family.partition(":")[0]]
-    config = AutoConfig.from_pretrained(MODELS / f"{file}.json", local_files_only=True)
+    config = load_config(MODELS / f"{file}.json")
     config = shrink(config, vocab_size=vocab_size)
     if family.endswith(":halves"):
         config.rope_interleave = False

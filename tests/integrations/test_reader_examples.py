@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from attnplug.core import LayerSpec, MLADims, SparseSpec
 
+MODELS = Path(__file__).parents[2] / "examples" / "models"
 BF16 = {"dtype": "bfloat16"}
 
 
@@ -58,7 +61,7 @@ EXPECTED = {
     "deepseek-v2-lite": {
         LayerSpec(**heads(16, 1, 576), mla=latent_dims(None), scale=yarn_scale(40, 0.707)): 27
     },
-    "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=latent_dims(1536)): 61},
+    "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=latent_dims(1536), scale=yarn_scale(40, 1.0)): 61},
     "deepseek-v3.2": {
         LayerSpec(
             **heads(128, 1, 576),
@@ -94,8 +97,49 @@ def test_every_layer_of_the_example_is_read(name, example):
     assert not model.kv_sharing
 
 
-def test_the_scale_of_multi_head_latent_attention_counts_both_parts_of_a_query(example):
-    assert {spec.scale for spec in example("deepseek-v3").layers.values()} == {192**-0.5}
+def test_the_scale_of_multi_head_latent_attention_counts_both_parts_of_a_query_and_yarn(example):
+    (scale,) = {spec.scale for spec in example("deepseek-v3").layers.values()}
+
+    assert scale == 192**-0.5 * (0.1 * math.log(40) + 1.0) ** 2
+
+
+FACTS = {
+    "bert-base-uncased": ("bert", 512, None, None, 0.125),
+    "bloom-7b1": ("bloom", 2048, None, None, 0.0883883),
+    "deepseek-v2-lite": ("deepseek_v2", 163840, "yarn", 10000, 0.1147214),
+    "deepseek-v3": ("deepseek_v3", 163840, "yarn", 10000, 0.1352338),
+    "deepseek-v3.2": ("deepseek_v32", 163840, "yarn", 10000, 0.1352338),
+    "gemma-2-9b": ("gemma2", 8192, None, 10000, 0.0625),
+    "gemma-3-27b-text": ("gemma3_text", 131072, "linear", 1000000, 0.0771517),
+    "glm-4.7-flash": ("glm4_moe_lite", 202752, None, 1000000, 0.0625),
+    "gpt-oss-20b": ("gpt_oss", 131072, "yarn", 150000, 0.125),
+    "kimi-k2": ("kimi_k2", 131072, "yarn", 50000, 0.1308608),
+    "llama-3.1-70b": ("llama", 131072, "llama3", 500000, 0.0883883),
+    "llama-3.1-8b": ("llama", 131072, "llama3", 500000, 0.0883883),
+    "llama-4-scout-text": ("llama4_text", 10485760, "llama3", 500000, 0.0883883),
+    "mistral-7b-v0.1": ("mistral", 32768, None, 10000, 0.0883883),
+    "phi-3-mini-4k": ("phi3", 4096, None, 10000, 0.1020621),
+    "qwen3-30b-a3b": ("qwen3_moe", 40960, None, 1000000, 0.0883883),
+    "qwen3-8b": ("qwen3", 40960, None, 1000000, 0.0883883),
+    "whisper-large-v3": ("whisper", 448, None, None, 0.125),
+}
+"""Facts of the published files: model type, positions, kind and base of the rotary embedding, softmax scale."""
+
+
+@pytest.mark.parametrize("path", sorted(MODELS.glob("*.json")), ids=lambda path: path.stem)
+def test_an_example_has_the_facts_of_the_published_file(path, example):
+    data = json.loads(path.read_text())
+    names = ("max_position_embeddings", "max_target_positions", "seq_length")
+    positions = next(data[name] for name in names if name in data)
+    rope = data.get("rope_scaling") or data.get("rope_parameters") or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    base = data.get("rope_theta", rope.get("rope_theta"))
+    model = example(path.stem)
+    (scale,) = {round(spec.scale, 7) for spec in model.layers.values()}
+
+    found = (model.model_type, positions, None if kind == "default" else kind, base, scale)
+    assert found == FACTS[path.stem]
+    assert data["model_type"] == model.model_type
 
 
 def test_gemma_3_attends_globally_in_every_sixth_layer(example):

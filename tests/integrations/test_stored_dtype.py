@@ -59,7 +59,7 @@ def test_a_configuration_in_memory(small: Any) -> None:
     [
         ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "must be 8 bits of type float or int; give"),
         ({"kv_cache_scheme": {"num_bits": True, "type": "float"}}, "kv_cache_scheme="),
-        ({"kv_cache_scheme": "fp8"}, "quantization_config.kv_cache_scheme='fp8'"),
+        ({"kv_cache_scheme": "fp3"}, "quantization_config.kv_cache_scheme='fp3'"),
         ({"kv_cache_quant_algo": "FP3"}, "kv_cache_quant_algo='FP3': must be one of FP8, INT8, NVFP4"),
         ({"kv_cache_quant_algo": 8}, "kv_cache_quant_algo=8"),
     ],

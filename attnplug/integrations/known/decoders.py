@@ -76,6 +76,8 @@ def _decoder(
         window = values.get("sliding_window") or 0
         if _SLIDING in each and not window:
             return None
+        if values.get("sliding_window_size", window) != window:
+            return None  # the class does not read it, and the full reader says so
         if (factor := scale(values)) == 1.0:
             return None  # the full reader looks for the other part of such a scale
         attention = {

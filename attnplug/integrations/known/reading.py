@@ -15,6 +15,8 @@ from attnplug.integrations.model_spec import Client, ModelSpec
 
 FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **LATENT, **OTHERS}
 """The rules by model type."""
+_ALIKE: Final = {"kimi_k2": "deepseek_v3"}
+"""Model types that transformers does not have, by the type whose class their `architectures` name."""
 _VERSION: Final = "5."
 """The transformers whose classes the rules follow. The tests compare the installed one with every rule."""
 
@@ -32,7 +34,11 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         ModelConfigError: the ranks do not divide the heads.
     """
     model_type = data.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if not isinstance(model_type, str):
+        return None
+    family = FAMILIES.get(_ALIKE.get(model_type, model_type))
+    if model_type in _ALIKE and not data.get("architectures"):
+        return None  # without the name of a class, nothing says that it is alike
     if family is None or client not in family.clients or not _version_fits():
         return None
     if not _understands(family, data):
@@ -40,10 +46,12 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
     name = (data.get("architectures") or [next(iter(family.classes))])[0]
     if name not in family.classes:
         return None
-    layers = family.read({**family.defaults, **data})
+    layers = family.read({**family.defaults, **data, "model_type": _ALIKE.get(model_type, model_type)})
     if layers is None:
         return None
     before, dtype = family.classes[name], dtype_of(data)
+    layers = list(layers)
+    sparse = [f"{before}{path}" for path, each in layers if each.sparse is not None]
     return ModelSpec(
         layers={
             f"{before}{path}": each.spec(f"{before}{path}", ranks, dtype, kv_cache_dtype, client)
@@ -51,8 +59,9 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         },
         other_layers={},
         kv_sharing={},
-        model_type=str(model_type),
+        model_type=model_type,
         name=name,
+        index_keys=dict.fromkeys(sparse, {**family.defaults, **data}.get("index_head_dim", 0)),
     )
 
 

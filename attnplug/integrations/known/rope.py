@@ -94,7 +94,8 @@ def _is_known(rope: dict[str, Any], rotary_size: int, kinds: tuple[str, ...]) ->
         return False
     if not all(name in checks and checks[name](value) for name, value in rope.items() if name != "rope_type"):
         return False
-    if kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+    # Llama 4 Scout has equal factors, so that no frequency lies between both.
+    if kind == "llama3" and rope["high_freq_factor"] < rope["low_freq_factor"]:
         return False
     if kind == "longrope":
         return len(rope["short_factor"]) == len(rope["long_factor"]) == rotary_size // 2

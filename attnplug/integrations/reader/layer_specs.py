@@ -15,6 +15,7 @@ from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
 from attnplug.integrations.reader.mask_pattern import MaskPattern
+from attnplug.integrations.reader.measured_scale import measured_factor
 from attnplug.integrations.reader.rank_spec import make_spec
 from attnplug.integrations.reader.trace import AttentionCall
 
@@ -56,6 +57,7 @@ class SpecMaker:
     kv_cache_dtype: str
     client: Client
     _checked: dict[object, bool] = dataclasses.field(default_factory=dict, init=False)
+    _factors: dict[object, float] = dataclasses.field(default_factory=dict, init=False)
 
     def spec(self, call: AttentionCall) -> LayerSpec:
         """The spec of `call`. ModelConfigError names the layer and the property that a LayerSpec lacks."""
@@ -90,7 +92,7 @@ class SpecMaker:
             kv_cache_dtype=self.kv_cache_dtype if paged else "auto",
             attn_type=kind,
             causal=pattern.causal,
-            scale=call.scaling if expands else _scale(call),
+            scale=call.scaling if expands else _scale(call) * self._factor(call),
             window=pattern.window,
             chunk_size=pattern.chunk_size,
             logits_soft_cap=call.keywords.get("softcap"),
@@ -131,6 +133,21 @@ class SpecMaker:
             )
         return kind is AttentionType.DECODER and keeps
 
+    def _factor(self, call: AttentionCall) -> float:
+        """`measured_factor`, once for calls of the same code with the same numbers; 1.0 for a module without any."""
+        if not call.constants:
+            return 1.0
+        key = (type(call.module), call.constants, call.query.shape, call.key.shape)
+        # NaN is a number that the run cannot know, and equals nothing.
+        if key not in self._factors:
+            try:
+                self._factors[key] = measured_factor(call)
+            except CheckFailedError as error:
+                raise _refused(
+                    call, f"multiplies tensors by numbers that cannot be measured: {error}"
+                ) from error
+        return self._factors[key]
+
     def _check_for_sinks(self, call: AttentionCall) -> bool:
         """`check_eager`, run once for calls of the same code and shapes."""
         key = (
@@ -145,6 +162,7 @@ class SpecMaker:
                 for name, value in sorted(call.keywords.items())
             ),
             tuple(name for name, _ in call.module.named_parameters(recurse=False)),
+            _settings_read(call),
         )
         if key not in self._checked:
             try:
@@ -152,6 +170,13 @@ class SpecMaker:
             except CheckFailedError as error:
                 raise _refused(call, f"cannot be verified: {error}") from error
         return self._checked[key]
+
+
+def _settings_read(call: AttentionCall) -> tuple[tuple[str, object], ...]:
+    """Plain attributes of the module that the file's own attention names, such as a layer's index."""
+    names = getattr(getattr(call.eager, "__code__", None), "co_names", ())
+    values = ((name, vars(call.module).get(name)) for name in names)
+    return tuple((name, value) for name, value in values if isinstance(value, (bool, int, float, str)))
 
 
 def is_another_sequence(call: AttentionCall, earlier: AttentionCall) -> bool:
@@ -211,15 +236,8 @@ def _pattern(call: AttentionCall) -> MaskPattern:
 
 
 def _scale(call: AttentionCall) -> float:
-    if call.scaling is None:
-        return float(call.query.shape[3] ** -0.5)
-    scale = float(call.scaling)
-    if scale == 1.0:
-        # Some modules scale their queries and then pass 1.0 to attention; the model's scale is the product.
-        for own in (getattr(call.module, "scaling", None), call.query.shape[3] ** -0.5):
-            if isinstance(own, float) and any(math.isclose(own, factor) for factor in call.factors):
-                return own
-    return scale
+    """The scale that the call passes, without numbers that the module applies before it."""
+    return float(call.query.shape[3] ** -0.5 if call.scaling is None else call.scaling)
 
 
 def _dtype(call: AttentionCall) -> str:
@@ -253,6 +271,15 @@ def _sparse(call: AttentionCall) -> SparseSpec | None:
         return SparseSpec("token_topk", topk)
     except SpecError as error:
         raise ModelConfigError(f"{call.path}: {error}") from error
+
+
+def index_key_size(call: AttentionCall) -> int | None:
+    """Elements of the key that the indexer of the call's module keeps for each token; None without an indexer."""
+    if call.keywords.get("indices") is None:
+        return None
+    indexer = getattr(call.module, "indexer", None)
+    size = getattr(indexer, "head_dim", None)
+    return size if isinstance(size, int) else None
 
 
 def _latent_dims(call: AttentionCall) -> MLADims | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import inspect
 import traceback
 from collections import Counter
@@ -19,7 +21,7 @@ from attnplug.integrations.reader.architecture import build_model
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.input_sizes import read_sizes
-from attnplug.integrations.reader.layer_specs import SpecMaker, is_another_sequence
+from attnplug.integrations.reader.layer_specs import SpecMaker, index_key_size, is_another_sequence
 from attnplug.integrations.reader.mixers import (
     contains_attention,
     looks_like_attention,
@@ -36,6 +38,7 @@ from attnplug.integrations.reader.trace import (
     probe_registered,
     record_run,
 )
+from attnplug.integrations.reader.unread_fields import notes_on_unread, with_kinds
 
 _BUDGET = 12_000
 """Runs of modules, over all attempts for one model. A model that fails late would take minutes otherwise."""
@@ -49,8 +52,13 @@ _OWN_ATTENTION = {
 """Classes without transformers' attention interface: family, attributes with heads, KV heads and scale."""
 
 
-def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec:
-    """The layers of the model of `config`. ModelConfigError if one cannot be read."""
+def read_model(
+    config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client: Client, dtype: str | None = None
+) -> ModelSpec:
+    """The layers of the model of `config`, of `dtype` if it is given. ModelConfigError if one cannot be read."""
+    if dtype is not None:
+        config = _with_dtype(config, dtype)
+    config, notes = with_kinds(config)
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
         raise ModelConfigError(
@@ -58,7 +66,21 @@ def read_model(config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client
             "which a LayerSpec cannot describe"
         )
     with quiet_transformers(), probe_registered():
-        return _read_whole(_probed_model(config), ranks, kv_cache_dtype, client)
+        model = _probed_model(config)
+        read = _read_whole(model, ranks, kv_cache_dtype, client)
+        return dataclasses.replace(read, notes=(*notes, *read.notes, *notes_on_unread(model, read.layers)))
+
+
+def _with_dtype(config: PreTrainedConfig, dtype: str) -> PreTrainedConfig:
+    """A copy of `config`, and of each configuration inside it, with that dtype."""
+    config = copy.deepcopy(config)
+    parts = [
+        config,
+        *(part for name in config.sub_configs if (part := getattr(config, name, None)) is not None),
+    ]
+    for part in parts:
+        part.dtype = dtype
+    return config
 
 
 def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
@@ -202,6 +224,11 @@ def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client:
             kv_sharing=sharing,
             model_type=str(model.config.model_type),
             name=name,
+            index_keys={
+                call.path: size
+                for call in trace.calls
+                if (size := index_key_size(call)) is not None and client is Client.ENGINE
+            },
         )
     # `_runs` raises if no run succeeds, so each one that did left some attention unreached.
     raise unreached[0]

@@ -1,61 +1,178 @@
-"""The storage of keys and values that a quantized checkpoint names in its config.json. Imports no torch."""
+"""The storage of keys and values that a checkpoint names, in its configuration or in a file beside it. Imports no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.text import shown
+from attnplug.integrations.reader.config_json import parse
+from attnplug.integrations.reader.stored_words import (
+    REMEDY,
+    check_coverage,
+    dtype_of,
+    dtype_of_outputs,
+    says_something,
+)
 
-_FIELDS: Final = ("quantization_config", "compression_config")
-_SCHEMES: Final = {(8, "float"): "fp8_e4m3", (8, "int"): "int8"}
-"""The dtype by bits and type of a `kv_cache_scheme`, which compressed-tensors and ModelOpt write."""
-_ALGORITHMS: Final = {"FP8": "fp8_e4m3", "INT8": "int8", "NVFP4": "nvfp4"}
-"""The dtype by `kv_cache_quant_algo`, which older versions of ModelOpt write."""
-_REMEDY: Final = "give kv_cache_dtype (--kv-cache-dtype), such as bfloat16"
+_SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
+"""Fields with all that a quantizer says, on the top level or in a configuration inside."""
+_BESIDE: Final = (
+    *("hf_quant_config.json", "quantization_config.json", "quantize_config.json", "quant_config.json"),
+    *("quant_cfg.json", "kv_cache_scales.json"),
+)
+"""Files with the same as a section, by ModelOpt, AutoRound, AutoGPTQ, AutoAWQ, TensorRT-LLM, AutoFP8."""
+_NAMED: Final = frozenset(
+    {
+        "kv_cache_scheme",
+        "kv_cache_quant_algo",
+        "kv_cache_quant_method",
+        "kv_cache_dtype",
+        "kv_cache_quant_dtype",
+    }
+    | {"static_kv_dtype"}
+)
+"""Fields whose value is a word or a scheme. Outside of a section only these count."""
+_ABOUT: Final = re.compile(r"(^|_)kv_?cache|(^|_)kv_(dtype|bits|quant|scheme)|\[?[kv]{1,2}\]?_bmm_quantizer")
+"""The rule for fields in a section: such a field is read, or it is refused."""
+_READ_TOGETHER: Final = frozenset({"kv_cache_group", "kv_cache_quant_config", "kv_cache_post_rope"})
+"""Fields of Quark, which say the storage together. `kv_cache_post_rope` is about the scales, not about the storage."""
+_PROJECTION: Final = re.compile(r"(^|[^a-z])(k|v|kv|qkv)_proj|(key|value)$")
+_ATTENTION: Final = re.compile(r"(Attention|(self_)?attn|attention)\$?$")
+"""Targets that are the attention itself: a class (`LlamaAttention`) or a module (`re:.*self_attn$`), no part of it."""
 
 
-def stored_kv_dtype(config: Any) -> str:
-    """The `kv_cache_dtype` that a model's configuration names: a JSON object or a PreTrainedConfig; "auto" for none.
+class Stored(NamedTuple):
+    """A `kv_cache_dtype`, and the places that name it; "auto" and no place if the checkpoint names none."""
+
+    dtype: str
+    places: tuple[str, ...] = ()
+
+
+def stored_kv_dtype(config: Any, folder: Path | None = None) -> Stored:
+    """The `kv_cache_dtype` that a checkpoint names.
+
+    Args:
+        config: the JSON object of a configuration, or a PreTrainedConfig.
+        folder: of the checkpoint, whose other files are read too.
 
     Raises:
-        ModelConfigError: a storage that no `kv_cache_dtype` is.
+        ModelConfigError: a storage that no `kv_cache_dtype` is; a field about the cache that the reader does not know;
+            two places that name different storages; a file beside the configuration that is not JSON.
     """
-    for field in _FIELDS:
-        found = config.get(field) if isinstance(config, Mapping) else getattr(config, field, None)
-        to_dict = getattr(found, "to_dict", None)
-        found = found if to_dict is None else to_dict()
-        if not isinstance(found, Mapping):
+    data = config if isinstance(config, Mapping) else config.to_dict()
+    found = dict(_said(data, _layers_of(data)))
+    for name in _BESIDE if folder is not None else ():
+        path = folder / name  # type: ignore[operator]
+        if os.path.lexists(path):
+            for place, dtype in _said(parse(path), _layers_of(data), inside=True):
+                found[f"{name}: {place}"] = dtype
+    if len(set(found.values())) > 1:
+        told = "; ".join(f"{place} names {dtype}" for place, dtype in found.items())
+        raise ModelConfigError(f"the checkpoint contradicts itself: {told}; {REMEDY}")
+    return Stored(next(iter(found.values())), tuple(found)) if found else Stored("auto")
+
+
+def folder_of(source: Any) -> Path | None:
+    """The folder of a checkpoint: of a path, or from where a PreTrainedConfig was loaded; None if there is none."""
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        if path.is_dir():
+            return path
+        # Among files of many models, those beside config.json belong to that one.
+        shared = path.name != "config.json" and os.path.lexists(path.parent / "config.json")
+        return None if shared else path.parent
+    loaded = getattr(source, "_name_or_path", None)
+    return Path(loaded) if isinstance(loaded, str) and loaded and Path(loaded).is_dir() else None
+
+
+def _layers_of(data: Mapping[str, Any]) -> int | None:
+    for each in (data, *(value for value in data.values() if isinstance(value, Mapping))):
+        layers = each.get("num_hidden_layers")
+        if type(layers) is int:
+            return layers
+    return None
+
+
+def _said(data: Mapping[str, Any], layers: int | None, inside: bool = False) -> Iterator[tuple[str, str]]:
+    """Each place in an object that names a storage, and the dtype; `inside` for an object that is a section."""
+    rest: list[tuple[str, Mapping[str, Any], bool]] = [("", data, inside)]
+    if inside:
+        yield from _of_quark("", data, layers)
+    while rest:
+        before, part, section = rest.pop()
+        for name, value in part.items():
+            place = f"{before}{name}"
+            if not says_something(value) or name in _READ_TOGETHER:
+                continue
+            if name in _NAMED:
+                yield place, dtype_of(place, value)
+            elif section and name == "config_groups" and isinstance(value, Mapping):
+                yield from _of_groups(place, value, layers)
+            elif section and name == "kv_cache" and isinstance(value, Mapping) and "dtype" in value:
+                yield f"{place}.dtype", dtype_of(f"{place}.dtype", value["dtype"])
+            elif section and _ABOUT.search(str(name)):
+                raise ModelConfigError(
+                    f"{place}={shown(value, 200)}: is about the cache, and the reader does not know it; {REMEDY}"
+                )
+            elif isinstance(value, Mapping) or hasattr(value, "to_dict"):
+                # A PreTrainedConfig has objects inside, such as a CompressedTensorsConfig.
+                inner = value if isinstance(value, Mapping) else value.to_dict()
+                if name in _SECTIONS:
+                    yield from _of_quark(f"{place}.", inner, layers)
+                rest.append((f"{place}.", inner, section or name in _SECTIONS))
+
+
+def _of_quark(before: str, section: Mapping[str, Any], layers: int | None) -> Iterator[tuple[str, str]]:
+    """The cache of a section of Quark: outputs of projections that `kv_cache_group` names."""
+    export = section.get("export")
+    places = {f"{before}export.": export, before: section}
+    parts = {place: part for place, part in places.items() if isinstance(part, Mapping)}
+    own = section.get("kv_cache_quant_config")
+    configs = {
+        **(found if isinstance(found := section.get("layer_quant_config"), Mapping) else {}),
+        **(own if isinstance(own, Mapping) else {}),
+    }
+    grouped = False
+    for start, part in parts.items():
+        if says_something(group := part.get("kv_cache_group")):
+            grouped = True
+            place = f"{start}kv_cache_group"
+            yield place, dtype_of_outputs(place, group, configs, layers)
+    place = f"{before}kv_cache_quant_config"
+    if says_something(own):
+        yield place, dtype_of_outputs(place, own, configs, layers)
+    elif not grouped:
+        outputs = [name for name, each in configs.items() if _quantizes_outputs(name, each)]
+        if outputs:
+            raise ModelConfigError(
+                f"{before}layer_quant_config: quantizes the outputs of {', '.join(outputs[:2])}, and no "
+                f"kv_cache_group says whether these are the cache; {REMEDY}"
+            )
+
+
+def _quantizes_outputs(name: str, config: object) -> bool:
+    about = _PROJECTION.search(name) is not None
+    return about and isinstance(config, Mapping) and says_something(config.get("output_tensors"))
+
+
+def _of_groups(before: str, groups: Mapping[str, Any], layers: int | None) -> Iterator[tuple[str, str]]:
+    """Groups of compressed-tensors that quantize attention itself, or the outputs of its projections."""
+    for name, group in groups.items():
+        targets = group.get("targets") if isinstance(group, Mapping) else None
+        if not isinstance(targets, Sequence) or isinstance(targets, str):
             continue
-        inner = found.get("quantization")
-        for part in (found, inner if isinstance(inner, Mapping) else {}):
-            dtype = _of_scheme(field, part.get("kv_cache_scheme"))
-            dtype = dtype or _of_algorithm(field, part.get("kv_cache_quant_algo"))
-            if dtype is not None:
-                return dtype
-    return "auto"
-
-
-def _of_scheme(field: str, scheme: object) -> str | None:
-    if scheme is None:
-        return None
-    named = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, Mapping) else (None, None)
-    bits, kind = named
-    dtype = _SCHEMES.get((bits, kind)) if type(bits) is int and isinstance(kind, str) else None
-    if dtype is None:
-        raise ModelConfigError(
-            f"{field}.kv_cache_scheme={shown(scheme)}: must be 8 bits of type float or int; {_REMEDY}"
-        )
-    return dtype
-
-
-def _of_algorithm(field: str, name: object) -> str | None:
-    if name is None:
-        return None
-    dtype = _ALGORITHMS.get(name.upper()) if isinstance(name, str) else None
-    if dtype is None:
-        raise ModelConfigError(
-            f"{field}.kv_cache_quant_algo={shown(name)}: must be one of {', '.join(_ALGORITHMS)}; {_REMEDY}"
-        )
-    return dtype
+        words = [target for target in targets if isinstance(target, str)]
+        field, about = "output_activations", [word for word in words if _PROJECTION.search(word)]
+        if not about:
+            field, about = "input_activations", [word for word in words if _ATTENTION.search(word)]
+        if not about or not says_something(value := group.get(field)):
+            continue
+        place = f"{before}.{name}.{field}"
+        if field == "output_activations":
+            check_coverage(place, about, layers)
+        yield place, dtype_of(place, value)

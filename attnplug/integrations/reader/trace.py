@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import math
 import sys
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,6 +25,9 @@ PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
 
 _current: contextvars.ContextVar[Trace] = contextvars.ContextVar("attnplug_reader_trace")
+_stopped: contextvars.ContextVar[torch.nn.Module | None] = contextvars.ContextVar(
+    "attnplug_stopped", default=None
+)
 _registration = threading.Lock()
 
 
@@ -32,7 +37,8 @@ class AttentionCall:
 
     `mask` is the pattern, None if the model passed no mask, or a reason why the pattern is unknown.
     `eager` is the modelling file's own attention. `factors` are the numbers by which the module multiplied
-    tensors before the call. `visit` numbers the run of the module's forward that made the call.
+    tensors before the call, and `constants` has them in order, with repetitions. `inputs` are the arguments of the
+    module's forward. `visit` numbers the run of the module's forward that made the call.
     """
 
     path: str
@@ -46,6 +52,8 @@ class AttentionCall:
     keywords: Mapping[str, Any]
     eager: Callable[..., Any] | None
     factors: frozenset[float]
+    constants: tuple[float, ...] = ()
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
 
 
 class Trace:
@@ -65,8 +73,15 @@ class Trace:
         for path, module in model.named_modules(remove_duplicate=False):
             self._paths.setdefault(id(module), []).append(path)
         self._seen: dict[int, int] = {}
+        self.constants: dict[int, list[float]] = {}
+        self.inputs: dict[int, tuple[tuple[Any, ...], Mapping[str, Any]]] = {}
 
-    def enter(self, module: torch.nn.Module) -> None:
+    def enter(
+        self,
+        module: torch.nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Note that a module's forward begins; the n-th run of a shared module takes its n-th path."""
         paths = self._paths[id(module)]
         run = self._seen.get(id(module), 0)
@@ -77,10 +92,12 @@ class Trace:
         self.visits += 1
         self.executed.add(path)
         self.stack.append((path, self.visits, set()))
+        self.constants[self.visits], self.inputs[self.visits] = [], (args, kwargs)
 
     def leave(self) -> None:
         """Note that the innermost forward ends."""
-        self.stack.pop()
+        _, visit, _ = self.stack.pop()
+        del self.constants[visit], self.inputs[visit]
 
     def frame_of(self, module: torch.nn.Module) -> tuple[str, int, set[float]]:
         """The path, visit and factors of the innermost running forward of `module`; else its first path."""
@@ -126,6 +143,8 @@ def _attention(
     **keywords: Any,
 ) -> tuple[torch.Tensor, None]:
     """Records a call of attention and returns an output of the right shape."""
+    if module is _stopped.get():
+        raise ReachedAttentionError(query, key)
     trace = _current.get()
     if rest:
         keywords["positional arguments"] = rest
@@ -143,6 +162,8 @@ def _attention(
             keywords={name: given for name, given in keywords.items() if given is not None},
             eager=_eager_of(sys._getframe(1)),
             factors=frozenset(factors),
+            constants=tuple(trace.constants.get(visit, ())),
+            inputs=trace.inputs.get(visit),
         )
     )
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -176,6 +197,25 @@ def _mask(
     return tensor
 
 
+class ReachedAttentionError(Exception):
+    """A module's forward has reached attention inside `stopped_at_attention`, with these queries and keys."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor) -> None:
+        super().__init__("attention is reached")
+        self.query = query
+        self.key = key
+
+
+@contextlib.contextmanager
+def stopped_at_attention(module: torch.nn.Module) -> Iterator[None]:
+    """Inside the block, a call of attention by `module` raises ReachedAttentionError."""
+    token = _stopped.set(module)
+    try:
+        yield
+    finally:
+        _stopped.reset(token)
+
+
 @contextlib.contextmanager
 def probe_registered() -> Iterator[None]:
     """Registers PROBE with transformers inside the block; one block of the process runs at a time."""
@@ -204,13 +244,44 @@ def _torch_attention(
     return output.transpose(1, 2), None
 
 
+_TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__", "multiply", "multiply_")
+_OVER = ("div", "true_divide", "__truediv__", "div_", "__itruediv__", "divide", "divide_")
+
+
+def constant_of(func: Any, args: tuple[Any, ...]) -> float | None:
+    """The number other than 1 by which a call multiplies a tensor; NaN if the number is unknown; else None.
+
+    A tensor of one element that is no parameter is a number too.
+    """
+    name = getattr(func, "__name__", "")
+    if len(args) != 2 or name not in (*_TIMES, *_OVER):
+        return None
+    one, other = args
+    if name in _TIMES and _is_number(one) and not _is_number(other):
+        one, other = other, one
+    if not _is_number(other) or _is_number(one) or not isinstance(one, torch.Tensor):
+        return None
+    if not one.is_floating_point():
+        return None
+    value = math.nan if isinstance(other, torch.Tensor) and other.is_meta else float(other)
+    if value == 1.0:
+        return None
+    if name in _TIMES:
+        return value
+    return 1.0 / value if value else math.inf
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not isinstance(value, torch.nn.Parameter)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 class _Watch(TorchFunctionMode):
     """Notes attention that a module computes itself, and the numbers by which it multiplies tensors."""
 
     _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
     _CHECKS = ("isfinite", "isinf", "isnan")
-    _TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__")
-    _OVER = ("div", "true_divide", "__truediv__", "div_", "__itruediv__")
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -221,10 +292,13 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         stack = self._trace.stack
+        constant = constant_of(func, args) if stack else None
+        if constant is not None:
+            self._trace.constants[stack[-1][1]].append(constant)
         if stack and len(args) == 2 and isinstance(args[1], float) and args[1]:
-            if name in self._TIMES:
+            if name in _TIMES:
                 stack[-1][2].add(args[1])
-            elif name in self._OVER:
+            elif name in _OVER:
                 stack[-1][2].add(1 / args[1])
         if name == "multi_head_attention_forward" and self._record_torch_module(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))
@@ -311,7 +385,7 @@ def record_run(
     token = _current.set(trace)
     handles = []
     for module in model.modules():
-        handles.append(module.register_forward_pre_hook(lambda m, _: trace.enter(m)))
+        handles.append(module.register_forward_pre_hook(trace.enter, with_kwargs=True))
         # After errors too: a part may fail inside one that `_failing_parts_skipped` lets go on.
         handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
     try:

@@ -1,0 +1,236 @@
+"""Fields about attention that a configuration has and its model class does not read: named in a note, or refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
+
+from attnplug.core.errors import ModelConfigError
+from attnplug.core.spec import LayerSpec
+from attnplug.core.text import shown
+
+_KINDS: Final = frozenset(
+    {"attn_type_list", "attn_types", "attention_types", "attention_layers", "block_types", "layer_types"}
+    | {
+        "layers_block_type",
+        "layer_type_list",
+        "mixer_types",
+        "hybrid_override_pattern",
+        "hybrid_layer_pattern",
+    }
+)
+"""Fields with the kind of each layer. Layers of another kind have no KV cache, so such a field is never left out."""
+_NAMES: Final = _KINDS | {
+    *("sliding_window", "sliding_window_size", "sliding_window_pattern", "window_size", "max_window_layers"),
+    *(
+        "interleaved_sliding_window",
+        "local_window_size",
+        "chunk_size",
+        "no_rope_layers",
+        "no_rope_layer_interval",
+    ),
+    *("alibi", "use_alibi", "alibi_bias_max", "position_embedding_type", "relative_attention_num_buckets"),
+    *("logits_soft_cap", "final_attn_softcap", "softmax_scale", "query_pre_attn_scalar", "key_multiplier"),
+    *(
+        "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx",
+        "clip_qkv",
+        "qk_norm",
+        "use_qk_norm",
+        "qk_layernorm",
+    ),
+    *(
+        "head_dim",
+        "v_head_dim",
+        "kv_channels",
+        "num_key_value_heads",
+        "num_kv_heads",
+        "multi_query",
+        "kv_lora_rank",
+    ),
+    *(
+        "num_kv_shared_layers",
+        "index_topk",
+        "index_head_dim",
+        "rotary_dim",
+        "rotary_pct",
+        "partial_rotary_factor",
+    ),
+}
+"""Names of fields about attention, as model families have them."""
+_RULE: Final = re.compile(
+    r"attn|attention|sliding|alibi|soft_?cap|(^|_)sinks?(_|$)|(^|_)swa_|rotary|head_dim|kv_heads|key_value_heads"
+)
+"""The rule for other names."""
+_OTHERS: Final = re.compile(
+    r"drop|bias|fp32|^offset_alibi$|implementation|flash|sdpa|xformers|output_|hidden_size|mask_|^_|init|norm_eps"
+)
+"""Names about training, weights or the choice of a kernel, which no layer shows."""
+_ROPE: Final = frozenset({"partial_rotary_factor", "rope_theta", "rope_scaling", "rope_parameters"})
+"""Fields that transformers moves into `rope_parameters` before the class sees them."""
+_WINDOW: Final = re.compile(r"^(max_window_layers|sliding_window\w*|use_sliding_window)$")
+_SOFTMAX: Final = re.compile(r"full|global|sliding|local|swa|window|chunk|attention$|attn$", re.IGNORECASE)
+_LINEAR: Final = re.compile(r"linear|lightning|mamba|conv|recurrent|delta|rwkv|kda|gdn", re.IGNORECASE)
+
+
+def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    """`config`, or a copy with the `layer_types` that MiniMax-Text-01 has in `attn_type_list`, and a note about it.
+
+    Raises:
+        ModelConfigError: the list has another length, or contradicts the `layer_types` of the file.
+    """
+    given = getattr(config, "attn_type_list", None)
+    if config.model_type != "minimax" or not isinstance(given, (list, tuple)):
+        return config, ()
+    kinds = ["full_attention" if kind else "linear_attention" for kind in given]
+    count, stated = config.num_hidden_layers, config.layer_types
+    if len(kinds) != count:
+        raise ModelConfigError(f"attn_type_list has {len(kinds)} layers, and num_hidden_layers={count}")
+    usual = type(config)(num_hidden_layers=count).layer_types
+    if stated not in (kinds, usual):
+        raise ModelConfigError(
+            "attn_type_list and layer_types name other kinds of layers; remove one of them"
+        )
+    changed = copy.deepcopy(config)
+    changed.layer_types = kinds
+    del changed.attn_type_list
+    return changed, (
+        f"attn_type_list is read as layer_types: {sum(map(bool, given))} of {count} layers attend.",
+    )
+
+
+def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
+    """A note with the fields about attention that no class of `model` reads, or that show in no layer.
+
+    Raises:
+        ModelConfigError: such a field says that some layers are no softmax attention.
+    """
+    text = _source(frozenset(type(module).__module__ for module in model.modules()))
+    unread = list(dict.fromkeys([*_unknown(model, text), *_without_effect(model, layers)]))
+    if not unread:
+        return ()
+    return (
+        f"{type(model).__name__} does not read {', '.join(unread)}: the layers are those of the class without it.",
+    )
+
+
+def _unknown(model: PreTrainedModel, text: str) -> Iterator[str]:
+    """Fields whose name neither the configuration class nor a class of the model has."""
+    for before, config in _configs(model.config):
+        for name, value in vars(config).items():
+            if not _is_about_attention(name) or not _says_something(name, value):
+                continue
+            if _knows(config, name, text) or (_WINDOW.search(name) and _needs_no_window(config, name, value)):
+                continue
+            if name in _KINDS:
+                _refuse_other_kinds(model, before, name, value)
+            yield _in_words(f"{before}{name}", value)
+
+
+def _without_effect(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
+    """Fields that the class knows, with values of their own, and that show in no layer."""
+    config: Any = model.config.get_text_config()
+    specs = list(layers.values())
+    windows = {spec.window[0] + 1 for spec in specs} | {spec.window[0] for spec in specs}
+    windows |= {spec.chunk_size for spec in specs if spec.chunk_size is not None}
+    window = getattr(config, "sliding_window", None)
+    shows = {
+        "sliding_window": window in windows or getattr(config, "use_sliding_window", True) is False,
+        "attn_logit_softcapping": any(spec.logits_soft_cap is not None for spec in specs),
+        "alibi": any(spec.has_alibi for spec in specs),
+        "use_alibi": any(spec.has_alibi for spec in specs),
+    }
+    before = "" if config is model.config else _place(model.config, config)
+    for name, does in shows.items():
+        value = getattr(config, name, None)
+        default = getattr(type(config), name, None)
+        if not does and _says_something(name, value) and value != default:
+            yield _in_words(f"{before}{name}", value)
+
+
+def _place(whole: Any, part: Any) -> str:
+    return next((f"{name}." for name in whole.sub_configs if getattr(whole, name, None) is part), "")
+
+
+def _configs(config: PreTrainedConfig, before: str = "") -> Iterator[tuple[str, Any]]:
+    yield before, config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from _configs(part, f"{before}{name}.")
+
+
+def _is_about_attention(name: str) -> bool:
+    return name in _NAMES or bool(_RULE.search(name) and not _OTHERS.search(name))
+
+
+def _says_something(name: str, value: Any) -> bool:
+    """Whether a value asks for something: None, False, 0 and empty values switch a feature off."""
+    if name in _KINDS and isinstance(value, (list, tuple)):
+        return any(not _is_full(kind) for kind in value)
+    if name == "position_embedding_type":
+        return value not in (None, "", "absolute", "rope", "rope_gptj")
+    if name in ("rotary_pct", "partial_rotary_factor"):
+        return value not in (None, 1)
+    return not (value is None or value is False or value == 0 or value in ("", [], (), {}))
+
+
+def _needs_no_window(config: Any, name: str, value: Any) -> bool:
+    """Whether a field about windows asks for nothing, because there is no window, or repeats its size."""
+    if getattr(config, "use_sliding_window", True) is False:
+        return True
+    window = getattr(config, "sliding_window", None)
+    return name != "sliding_window" and window in (None, value)
+
+
+def _knows(config: PreTrainedConfig, name: str, text: str) -> bool:
+    cls: Any = type(config)
+    fields = getattr(cls, "__dataclass_fields__", {})
+    if name in fields or name in cls.attribute_map or name in cls.attribute_map.values():
+        return True
+    if isinstance(getattr(cls, name, None), property) or (name in _ROPE and "rope_parameters" in fields):
+        return True
+    texts = [text, _source(frozenset({cls.__module__}))]
+    if "rotary" in name:
+        texts.append(inspect.getsource(modeling_rope_utils))
+    return any(re.search(rf"\b{re.escape(name)}\b", each) for each in texts)
+
+
+@functools.lru_cache(maxsize=64)
+def _source(modules: frozenset[str]) -> str:
+    """The source of transformers' modules, which also names fields of older files."""
+    names = sorted(name for name in modules if name.startswith("transformers.models."))
+    return "\n".join(inspect.getsource(sys.modules[name]) for name in names)
+
+
+def _is_full(kind: object) -> bool:
+    return kind in (1, "1", "*") or (
+        isinstance(kind, str) and kind.lower() in ("attention", "full_attention", "full")
+    )
+
+
+def _refuse_other_kinds(model: PreTrainedModel, before: str, name: str, value: Any) -> None:
+    kinds = list(value) if isinstance(value, (list, tuple, str)) else []
+    others = [kind for kind in kinds if not _is_softmax(kind)]
+    if others:
+        raise ModelConfigError(
+            f"{before}{name}: {len(others)} of {len(kinds)} layers are no softmax attention ({shown(others[0], 40)}), and "
+            f"{type(model).__name__} does not read the field; set model_type to a family that does, or remove it"
+        )
+
+
+def _is_softmax(kind: object) -> bool:
+    if isinstance(kind, str) and len(kind) > 1:
+        return bool(_SOFTMAX.search(kind)) and not _LINEAR.search(kind)
+    return _is_full(kind)
+
+
+def _in_words(name: str, value: object) -> str:
+    return f"{name}={shown(value, 40)}" if isinstance(value, (bool, int, float, str)) else name
