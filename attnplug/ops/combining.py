@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from attnplug.core.context_parallel import MOST_SENT_BYTES
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.merging import merge_attn_states
 
 Exchange: TypeAlias = Literal["ag_rs", "a2a"]
@@ -26,7 +27,7 @@ _reduce_scatter: Callable[..., Any] = (
 _ALIGN = 16
 
 
-class ExchangeBuffers:
+class ExchangeBuffers(NotCopied):
     """The memory of `combine_partials` on one rank: it grows until `freeze`, and never afterwards.
 
     CUDA graphs keep addresses, so a buffer that grows after a capture would leave graphs with freed memory.
