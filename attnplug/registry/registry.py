@@ -6,7 +6,9 @@ import dataclasses
 import difflib
 import logging
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
@@ -80,9 +82,9 @@ class Registry:
     def __init__(self, plugins: Mapping[str, object] | Iterable[object] | None = None) -> None:
         self.plugins = PluginSet(plugins)
         """The plugins, and the backends that each name refers to."""
-        self._changing = threading.RLock()
-        self._in_change = False
-        self._lock = threading.Lock()
+        # Both are reentrant: an interrupt at the end of `with` leaves them held by this thread.
+        self._changing, self._lock = threading.RLock(), threading.RLock()
+        self._in_change: types.FrameType | None = None
         self._cache: dict[Any, Decision] = {}
         self._evidence: Evidence | None = None
         self._tuned = TableLookup()
@@ -142,13 +144,18 @@ class Registry:
     def _change(self, change: Callable[[PluginSet], tuple[PluginSet, PluginRecord]]) -> PluginRecord:
         # Held while a plugin's hooks run, so it is not the lock that a selection takes.
         with self._changing:
-            if self._in_change:
-                raise PluginError("a plugin cannot register plugins while it is registered; do it afterwards")
-            self._in_change = True
+            # An interrupt may leave an old frame behind, which is in no stack.
+            frame: types.FrameType | None = sys._getframe()
+            while frame := frame.f_back if frame else None:
+                if frame is self._in_change:
+                    raise PluginError(
+                        "a plugin cannot register plugins while it is registered; do it afterwards"
+                    )
             try:
+                self._in_change = sys._getframe()
                 plugins, record = change(self.plugins)
             finally:
-                self._in_change = False
+                self._in_change = None
             # A plugin can change the choice for any layer, so no remembered decision is kept.
             with self._lock:
                 self.plugins, self._cache = plugins, {}
