@@ -206,7 +206,8 @@ def begin_step(repeats: int) -> list[Figure]:
     builder = runtime.step_batch_builder(2 * CONTEXT)
     pages = -(-CONTEXT // BLOCK_SIZE)
     for index in range(MANY):
-        builder.add_request(str(index), [[1] * pages], CONTEXT - 1)
+        # All share the blocks that they read, and each has its own for its new token.
+        builder.add_request(str(index), [[*range(1, pages), pages + index]], CONTEXT - 1)
     begin, step = [], []
     for _ in range(repeats):
         before = time.perf_counter()

@@ -39,6 +39,7 @@ from attnplug.runtime import (
 SIZES = 1, 64, 256, 512, 1024
 KINDS = "decode", "speculative", "mixed"
 PAGE, CONTEXT = 16, 8192
+MOST_BLOCKS = 1 << 22
 FULL = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
 WINDOW, CHUNK = FULL.replace(window=(1023, 0)), FULL.replace(chunk_size=2048)
 MODELS = {
@@ -63,20 +64,27 @@ def counts(kind: str, requests: int) -> tuple[Any, Any]:
 
 
 def filled(builder: StepBatchBuilder, new: Any, context: Any) -> StepBatchBuilder:
-    groups = len(builder.block_sizes)
+    groups, shared = len(builder.block_sizes), len(new) + CONTEXT // PAGE
+    own = 1 + groups * shared
     for row, (tokens, computed) in enumerate(zip(new.tolist(), context.tolist(), strict=True)):
-        pages = list(range(1 + row, 1 + row + -(-(tokens + computed) // PAGE)))
-        builder.add_request(str(row), [pages] * groups, num_computed_tokens=computed)
+        written = -(-(tokens + computed) // PAGE) - computed // PAGE
+        blocks = []
+        for group in range(groups):
+            # Requests share the blocks that they read, which keeps the pool small, and write to their own.
+            first = 1 + group * shared + row
+            blocks.append([*range(first, first + computed // PAGE), *range(own, own + written)])
+            own += written
+        builder.add_request(str(row), blocks, num_computed_tokens=computed)
     return builder
 
 
 def appending(builder: StepBatchBuilder) -> Callable[[], None]:
     """Gives one request in 16 a block, each time to others, as steps of single tokens need it."""
-    blocks, turn = [[1]] * len(builder.block_sizes), itertools.count()
+    fresh, turn = itertools.count(MOST_BLOCKS // 2), itertools.count()
 
     def append() -> None:
         for name in builder.req_ids[next(turn) % 16 :: 16]:
-            builder.append_blocks(name, blocks)
+            builder.append_blocks(name, [[next(fresh)] for _ in builder.block_sizes])
 
     return append
 
@@ -87,7 +95,7 @@ def calls(
     """What to time, and what to do before each call, untimed."""
     new, context = counts(kind, requests)
     specs = {f"layers.{index}": spec for index, spec in enumerate(MODELS[model])}
-    pool = requests + CONTEXT // PAGE + 1
+    pool = 1 + len(set(specs.values())) * 6 * (requests * 6 + CONTEXT // PAGE)
     plan = attnplug.plan(specs, device="cpu", backend="TRITON", num_blocks=pool)
     config = BuilderConfig(
         max_num_seqs=requests,
@@ -107,7 +115,7 @@ def calls(
         kv_cache_specs=[group.kv_cache_spec for group in groups],
         reorder_batch_thresholds=cpu.reorder_batch_thresholds,
         cascade_groups=(),
-        num_blocks=pool,
+        num_blocks=MOST_BLOCKS,
         device="meta",
     )
     filled(meta, new, context)

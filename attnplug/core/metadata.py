@@ -14,6 +14,7 @@ from typing_extensions import deprecated
 
 from attnplug.core.arguments import integer
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import NotCopied
 from attnplug.core.overrides import owner_of
 from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType
@@ -212,8 +213,10 @@ _M = TypeVar("_M", bound=AttentionMetadata)
 _Builder = TypeVar("_Builder", bound="AttentionMetadataBuilder[Any]")
 
 
-class AttentionMetadataBuilder(ABC, Generic[_M]):
+class AttentionMetadataBuilder(NotCopied, ABC, Generic[_M]):
     """Turns a step's batch into one backend's metadata, once per step and group of layers.
+
+    It may hold views of its own buffers, so it cannot be copied or pickled.
 
     Args:
         kv_cache_spec: the cache of the layers served.

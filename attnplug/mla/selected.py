@@ -10,6 +10,7 @@ import torch
 
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.one_commit import NotCopied
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
 from attnplug.ops.selection import query_ends, requests_and_ends, table_of_tokens
@@ -64,7 +65,7 @@ class SelectedMetadata:
         table_of_tokens(self.selection, sparse, *places, block_size, steps, *written)
 
 
-class SelectedSteps:
+class SelectedSteps(NotCopied):
     """Makes the steps of sparse layers; their tables grow with the queries, and keep their memory for graphs.
 
     Args:

@@ -10,12 +10,13 @@ import torch
 
 from attnplug.core.arguments import at_least, instance, integer, listed, number, torch_device
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import NotCopied
 
 # numpy has no such types, so a host buffer of them has no numpy view.
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-class CpuGpuBuffer:
+class CpuGpuBuffer(NotCopied):
     """A host buffer (pinned for a GPU), its numpy view and its device copy.
 
     On the CPU the copy is the host buffer itself.
@@ -70,10 +71,11 @@ class CpuGpuBuffer:
         return self.gpu[:rows].copy_(self.cpu[:rows], non_blocking=True)
 
 
-class StagingRing:
+class StagingRing(NotCopied):
     """At least two sets of host buffers, so that a step does not overwrite a copy in progress.
 
-    `release` records an event, and `acquire` waits for the event of the set that it returns: the only wait.
+    `release` records an event, and `acquire` waits for the event of the set that it returns: the only wait. A set that
+    was not released, because a step was interrupted, has no event, so the next `acquire` waits for the device.
 
     Args:
         slots: the sets, of any type that the caller fills and copies.
@@ -91,6 +93,7 @@ class StagingRing:
         self._device = torch_device("device", device, is_used=False)
         self._events: list[torch.cuda.Event | None] = [None] * len(slots)
         self._next = 0
+        self._is_taken = False
         self._stream: tuple[int, int, torch.cuda.Stream] | None = None
 
     def acquire(self) -> Any:
@@ -98,6 +101,9 @@ class StagingRing:
         event = self._events[self._next]
         if event is not None:
             event.synchronize()
+        if self._is_taken and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._is_taken = True
         return self._slots[self._next]
 
     def release(self) -> None:
@@ -107,7 +113,7 @@ class StagingRing:
             event = self._events[self._next] or torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._current_stream())
             self._events[self._next] = event
-        self._next = (self._next + 1) % len(self._slots)
+        self._next, self._is_taken = (self._next + 1) % len(self._slots), False
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The current stream of the device; kept, because making the object takes longer than an event."""

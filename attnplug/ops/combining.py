@@ -12,6 +12,7 @@ import torch.distributed as dist
 from attnplug.core.arguments import at_least, checked, flag, rank_group, sequence_of, torch_device
 from attnplug.core.context_parallel import MOST_SENT_BYTES
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.checks import check_apart, check_merge, is_same
 from attnplug.ops.merging import merge_into
 
@@ -34,7 +35,7 @@ def _exchange(field: str, value: object) -> object:
     return value
 
 
-class ExchangeBuffers:
+class ExchangeBuffers(NotCopied):
     """The memory of `combine_partials` on one rank: it grows until `freeze`, and never afterwards.
 
     CUDA graphs keep addresses, so a buffer that grows after a capture would leave graphs with freed memory.

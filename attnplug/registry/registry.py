@@ -6,7 +6,9 @@ import dataclasses
 import difflib
 import logging
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
@@ -90,9 +92,9 @@ class Registry:
                 raise PluginError(f"plugins={shown(plugins)} {limit}") from None
         self.plugins = PluginSet(plugins)
         """The plugins, and the backends that each name refers to."""
-        self._changing = threading.RLock()
-        self._in_change: int | None = None
-        self._lock = threading.Lock()
+        # Both are reentrant: an interrupt at the end of `with` leaves them held by this thread.
+        self._changing, self._lock = threading.RLock(), threading.RLock()
+        self._in_change: tuple[int, types.FrameType] | None = None
         self._cache: dict[Any, Decision] = {}
         self._evidence: Evidence | None = None
         self._tuned = TableLookup()
@@ -155,15 +157,20 @@ class Registry:
 
     def _change(self, change: Callable[[PluginSet], tuple[PluginSet, PluginRecord]]) -> PluginRecord:
         # Held while a plugin's hooks run, so it is not the lock that a selection takes.
-        if not waited(lambda seconds: self._changing.acquire(timeout=seconds), lambda: self._in_change):
+        changing = self._in_change
+        if not waited(
+            lambda seconds: self._changing.acquire(timeout=seconds),
+            lambda: (self._in_change or (None,))[0],
+        ):
             raise PluginError(
                 "another thread registers a plugin that may wait for this thread; try it afterwards"
             )
         try:
-            if self._in_change is not None:
+            # An interrupt may leave an old frame behind, which is in no stack.
+            if changing is not None and changing[1] in _stack():
                 raise PluginError("a plugin cannot register plugins while it is registered; do it afterwards")
-            self._in_change = threading.get_ident()
             try:
+                self._in_change = threading.get_ident(), sys._getframe()
                 plugins, record = change(self.plugins)
             finally:
                 self._in_change = None
@@ -408,3 +415,13 @@ def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec]) -> None:
     if rule.source != ENVIRONMENT:
         raise error
     _log.warning("%s", error)
+
+
+def _stack() -> list[types.FrameType]:
+    """The frames of this thread, the innermost first."""
+    frame: types.FrameType | None = sys._getframe()
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames

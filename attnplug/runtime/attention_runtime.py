@@ -14,6 +14,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.one_commit import NotCopied
 from attnplug.registry.switches import DEBUG, is_on
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.arguments import instance
@@ -34,6 +35,7 @@ from attnplug.runtime.engine_caches import (
     check_shared_views,
     clear_null_blocks,
     engine_memory,
+    groups_share_memory,
 )
 from attnplug.runtime.grouping import cross_groups
 from attnplug.runtime.layer_steps import LayerStep, direct_steps, paged_steps
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
     from attnplug.runtime.sharded_layers import ShardedLayers
 
 
-class AttentionRuntime:
+class AttentionRuntime(NotCopied):
     """The attention of a whole model over paged KV caches.
 
     Call `begin_step(batch)` once per step, then `forward(layer, q, k, v)` for each layer. A forward that raised
@@ -234,6 +236,7 @@ class AttentionRuntime:
             sparse_topk=self.sparse_topk,
             mm_prefix_modalities=mm_prefix_modalities,
             context_parallel=self.plan.context_parallel,
+            one_pool=groups_share_memory(self.kv_cache_config, self.kv_caches),
         )
 
     @property
@@ -318,10 +321,10 @@ class AttentionRuntime:
             check_spans("direct", direct, self._needs_spans[1])
             check_given("direct", direct, self._needs_selection[1])
             step |= direct_steps(self._direct_groups, direct, draft_index)
-        # Set last: if a builder raises, no step is active.
-        self._step = step
         self._given = None if batch is None else batch.common, direct
         self._stamps = () if batch is None else batch.stamps
+        # Set last: if a builder raises, or an interrupt does, no step is active.
+        self._step = step
 
     def forward(
         self,

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from attnplug.core.checks import short_number
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import OneCommit
 from attnplug.runtime.arguments import integer, listed
 
 _MOST_BLOCKS = 1 << 24
 
 
-class BlockPool:
+class BlockPool(OneCommit):
     """Counts the users of each block. Block 0 is the null block and is never allocated.
 
     Unused blocks go to the back of a queue, and `allocate` takes from the front. A prefix cache can thus reuse
-    their contents for as long as possible. A call that raises changes nothing.
+    their contents for as long as possible. A call that raises, or is interrupted, changes nothing.
 
     Args:
         num_blocks: blocks of the pool, the null block included.
@@ -43,6 +46,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of unused blocks."""
+        self._settle()
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
@@ -51,14 +55,15 @@ class BlockPool:
         Raises:
             BatchError: fewer are free. Free some, or preempt a request.
         """
+        self._settle()
         count = integer("count", count)
         if not 0 <= count <= len(self._free):
             limit = f"must be in 0 .. {len(self._free)}, the free blocks of {self.num_blocks}"
             raise BatchError("count", count, limit, "free blocks of another request first")
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in blocks:
-            self._users[block] = 1
-        return blocks
+        blocks = list(itertools.islice(self._free, count))
+        change = functools.partial(self._set, blocks, [1] * count)
+        # On one line: an interrupt between the two would leave blocks with a user who never got them.
+        self._change = change; return blocks  # fmt: skip  # noqa: E702
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a user to each block; unused blocks leave the queue.
@@ -68,10 +73,11 @@ class BlockPool:
         Raises:
             BatchError: a number is not a block of the pool.
         """
-        for block in self._checked(blocks):
-            if self._users[block] == 0:
-                del self._free[block]
-            self._users[block] += 1
+        self._settle()
+        added = self._checked(blocks)
+        times = dict.fromkeys(added, 1) if len(set(added)) == len(added) else Counter(added)
+        users = [self._users[block] + count for block, count in times.items()]
+        self._change = functools.partial(self._set, list(times), users)
 
     def free(self, blocks: Iterable[int]) -> None:
         """Remove a user from each block; null blocks are skipped.
@@ -79,16 +85,17 @@ class BlockPool:
         Raises:
             BatchError: a number is not a block of the pool, or the block has no users.
         """
+        self._settle()
         taken = self._checked(blocks)
-        # All blocks are checked before any is freed, because a call that raises changes nothing.
-        for block, times in Counter(taken).items():
-            if times > self._users[block]:
-                limit = f"is freed {times} times and has {self._users[block]} users"
-                raise BatchError("blocks", block, limit)
-        for block in taken:
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                self._free[block] = None
+        # Each block once, where it is freed last: it goes to the queue then.
+        order = taken if len(set(taken)) == len(taken) else list(dict.fromkeys(reversed(taken)))[::-1]
+        times = dict.fromkeys(order, 1) if order is taken else Counter(taken)
+        users = [self._users[block] - times[block] for block in order]
+        if users and min(users) < 0:
+            block = next(block for block in taken if times[block] > self._users[block])
+            limit = f"is freed {times[block]} times and has {self._users[block]} users"
+            raise BatchError("blocks", block, limit)
+        self._change = functools.partial(self._set, order, users)
 
     def users(self, block: int) -> int:
         """The number of requests that use a block; 0 for the null block.
@@ -96,7 +103,16 @@ class BlockPool:
         Raises:
             BatchError: the number is not a block of the pool.
         """
+        self._settle()
         return sum(self._users[number] for number in self._checked([block], "block"))
+
+    def _set(self, blocks: Sequence[int], users: Sequence[int]) -> None:
+        for block, count in zip(blocks, users, strict=True):
+            self._users[block] = count
+            if count:
+                self._free.pop(block, None)
+            else:
+                self._free[block] = None
 
     def _checked(self, blocks: Iterable[int], field: str = "blocks") -> list[int]:
         """The blocks as ints, without null blocks."""

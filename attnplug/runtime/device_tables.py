@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.buffers import CpuGpuBuffer
 
 _Ints = npt.NDArray[np.int64]
@@ -14,7 +15,7 @@ _ENTRIES_PER_ROW = 16
 """Changed entries, on average over all rows, up to which a step sends them one by one; each has its place with it."""
 
 
-class DeviceTables:
+class DeviceTables(NotCopied):
     """The device's copy of the block tables of a builder.
 
     The copy changes on the device's current stream, after the work of earlier steps there.

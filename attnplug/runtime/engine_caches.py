@@ -161,6 +161,17 @@ def clear_null_blocks(
             (null.view(torch.uint8) if null.element_size() == 1 else null).zero_()
 
 
+def groups_share_memory(config: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> bool:
+    """Whether layers of different KV groups have one cache, so that a block number is the same memory in both."""
+    group_of = {name: g for g, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
+    for tensor in config.kv_cache_tensors:
+        # An engine may give each of these layers memory of its own.
+        starts = {(group_of[name], caches[name].data_ptr()) for name in tensor.shared_by if name in caches}
+        if len({start for _, start in starts}) < len(starts):
+            return True
+    return False
+
+
 def check_shared_views(
     caches: Mapping[str, torch.Tensor],
     kv_sharing: Mapping[str, str],

@@ -8,6 +8,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.core.one_commit import NotCopied
 from attnplug.core.selection import Selection
 from attnplug.runtime.arguments import integer
 from attnplug.runtime.sharded_graphs import ShardedGraphBuffers
@@ -16,7 +17,7 @@ from attnplug.runtime.step_serial import StepSerial
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class GraphInputBuffers:
+class GraphInputBuffers(NotCopied):
     """The inputs of one captured graph: views of the first rows of the shared buffers.
 
     Args:

@@ -14,6 +14,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import MLAAttentionSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.one_commit import NotCopied
 from attnplug.runtime.arguments import instance, integer
 from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime
@@ -30,7 +31,7 @@ from attnplug.runtime.step_serial import Stamp, check_current
 _Lengths = npt.NDArray[np.int32]
 
 
-class GraphState:
+class GraphState(NotCopied):
     """CUDA graphs over a runtime: buffers of the largest captured size, and steps that use them.
 
     The batch sizes are `config.cudagraph_batch_sizes` of the runtime, which its builders read too. The engine has
@@ -200,6 +201,8 @@ class GraphState:
         instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
         check_current("batch", batch.stamps)
         self._check_fits(input_buffers, batch)
+        # A step that began with these buffers ends before they change, so that an interrupt leaves none active.
+        self._runtime.end_step()
         input_buffers.copy_from(batch)
         padded = self._padded(input_buffers, batch)
         self._runtime.begin_step(padded, draft_index=draft_index)

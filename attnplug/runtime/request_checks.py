@@ -62,6 +62,42 @@ class CheckedRequests(RequestTable):
                     limit = f"of request {self.req_ids[row]} in KV group {group} is null, and token {token} is attended"
                     raise BatchError("block", start + int(nulls[0]), limit, "give it a block of the pool")
 
+    def _check_crossed(self, scheduled: Ints, computed: Ints) -> None:
+        """Refuse requests whose computed tokens are in a block that another KV group of the pool writes too."""
+        reqs, groups = scheduled.size, range(len(self.block_sizes))
+        held = [
+            {
+                block
+                for row in range(reqs)
+                for block in self._tables[g, row, : self._num_blocks[g, row]].tolist()
+            }
+            for g in groups
+        ]
+        for group in self._self_groups:
+            other = set().union(*(held[g] for g in groups if g != group)) - {0}
+            size, spec = self.tokens_per_block[group], self.kv_cache_specs[group : group + 1]
+            first = first_attended(spec[0], computed) if spec else np.zeros(reqs, dtype=np.int64)
+            for row in np.flatnonzero((scheduled > 0) & (computed > first)).tolist():
+                pages = self._tables[group, row, first[row] // size : -(-computed[row] // size)].tolist()
+                if lost := other.intersection(pages):
+                    limit = f"is given to another KV group too, so computed tokens of request {self.req_ids[row]} are lost"
+                    remedy = "give each KV group blocks of its own, because the groups share one pool"
+                    raise BatchError(f"block_ids[{group}]", min(lost), limit, remedy)
+
+    def _check_rollback(self, fewer: Ints, computed: Ints) -> None:
+        """Refuse to write tokens again that other requests read in a shared block."""
+        for group in self._self_groups:
+            size = self.tokens_per_block[group]
+            first, last = fewer // size, computed // size
+            for row in np.flatnonzero(first < last).tolist():
+                blocks = self._tables[group, row, first[row] : last[row]]
+                shared = blocks[self._holders.is_shared(group, blocks)]
+                if shared.size:
+                    name = self.req_ids[row]
+                    limit = f"of request {name} goes back into block {shared[0]}, which another request reads"
+                    remedy = "share blocks after the drafts in them are verified"
+                    raise BatchError("num_tokens", int(computed[row] - fewer[row]), limit, remedy)
+
     def _refuse_short(self, field: str, needed: npt.NDArray[Any], groups: Iterable[int]) -> None:
         for group in groups:
             capacity = self._num_blocks[group, : needed.size] * self.tokens_per_block[group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -15,10 +16,10 @@ from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime.arguments import instance, integer, integers, listed, torch_device
 from attnplug.runtime.block_numbers import block_numbers
-from attnplug.runtime.device_tables import DeviceTables
 from attnplug.runtime.null_blocks import first_attended, reach
-from attnplug.runtime.placeholders import Placeholder, PlaceholderRanges, check_placeholders
+from attnplug.runtime.placeholders import PlaceholderRanges, check_placeholders
 from attnplug.runtime.request_limits import check_entries, check_sizes, numbers, spans_of
+from attnplug.runtime.request_rows import Members, Pages, RequestRows
 from attnplug.runtime.sharding import checked_place, shares_tokens, tokens_per_block
 from attnplug.runtime.slot_mappings import SlotMappings
 from attnplug.runtime.staging import StepStaging
@@ -27,12 +28,12 @@ from attnplug.runtime.step_serial import StepSerial
 _Ints = npt.NDArray[np.int64]
 
 
-class RequestTable:
+class RequestTable(RequestRows):
     """Requests in order, each with its pages in every KV group.
 
     Implements the `input_batch` protocol of `reorder_batch_to_split_decodes_and_prefills`: `req_ids`,
-    `num_computed_tokens_cpu`, `swap_states`. Arguments are those of `StepBatchBuilder`. A call that raises
-    changes nothing.
+    `num_computed_tokens_cpu`, `swap_states`. Arguments are those of `StepBatchBuilder`. A call that raises, or is
+    interrupted, changes nothing.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class RequestTable:
         kv_cache_specs: Sequence[KVCacheSpec] = (),
         cascade_groups: Collection[int] | None = None,
         context_parallel: ContextParallel | None = None,
+        one_pool: bool = False,
     ) -> None:
         self.device = torch_device("device", device)
         thresholds = integers("reorder_batch_thresholds", reorder_batch_thresholds)
@@ -96,32 +98,12 @@ class RequestTable:
         lengths = [max_encoder_len if g in self.cross_groups else max_model_len for g in range(groups)]
         width = max(-(-length // size) for length, size in zip(lengths, self.tokens_per_block, strict=True))
         check_entries(groups * max_num_seqs * width, max_num_seqs, max_model_len)
-        self._tables = np.zeros((groups, max_num_seqs, width), dtype=np.int32)
-        # On the CPU a batch gets a view of this tensor, so that a step copies no table.
-        self._tables_cpu = torch.from_numpy(self._tables)
-        self._num_blocks = np.zeros((groups, max_num_seqs), dtype=np.int64)
-        # One past the last null page of each request, 0 without any.
-        self._null_ends = np.zeros((groups, max_num_seqs), dtype=np.int64)
-        # Without null pages, the flag spares each step a pass over its slots.
-        self._has_null_pages = False
+        super().__init__((groups, max_num_seqs, width), self.num_blocks, one_pool, self.device)
         covered = self.block_sizes, self.tokens_per_block, self.cross_groups, self.sharded_groups
         self._slots = SlotMappings(self._tables, *covered, self.context_parallel)
-        self._capacity = np.zeros(max_num_seqs, dtype=np.int64)
-        self._computed = np.zeros(max_num_seqs, dtype=np.int64)
-        self._scheduled = np.zeros(max_num_seqs, dtype=np.int64)
-        # Queries of this position and later ones need no page that was freed; earlier ones may.
-        self._first_served = np.zeros(max_num_seqs, dtype=np.int64)
-        self._encoder_lens = np.zeros(max_num_seqs, dtype=np.int32)
-        self._encoder_written = np.zeros(max_num_seqs, dtype=bool)
-        self._placeholder_end = np.zeros(max_num_seqs, dtype=np.int64)
-        self._placeholders: dict[str, tuple[Placeholder, ...]] = {}
         self._serial = StepSerial()
-        self.req_ids: list[str] = []
-        self._index: dict[str, int] = {}
         slots = max(max_num_batched_tokens, max_num_seqs * max_encoder_len)
         sizes = max_num_seqs, max_num_batched_tokens, groups, slots, self.device
-        # On the CPU steps read the builder's own tables.
-        self._device_tables = None if self.device.type == "cpu" else DeviceTables(self._tables, self.device)
         # Two sets: the host fills one while the device may still copy from the other.
         has_rows = any(isinstance(self.kv_cache_specs[g], MLAAttentionSpec) for g in self.sharded_groups)
         forms = mm_prefix, bool(self.sharded_groups), has_rows
@@ -137,14 +119,10 @@ class RequestTable:
         self._rows = np.arange(max(max_num_seqs + 1, slots), dtype=np.int64)
 
     @property
-    def num_reqs(self) -> int:
-        """Requests in flight."""
-        return len(self.req_ids)
-
-    @property
     def num_computed_tokens_cpu(self) -> _Ints:
         """Tokens with cached K and V, int64 `[R]`; a view of the builder's array."""
-        return self._computed[: self.num_reqs]
+        computed: _Ints = self._computed[: self.num_reqs]
+        return computed
 
     def add_request(
         self,
@@ -167,11 +145,12 @@ class RequestTable:
 
         Raises:
             BatchError: the name is in use, all places are taken, counts do not fit, no step can compute a span
-                as a whole, or a number is not a block of the pool.
+                as a whole, or a number is not a block of the pool. A block comes twice, or the request would write to
+                one that another request has.
         """
         index = self.num_reqs
         instance("req_id", req_id, str)
-        if req_id in self._index:
+        if self._find(req_id) is not None:
             raise BatchError("req_id", req_id, "is in flight already")
         if index == self.max_num_seqs:
             raise BatchError("num_reqs", index + 1, f"must not pass max_num_seqs={self.max_num_seqs}")
@@ -187,33 +166,38 @@ class RequestTable:
         items = check_placeholders({} if placeholders is None else placeholders, self.max_model_len)
         if self._mm_prefix is not None:
             self._mm_prefix.check_request(items, num_computed_tokens)
-        # The pages are checked before the first write, because a call that raises changes nothing.
-        pages = self._pages(block_ids, index, fresh=True)
-        self.req_ids.append(req_id)
+        pages = self._pages(block_ids, index, num_computed_tokens, fresh=True)
+        numbers = self._numbers[:, index]
+        numbers[:] = 0
+        numbers[0] = num_computed_tokens
+        if encoder_len:
+            numbers[4] = encoder_len
+        if items:
+            numbers[6] = items[-1].offset + items[-1].length
+        if pages or not self._self_groups:
+            # Without decoder pages, as in models of cross attention only, no page limits the length.
+            self._count_pages(index, pages, self._put(pages, index))
         self._index[req_id] = index
-        self._computed[index] = num_computed_tokens
-        self._scheduled[index] = self._first_served[index] = 0
-        self._encoder_lens[index] = encoder_len
-        self._encoder_written[index] = False
-        self._placeholder_end[index] = items[-1].offset + items[-1].length if items else 0
         if items:
             self._placeholders[req_id] = items
-        self._num_blocks[:, index] = self._null_ends[:, index] = 0
-        # Without decoder pages, as in models of cross attention only, no page limits the length.
-        self._capacity[index] = 0 if self._self_groups else self.max_model_len
-        if pages:
-            self._put(pages, index)
-        return index
+        else:
+            self._placeholders.pop(req_id, None)
+        members = Members([*self._members.names, req_id], self._members.order + 1)
+        change = functools.partial(self._enter, members, pages)
+        # On one line, so that an interrupt is before both.
+        self._change = change; return index  # fmt: skip  # noqa: E702
 
     def append_blocks(self, req_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """Give a request more pages: a sequence of block numbers for each KV group.
 
         Raises:
             BatchError: the request is not in flight, there is not one sequence per group, the table has fewer
-                pages, or a number is not a block of the pool.
+                pages, or a number is not a block of the pool. It has a block already, or would write to one of another
+                request.
         """
         index = self._at(req_id)
-        self._put(self._pages(block_ids, index), index)
+        pages = self._pages(block_ids, index, int(self._computed[index]))
+        self._change = functools.partial(self._append, index, pages, self._put(pages, index))
 
     def free_blocks(self, req_id: str, group: int, num_blocks: int) -> None:
         """Replace a request's first pages in one KV group, which its window has passed, by the null block.
@@ -238,74 +222,59 @@ class RequestTable:
         if num_blocks:
             self._serial.advance("free_blocks")
         # `_has_null_pages` stays as it is: steps write after computed tokens only, never to these pages.
-        if self._tables[group, index, :num_blocks].any():
-            self._first_served[index] = self._computed[index]
-        self._tables[group, index, :num_blocks] = 0
-        self._changed(group, index, 0, num_blocks)
-        self._null_ends[group, index] = max(num_blocks, self._null_ends[group, index])
+        freed, numbers = self._tables[group, index, :num_blocks].copy(), self._numbers[:, index].copy()
+        if freed.any():
+            numbers[3] = self._computed[index]
+        at = 7 + len(self.block_sizes) + group
+        numbers[at] = max(num_blocks, numbers[at])
+        holders = self._holders.taken(group, freed)
+        self._change = functools.partial(self._free, index, group, freed, holders, numbers)
 
     def remove_request(self, req_id: str) -> None:
         """Remove a request; the last request moves to its index."""
-        index, last = self._at(req_id), self.num_reqs - 1
-        if index != last:
-            self.swap_states(index, last)
+        index, names = self._at(req_id), self._members.names
+        held = []
+        for group, size in enumerate(self._num_blocks[:, index].tolist()):
+            blocks = self._tables[group, index, :size].copy()
+            held.append((blocks, self._holders.taken(group, blocks)))
+        move, left = None, names[:-1]
+        if index < len(left):
+            left[index] = names[-1]
+            move = self._moved(np.array([len(left)]), np.array([index]))
+        members = Members(left, self._members.order + 1)
         self._serial.advance("remove_request")
-        self.req_ids.pop()
-        del self._index[req_id]
-        self._placeholders.pop(req_id, None)
+        self._change = functools.partial(self._leave, req_id, held, move, members)
 
     def swap_states(self, i: int, j: int) -> None:
         """Exchange two requests; BatchError for an index without a request."""
-        i, j = integer("i", i), integer("j", j)
+        i, j, reqs = integer("i", i), integer("j", j), self.num_reqs
         for name, index in (("i", i), ("j", j)):
-            if not 0 <= index < self.num_reqs:
-                raise BatchError(name, index, f"must be the index of one of {self.num_reqs} requests")
+            if not 0 <= index < reqs:
+                raise BatchError(name, index, f"must be the index of one of {reqs} requests")
+        targets, names = [i, j], self._members.names.copy()
+        names[i], names[j] = names[j], names[i]
+        move = self._moved(np.array([j, i]), np.array(targets))
+        members = Members(names, self._members.order + 1)
         self._serial.advance("swap_states")
-        self._move(np.array([j, i]), np.array([i, j]))
+        self._change = functools.partial(self._move, *move, members)
 
-    def _put_in_order(self, scheduled: _Ints) -> _Ints | None:
-        """Move decodes to the front, as every threshold has it, then extends, then prefills.
+    def _ordered(self, scheduled: _Ints) -> tuple[_Ints, _Ints] | None:
+        """The order with decodes in front, as every threshold has it, then extends, then prefills.
 
-        Requests whose place is right stay there, so the fewest possible move. Returns the index that each
-        request had before, int64 `[R]`; None if no request moved.
+        Requests whose place is right stay there, so the fewest possible move. Returns the index that each request has
+        now, int64 `[R]`, and the places of those that move; None if no request moves.
         """
         if not self.reorder_batch_thresholds:
             return None
         # A decode is a short query, of a new request too. A query past a threshold comes after all within it.
         rank = np.searchsorted(self.reorder_batch_thresholds, scheduled)
-        rank[(rank == len(self.reorder_batch_thresholds)) & (self._computed[: self.num_reqs] == 0)] += 1
+        rank[(rank == len(self.reorder_batch_thresholds)) & (self._computed[: scheduled.size] == 0)] += 1
         misplaced = np.flatnonzero(rank != np.sort(rank))
         if not misplaced.size:
             return None
-        order = self._rows[: self.num_reqs].copy()
+        order = self._rows[: scheduled.size].copy()
         order[misplaced] = misplaced[np.argsort(rank[misplaced], kind="stable")]
-        self._move(order[misplaced], misplaced)
-        return order
-
-    def _move(self, sources: _Ints, targets: _Ints) -> None:
-        """Move the requests at `sources` to `targets`, which are the same indices in another order."""
-        counts = self._computed, self._scheduled, self._first_served, self._capacity, self._num_blocks
-        for array in (
-            *counts,
-            self._null_ends,
-            self._encoder_lens,
-            self._encoder_written,
-            self._placeholder_end,
-        ):
-            array[..., targets] = array[..., sources]
-        # Entries past a request's blocks are never followed, so they need not move.
-        width = int(self._num_blocks[:, targets].max(initial=0))
-        self._tables[:, targets, :width] = self._tables[:, sources, :width]
-        self._changed(slice(None), targets, 0, width)
-        names = [self.req_ids[source] for source in sources.tolist()]
-        for target, name in zip(targets.tolist(), names, strict=True):
-            self.req_ids[target] = name
-            self._index[name] = target
-
-    def _changed(self, groups: int | slice, rows: int | slice | _Ints, first: int, last: int) -> None:
-        """The columns `first .. last` of these tables changed, so the device's copy needs them."""
-        if self._device_tables is not None:
-            self._device_tables.changed(groups, rows, first, last)
+        return order, misplaced
 
     def _sharded_groups(self) -> frozenset[int]:
         place = self.context_parallel
@@ -328,15 +297,15 @@ class RequestTable:
         return tuple(tokens_per_block(spec, place) for spec in self.kv_cache_specs)
 
     def _at(self, req_id: str) -> int:
-        index = self._index.get(req_id) if isinstance(req_id, str) else None
+        index = self._find(req_id) if isinstance(req_id, str) else None
         if index is None:
             raise BatchError("req_id", req_id, "is not in flight")
         return index
 
     def _pages(
-        self, block_ids: Sequence[Sequence[int]], index: int, fresh: bool = False
-    ) -> list[tuple[int, _Ints]]:
-        """The start and the block numbers of each group's new pages, none for `()` if fresh; changes nothing."""
+        self, block_ids: Sequence[Sequence[int]], index: int, computed: int, fresh: bool = False
+    ) -> list[Pages]:
+        """The new pages of each group, none for `()` if fresh; changes nothing."""
         groups = len(self.block_sizes)
         limit = f"must have one sequence for each of {groups} KV groups"
         try:
@@ -349,7 +318,7 @@ class RequestTable:
             return []
         if given != groups:
             raise BatchError("block_ids", given, limit)
-        pages = []
+        found: list[tuple[int, _Ints]] = []
         for group, ids in enumerate(block_ids):
             field = f"block_ids[{group}]"
             blocks = block_numbers(field, ids, self.num_blocks)
@@ -357,18 +326,24 @@ class RequestTable:
             if start + blocks.size > self._tables.shape[2]:
                 limit = f"pages are past the table's {self._tables.shape[2]}"
                 raise BatchError(field, start + blocks.size, limit)
-            pages.append((start, blocks))
+            found.append((start, blocks))
+        pages: list[Pages] = []
+        for group, (start, blocks) in enumerate(found):
+            # Encoder tokens are written by the first step of a request, so all their pages are.
+            written = 0 if group in self.cross_groups else computed // self.tokens_per_block[group] - start
+            held = self._holders.given(group, index, start, blocks, max(written, 0))
+            null_end = 0
+            if np.count_nonzero(blocks) < blocks.size:
+                null_end = start + int(np.flatnonzero(blocks == 0)[-1]) + 1
+            pages.append((start, start + blocks.size, blocks, held, null_end))
+        if self._holders.has_one_pool:
+            self._holders.look_for_crossed([blocks for _, blocks in found])
         return pages
 
-    def _put(self, pages: Sequence[tuple[int, _Ints]], index: int) -> None:
-        for group, (start, blocks) in enumerate(pages):
-            end = start + blocks.size
+    def _put(self, pages: Sequence[Pages], index: int) -> int:
+        """Write pages past those that a request uses, and return the tokens that it then has room for."""
+        for group, (start, end, blocks, _, _) in enumerate(pages):
             self._tables[group, index, start:end] = blocks
             self._changed(group, index, start, end)
-            self._num_blocks[group, index] = end
-            if not blocks.all():
-                self._has_null_pages = True
-                self._null_ends[group, index] = start + np.flatnonzero(blocks == 0)[-1] + 1
-                self._first_served[index] = self._computed[index]
-        tokens = [int(self._num_blocks[g, index]) * self.tokens_per_block[g] for g in self._self_groups]
-        self._capacity[index] = min(tokens, default=self.max_model_len)
+        tokens = [pages[g][1] * self.tokens_per_block[g] for g in self._self_groups]
+        return min(tokens, default=self.max_model_len)

@@ -10,13 +10,14 @@ import torch
 
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.core.one_commit import NotCopied
 from attnplug.runtime.sharded_step import ShardedStep
 
 _Ints = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class ShardedGraphBuffers:
+class ShardedGraphBuffers(NotCopied):
     """The keys on this rank, for the requests of one captured graph.
 
     Args:

@@ -14,6 +14,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, RankFailureError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.combining import ExchangeBuffers, combine_partials, gather_rows, without_nan
 from attnplug.ops.merging import merge_into
 from attnplug.registry.decision import Decision
@@ -30,7 +31,7 @@ from attnplug.runtime.step_batch import StepBatch
 _OUTPUTS, _LSES = "weighted", "lses"
 
 
-class ShardedLayers:
+class ShardedLayers(NotCopied):
     """The sharded layers of a plan on one rank.
 
     Args:

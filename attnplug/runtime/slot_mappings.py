@@ -10,10 +10,11 @@ import numpy.typing as npt
 from attnplug.core.batch.context_parallel import local_offsets
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.core.one_commit import NotCopied
 from attnplug.runtime.request_counts import Ints
 
 
-class SlotMappings:
+class SlotMappings(NotCopied):
     """Computes slots from the host block tables of all requests.
 
     Args:

@@ -9,11 +9,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.buffers import CpuGpuBuffer as CpuGpuBuffer
 from attnplug.ops.buffers import StagingRing as StagingRing
 
 
-class PackedBuffer:
+class PackedBuffer(NotCopied):
     """A buffer whose first bytes are viewed in each step's shape, so that one contiguous copy sends them.
 
     Torch copies between strided views through pageable memory, for which the host waits if it is large.
@@ -31,7 +32,7 @@ class PackedBuffer:
         return self._buffer.copy_to_gpu(math.prod(shape)).view(shape)
 
 
-class StepFields:
+class StepFields(NotCopied):
     """Start locations, lengths and slots of a step, in one buffer that one copy sends.
 
     Args:
@@ -67,7 +68,7 @@ class StepFields:
         return sent[: reqs + 1], lens, self._sent_slots[:size].view(shape)
 
 
-class StepStaging:
+class StepStaging(NotCopied):
     """One step's fields, on the host and on the device.
 
     `slots` is the most slots of one of `groups` KV groups, and `tables` a buffer for changes of the block tables.

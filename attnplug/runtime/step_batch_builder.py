@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ from attnplug.runtime.cascade import shared_prefix_lens
 from attnplug.runtime.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
 from attnplug.runtime.request_checks import CheckedRequests
 from attnplug.runtime.request_counts import Counts, Ints, check_at_most, counts_of
+from attnplug.runtime.request_rows import Members
 from attnplug.runtime.sharded_step import ShardedStep
 from attnplug.runtime.staging import StepStaging
 from attnplug.runtime.step_batch import StepBatch
@@ -23,7 +25,8 @@ from attnplug.runtime.step_batch import StepBatch
 class StepBatchBuilder(CheckedRequests):
     """Stores the requests in flight, and makes each step's batch without a Python loop over them.
 
-    A call that raises changes nothing.
+    A call that raises changes nothing, also if an interrupt raises at any line. An interrupted `step` may have ordered
+    the requests and count as made; it can be made again.
 
     Args:
         max_num_seqs: most requests at once.
@@ -42,12 +45,15 @@ class StepBatchBuilder(CheckedRequests):
             batch has a `selection` of this width, always in the same memory and not given yet, for the model's
             indexer to fill.
         cascade_groups: the KV groups whose steps need `shared_prefix_lens`; None for all with decoder tokens.
-        num_blocks: blocks of the pool. Block numbers past it are refused; with None, only those past int32.
+        num_blocks: blocks of the pool. Block numbers past it are refused, and blocks of another request that would be
+            written. With None, only those past int32 are refused, and those that a request has twice.
         kv_cache_specs: of each KV group. Null blocks are then refused where a request still attends their tokens;
             without any, each group may have them anywhere.
         context_parallel: the rank of this process among those that share the tokens of groups without a window or
             chunks; it needs `kv_cache_specs`. A block number of such a group covers a page on each rank, and tokens
             of other ranks have slot -1.
+        one_pool: whether a block number is the same memory in all KV groups. A step is then refused if a block of two
+            groups has computed tokens.
 
     Raises:
         BatchError: a size is below 1, no KV group is given, a cross group is not one of them, or modalities are
@@ -89,16 +95,21 @@ class StepBatchBuilder(CheckedRequests):
         if self.cross_groups:
             self._check_encoder_pages(scheduled)
         self._check_null_blocks(scheduled, lengths)
+        if self._holders.may_cross:
+            self._check_crossed(scheduled, computed)
         if self._mm_prefix is not None and self._placeholders:
-            for row in self._rows_with_placeholders(scheduled, computed):
+            for row in self._rows_with_placeholders(self._rows[:reqs], scheduled, computed):
                 name, tokens_of = self.req_ids[row], (int(computed[row]), int(scheduled[row]))
                 self._mm_prefix.check_step(name, self._placeholders[name], *tokens_of)
         # All checks come before this line, because a step that is refused moves nothing.
-        order = self._put_in_order(scheduled)
-        if order is not None:
-            scheduled, lengths = scheduled[order], lengths[order]
+        ordered, order = self._ordered(scheduled), None
+        names, at = self.req_ids, self._rows[:reqs]
+        if ordered is not None:
+            order = at = ordered[0]
+            names = [names[row] for row in order.tolist()]
+            scheduled, lengths, computed = scheduled[order], lengths[order], computed[order]
             wanted = None if wanted is None else wanted[order]
-        unwritten = self._unwritten(scheduled) if self.cross_groups else None
+        unwritten = self._unwritten(scheduled, at) if self.cross_groups else None
 
         staging: StepStaging = self._ring.acquire()
         starts = staging.fields.query_start_loc
@@ -110,19 +121,19 @@ class StepBatchBuilder(CheckedRequests):
         slots = staging.fields.slots(len(counts), max(counts))
         # Both tests: with two tokens for one request and none for another, the sum is equal too.
         if tokens == reqs and max_query == 1:
-            rows, positions = self._rows[:reqs], computed
+            rows, positions = at, computed
         else:
-            rows = np.repeat(self._rows[:reqs], scheduled)
+            rows = np.repeat(at, scheduled)
             positions = self._rows[:tokens] + np.repeat(computed - starts[:reqs], scheduled)
         self._slots.fill(slots, rows, positions, self._has_null_pages)
         if unwritten is not None:
-            encoder_rows = np.repeat(self._rows[:reqs], unwritten)
+            encoder_rows = np.repeat(at, unwritten)
             begins = np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
             encoder_positions = self._rows[:encoder_tokens] - begins
             self._slots.fill_encoder(slots, encoder_rows, encoder_positions, self._has_null_pages)
-            staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[:reqs]
+            staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[at]
         width = int(self._num_blocks[:, :reqs].max(initial=1))
-        spans = self._spans(starts, scheduled, computed) if self._placeholders else []
+        spans = self._spans(names, at, starts, scheduled, computed) if self._placeholders else []
         maps = map_placeholders(spans, staging.placeholders) if spans else {}
         if self._mm_prefix is not None:
             self._mm_prefix.fill(spans, staging.mm_prefix_spans.np[:tokens])
@@ -131,14 +142,14 @@ class StepBatchBuilder(CheckedRequests):
             np.add(
                 self._rows[: ends.size], ends, out=staging.logits_indices.np[: ends.size], casting="same_kind"
             )
-        names = tuple(self.req_ids)
         shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._cascade_groups)
-        self._scheduled[:reqs] = scheduled
-        self._stepped = names
         logits = None if wanted is None else int(wanted.sum())
+        if ordered is not None and self.sharded_groups:
+            rows = np.repeat(self._rows[:reqs], scheduled)
         sharded = self._sharded_step(staging, scheduled, computed, rows, positions)
+        self._commit_step(names, ordered, scheduled)
         return self._batch(
-            staging, names, counts, max_query, longest, width, maps, order, shared, logits, sharded
+            staging, tuple(names), counts, max_query, longest, width, maps, order, shared, logits, sharded
         )
 
     def finish_step(self, accepted: Counts | None = None) -> None:
@@ -151,9 +162,9 @@ class StepBatchBuilder(CheckedRequests):
             BatchError: no step was begun, counts of another number of requests, or more tokens are
                 accepted than scheduled.
         """
+        reqs = self.num_reqs
         if self._stepped is None:
             raise BatchError("step", None, "is required before finish_step, once for each")
-        reqs = self.num_reqs
         scheduled = counts = self._scheduled[:reqs]
         if accepted is not None:
             # A plain sequence is in the order of the step, which these requests no longer have.
@@ -164,9 +175,8 @@ class StepBatchBuilder(CheckedRequests):
             counts = counts_of("accepted", accepted, self.req_ids, scheduled)
             check_at_most("accepted", counts, scheduled, self.req_ids, "scheduled tokens")
         # Set here and not in `step`: a step that was not finished writes the encoder again.
-        self._encoder_written[:reqs] |= scheduled > 0
-        self._computed[:reqs] += counts
-        self._stepped = None
+        written = self._encoder_written[:reqs] | (scheduled > 0)
+        self._change = functools.partial(self._finish, self._computed[:reqs] + counts, written)
 
     def rollback(self, num_tokens: Counts) -> None:
         """Count the last computed tokens of requests as not computed, so that later steps write them again.
@@ -182,9 +192,10 @@ class StepBatchBuilder(CheckedRequests):
             BatchError: a step is not finished; counts of another number of requests; more tokens than are computed; a
                 return to before the last `free_blocks`, because the keys of its window are gone.
         """
+        reqs = self.num_reqs
         if self._stepped is not None:
             raise BatchError("step", "not finished", "cannot be rolled back", "call finish_step first")
-        computed, served = self._computed[: self.num_reqs], self._first_served[: self.num_reqs]
+        computed, served = self._computed[:reqs], self._first_served[:reqs]
         counts = counts_of("num_tokens", num_tokens, self.req_ids, computed)
         check_at_most("num_tokens", counts, computed, self.req_ids, "computed tokens")
         bad = (counts > 0) & (computed - counts < served)
@@ -194,6 +205,7 @@ class StepBatchBuilder(CheckedRequests):
             raise BatchError(
                 "num_tokens", int(counts[worst]), limit, "free pages after the drafts are verified"
             )
+        self._check_rollback(computed - counts, computed)
         computed -= counts
 
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:
@@ -242,10 +254,34 @@ class StepBatchBuilder(CheckedRequests):
         groups = range(len(self.block_sizes))
         return tuple(encoder_tokens if g in self.cross_groups else tokens for g in groups)
 
-    def _unwritten(self, scheduled: Ints) -> Ints:
-        """Encoder tokens of each request that this step writes."""
-        lengths = self._encoder_lens[: scheduled.size]
-        kept = self._encoder_written[: scheduled.size] | (scheduled == 0)
+    def _commit_step(self, names: list[str], ordered: tuple[Ints, Ints] | None, scheduled: Ints) -> None:
+        move = None
+        if ordered is not None:
+            order, misplaced = ordered
+            move = *self._moved(order[misplaced], misplaced), Members(names, self._members.order + 1)
+        self._change = functools.partial(self._begin, tuple(names), scheduled, move)
+        self._settle()
+
+    def _begin(
+        self,
+        names: tuple[str, ...],
+        scheduled: Ints,
+        move: tuple[Ints, Ints, npt.NDArray[np.int32], Members] | None,
+    ) -> None:
+        if move is not None:
+            self._move(*move)
+        self._scheduled[: scheduled.size] = scheduled
+        self._stepped = names
+
+    def _finish(self, computed: Ints, written: Ints) -> None:
+        self._computed[: computed.size] = computed
+        self._encoder_written[: written.size] = written
+        self._stepped = None
+
+    def _unwritten(self, scheduled: Ints, at: Ints) -> Ints:
+        """Encoder tokens of each request that this step writes; `at` are the rows of the requests."""
+        lengths = self._encoder_lens[at]
+        kept = self._encoder_written[at] | (scheduled == 0)
         return np.where(kept, 0, lengths).astype(np.int64)
 
     def _sharded_step(
@@ -257,19 +293,20 @@ class StepBatchBuilder(CheckedRequests):
         place, groups = self.context_parallel, self.sharded_groups
         return ShardedStep.staged(place, groups, staging, scheduled, computed, rows, positions)
 
-    def _rows_with_placeholders(self, scheduled: Ints, computed: Ints) -> list[int]:
+    def _rows_with_placeholders(self, at: Ints, scheduled: Ints, computed: Ints) -> list[int]:
         """The requests that may have placeholders among their scheduled tokens."""
-        ahead = (self._placeholder_end[: scheduled.size] > computed) & (scheduled > 0)
+        ahead = (self._placeholder_end[at] > computed) & (scheduled > 0)
         rows: list[int] = np.flatnonzero(ahead).tolist()
         return rows
 
-    def _spans(self, starts: npt.NDArray[Any], scheduled: Ints, computed: Ints) -> list[Span]:
+    def _spans(
+        self, names: list[str], at: Ints, starts: npt.NDArray[Any], scheduled: Ints, computed: Ints
+    ) -> list[Span]:
         """The placeholders among the scheduled tokens, in order of tokens."""
         spans: list[Span] = []
-        for row in self._rows_with_placeholders(scheduled, computed):
-            name = self.req_ids[row]
+        for row in self._rows_with_placeholders(at, scheduled, computed):
             tokens = int(computed[row]), int(scheduled[row]), int(starts[row])
-            spans += spans_of(name, self._placeholders[name], *tokens)
+            spans += spans_of(names[row], self._placeholders[names[row]], *tokens)
         return spans
 
     def _batch(

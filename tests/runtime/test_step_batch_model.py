@@ -76,9 +76,11 @@ class StepBatchModel(RuleBasedStateMachine):
         for group, size in enumerate(self.sizes):
             wanted = ENCODER if group in self.cross else tokens
             count = max(-(-wanted // size) - (drawn.random() < 0.03), 0)
-            pages.append(
-                [drawn.choice([0, drawn.randrange(100), drawn.randrange(2**31)]) for _ in range(count)]
-            )
+            blocks = [
+                drawn.choice([0, drawn.randrange(1, 100), drawn.randrange(2**31)]) for _ in range(count)
+            ]
+            # No request has a block twice, but for the null block.
+            pages.append([block if block not in blocks[:at] else 0 for at, block in enumerate(blocks)])
         return pages
 
     @precondition(lambda self: len(self.requests) < SEQS)
@@ -107,7 +109,13 @@ class StepBatchModel(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.requests))
         width = self.builder._tables.shape[2]
         more = [
-            data.draw(st.lists(st.integers(1, 99), max_size=min(2, width - len(pages))))
+            data.draw(
+                st.lists(
+                    st.integers(1, 99).filter(lambda block, pages=pages: block not in pages),
+                    max_size=min(2, width - len(pages)),
+                    unique=True,
+                )
+            )
             for pages in request.pages
         ]
         self.builder.append_blocks(request.name, more)

@@ -90,6 +90,7 @@ def test_placeholders_follow_their_request_and_leave_with_it():
     made.swap_states(0, 1)
     assert made.step([2, 1]).placeholders["image"].token_indices.tolist() == [2]
     made.remove_request("a")
+    assert made.req_ids == ["b"]
     assert not made._placeholders
     made.add_request("a", pages(1))
     assert made.step([2, 1]).placeholders == {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from attnplug.backends.flashinfer.step import Ints
+from attnplug.core.one_commit import NotCopied
 
 _BLOCK = 1 << 14
 """Elements of a block: 64 KiB, which malloc reuses."""
 
 
-class HostArrays:
+class HostArrays(NotCopied):
     """Gives new int32 arrays, which stay the caller's: many share a block, and the last one frees it.
 
     FlashInfer's planner of latents frees a thousand small chunks in each call. glibc merges them all when the process

@@ -16,6 +16,7 @@ from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlanSpace
 from attnplug.backends.flashinfer.step import Part
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.page_indices import gather_page_indices
 
 _TILE = 64
@@ -49,7 +50,7 @@ class LatentStep:
     plans: LatentPlans
 
 
-class LatentPlans:
+class LatentPlans(NotCopied):
     """The wrappers of one builder, which share memory for the plan of one step at a time.
 
     Args:
@@ -113,6 +114,8 @@ class LatentPlans:
             PluginError: FlashInfer has to compile, and cannot.
         """
         if self._planned is not step:
+            # Forget the old plan first: planning may raise halfway.
+            self._planned = None
             self._plan(step)
             self._planned = step
         return self._wrappers[step.captured]

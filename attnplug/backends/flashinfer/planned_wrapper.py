@@ -14,6 +14,7 @@ from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.modules import Module
 from attnplug.backends.flashinfer.native_plan import NativePlan, native_plan_of
 from attnplug.backends.flashinfer.step import Part
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.buffers import StagingRing
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")
@@ -53,9 +54,10 @@ class _Slot:
     def filled(self, part: Part) -> dict[str, torch.Tensor]:
         """The arrays of `part` by name, int32 in pinned memory; "longest" is its longest length."""
         count = len(part.seq_lens)
-        if self._tensor.shape[1] <= count:
+        if self._host[0].shape[1] <= count:
             self._make(2 * count)
-        qo_indptr, kv_indptr, last_page_len, seq_lens, longest = self._rows
+        tensor, rows = self._host
+        qo_indptr, kv_indptr, last_page_len, seq_lens, longest = rows
         qo_indptr[: count + 1] = part.qo_indptr
         kv_indptr[: count + 1] = part.kv_indptr
         last_page_len[:count] = part.last_page_len
@@ -67,20 +69,20 @@ class _Slot:
             if len(self._views) >= _KEPT_VIEWS:
                 self._views.clear()
             ends = (count + 1, count + 1, count, count)
-            views = {field: row[:end] for field, row, end in zip(_FIELDS, self._tensor, ends, strict=False)}
-            views[_LONGEST] = self._tensor[-1, :1]
+            views = {field: row[:end] for field, row, end in zip(_FIELDS, tensor, ends, strict=False)}
+            views[_LONGEST] = tensor[-1, :1]
             self._views[count] = views
         return views
 
     def _make(self, count: int) -> None:
         self._views.clear()
-        self._tensor = torch.zeros(
+        tensor = torch.zeros(
             len(_FIELDS) + 1, count + 1, dtype=torch.int32, device="cpu", pin_memory=self._pinned
         )
-        self._rows = tuple(self._tensor.numpy())
+        self._host = tensor, tuple(tensor.numpy())
 
 
-class PlanSpace:
+class PlanSpace(NotCopied):
     """Memory for the plans of one group and phase: a work list on the device, and two guarded ones on the host.
 
     Wrappers for the batch sizes of CUDA graphs share it; one of them is planned at a time.
@@ -119,7 +121,7 @@ class PlanSpace:
         wrapper._int_workspace_buffer = self.schedule
 
 
-class PlannedWrapper:
+class PlannedWrapper(NotCopied):
     """A wrapper and what it was planned for.
 
     Args:
@@ -188,6 +190,8 @@ class PlannedWrapper:
             space.part = part
         elif same and self._counts_pages and self._writable():
             lengths = space.ring.acquire().filled(part)["last_page_len"]
+            # Forget the old lengths first: an interrupt may come after the copy.
+            space.part = None
             self._wrapper._paged_kv_last_page_len_buf.copy_(lengths, non_blocking=True)
             space.ring.release()
             space.part = part

@@ -15,10 +15,11 @@ from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlannedWrappe
 from attnplug.backends.flashinfer.workspace import captured_bytes, schedule_bytes, workspace_bytes
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
+from attnplug.core.one_commit import NotCopied
 from attnplug.core.spec import Phase
 
 
-class Wrappers:
+class Wrappers(NotCopied):
     """Makes planned wrappers and their workspace.
 
     Args:

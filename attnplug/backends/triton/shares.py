@@ -9,6 +9,7 @@ import torch
 
 from attnplug.backends.triton.kernels.shares import plan_shares_kernel
 from attnplug.backends.triton.launch import limit_switches
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
@@ -65,7 +66,7 @@ class SharesPlan(NamedTuple):
     most: int = _ALL
 
 
-class Shares:
+class Shares(NotCopied):
     """The plans of one builder's steps, and the buffers for parts of requests; they grow with larger batches."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from attnplug.backends.triton.launch import limit_switches
 from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.shares import Shares
+from attnplug.core.one_commit import NotCopied
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
@@ -45,7 +46,7 @@ class _Splits:
         self.plan = BoundKernel(_PLAN_SPLITS, 6, {**plan._asdict(), **limit_switches(reach), **sizes})
 
 
-class Workspace:
+class Workspace(NotCopied):
     """The buffers of one builder, for `max_num_seqs` requests; they grow with larger batches."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
