@@ -34,7 +34,7 @@ from attnplug.cli.strip import LayerStrip
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.whole_words import WordTable
-from attnplug.integrations.model_spec import Client
+from attnplug.integrations.model_spec import NOT_READ, Client
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -127,6 +127,7 @@ def select(
             "decisions": [decision.to_dict() for decision in every],
             "other_layers": dict(model.other_layers),
             "kv_sharing": dict(model.kv_sharing),
+            "model_notes": list(model.notes),
             "advice": advice_as_data(advice),
         }
         if by_phase is not None:
@@ -192,7 +193,7 @@ def _print(
         out.print()
         out.print(_strip(decisions))
     _print_rest(model)
-    for note in notes:
+    for note in (*model.notes, *notes):
         out.print(f"\n{note}.")
     for members in groups:
         first = members[0]
@@ -258,7 +259,9 @@ def _print_rest(model: ModelSpec) -> None:
     out = console()
     for kind, count in Counter(model.other_layers.values()).items():
         names = [name for name, its in model.other_layers.items() if its == kind]
-        out.print(f"not attention: {count} x {kind} ({layers_in_words(names)})")
+        part, unread, reason = kind.partition(NOT_READ)
+        shown = f"{count} x {part} ({layers_in_words(names)})"
+        out.print(f"not read: {shown}, because {reason}" if unread else f"not attention: {shown}")
     if model.kv_sharing:
         targets = layers_in_words(sorted(set(model.kv_sharing.values())))
         out.print(f"KV shared: layers {layers_in_words(list(model.kv_sharing))} read the cache of {targets}")

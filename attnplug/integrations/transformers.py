@@ -97,7 +97,8 @@ def read_config(
     from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model
 
-    return read_model(load_config(path_or_config), tensor_parallel_size, cache_dtype, Client(client))
+    config, notes = load_config(path_or_config)
+    return read_model(config, tensor_parallel_size, cache_dtype, Client(client), notes)
 
 
 def _parsed(source: Any) -> dict[str, Any] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.mixers import contains_attention, looks_like_attention, mixer_kind
+from attnplug.integrations.model_spec import NOT_READ
+from attnplug.integrations.reader.mixers import attention_inside, looks_like_attention, mixer_kind
 from attnplug.integrations.reader.trace import Trace
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -36,7 +37,10 @@ def find_other_layers(
     """
     others: dict[str, str] = {}
     modules = dict(trace.model.named_modules(remove_duplicate=False))
-    holders = {parent for path in attention for parent in _parents(path)} | attention
+    holders = _with_parents(attention)
+    # A part whose own forward did not run may still have blocks that did, one by one.
+    open_parts = _with_parents(trace.executed) | holders | _with_parents(unread) - set(unread)
+    open_parts |= {path for path, module in modules.items() if isinstance(module, _CONTAINERS)}
     for path, module in modules.items():
         if not path or path in holders or any(parent in others for parent in _parents(path)):
             continue
@@ -44,8 +48,8 @@ def find_other_layers(
             kind = "conv" if path in trace.executed and _convolves(module) else None
         elif path in trace.executed:
             kind = _executed_kind(path, module)
-        elif not isinstance(module, _CONTAINERS) and _parents_ran(path, trace):
-            kind = _tower_kind(path, module, unread.get(path))
+        elif path not in open_parts and all(parent in open_parts for parent in _parents(path)):
+            kind = _idle_kind(path, module, unread.get(path))
         else:
             kind = None
         if kind is not None:
@@ -55,11 +59,11 @@ def find_other_layers(
     return dict(sorted(others.items(), key=lambda item: order[item[0]]))
 
 
-def own_attention_refused(path: str, module: torch.nn.Module) -> ModelConfigError:
+def own_attention_refused(path: str, module: torch.nn.Module, why: str = "") -> ModelConfigError:
     """The error for a module that computes attention without calling transformers' attention function."""
     return ModelConfigError(
         f"{path}: {type(module).__name__} computes attention of its own and does not go through transformers' "
-        "attention interface, so it cannot be checked against a LayerSpec"
+        f"attention interface, so it cannot be checked against a LayerSpec{f': it {why}' if why else ''}"
     )
 
 
@@ -69,11 +73,8 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
-def _parents_ran(path: str, trace: Trace) -> bool:
-    return all(
-        parent in trace.executed or isinstance(trace.model.get_submodule(parent), _CONTAINERS)
-        for parent in _parents(path)
-    )
+def _with_parents(paths: Iterable[str]) -> frozenset[str]:
+    return frozenset(each for path in paths for each in (path, *_parents(path)))
 
 
 def _executed_kind(path: str, module: torch.nn.Module) -> str | None:
@@ -94,18 +95,23 @@ def _convolves(module: torch.nn.Module) -> bool:
     return any(isinstance(child, _CONVOLUTIONS) and max(child.kernel_size) > 1 for child in module.children())
 
 
-def _tower_kind(path: str, module: torch.nn.Module, reason: str | None) -> str | None:
-    """The kind of a part that did not run, with the reason if it has attention; None for other parts."""
+def _idle_kind(path: str, module: torch.nn.Module, reason: str | None) -> str | None:
+    """The kind of a part that did not run, with the reason if it may have attention; None for other parts."""
     parts = path.split(".")
     cls = type(module).__name__
     kind = next((kind for words, kind in _TOWERS if words.search(f"{parts[-1]} {cls}".lower())), None)
-    if not contains_attention(module):
+    inside = attention_inside(module)
+    if inside is None:
         return kind if _TOWER_CLASS.search(cls) else None
+    place, found = inside
+    named = f"{path}.{place}: {type(found).__name__}" if place else f"{path}: {cls}"
     if any(part.isdigit() for part in parts):
         raise UnreachedError(
-            f"{path}: {cls} has attention that a run on text does not reach, so it cannot be read"
+            f"{named} has attention that a run on text does not reach, so it cannot be read"
         )
-    return f"{kind or cls}, not read: {reason}" if reason else kind or cls
+    if reason is None:
+        reason = f"{named} may attend, a run on text does not reach it, and {cls} is no model that runs by itself"
+    return f"{kind or cls}{NOT_READ}{reason}"
 
 
 def _other_blocks(

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
+from attnplug.integrations.reader.own_attention import Follower, OwnAttention
 
 PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
@@ -32,7 +33,8 @@ class AttentionCall:
 
     `mask` is the pattern, None if the model passed no mask, or a reason why the pattern is unknown.
     `eager` is the modelling file's own attention. `factors` are the numbers by which the module multiplied
-    tensors before the call. `visit` numbers the run of the module's forward that made the call.
+    tensors before the call. `visit` numbers the run of the module's forward that made the call. `own` is attention
+    that the module computes itself.
     """
 
     path: str
@@ -46,16 +48,20 @@ class AttentionCall:
     keywords: Mapping[str, Any]
     eager: Callable[..., Any] | None
     factors: frozenset[float]
+    own: OwnAttention | None = None
 
 
 class Trace:
-    """Record of one run: `calls` in order, paths of `own_attention`, the modules that ran (`executed`, `visits`)."""
+    """Record of one run: `calls` in order, the modules that ran (`executed`, `visits`).
+
+    `own_attention` has the paths of attention without a recorded call, and the reason.
+    """
 
     def __init__(self, model: PreTrainedModel, lengths: frozenset[int]) -> None:
         self.model = model
         self.lengths = lengths
         self.calls: list[AttentionCall] = []
-        self.own_attention: dict[str, None] = {}
+        self.own_attention: dict[str, str] = {}
         self.executed: set[str] = set()
         self.stack: list[tuple[str, int, set[float]]] = []
         self.visits = 0
@@ -112,6 +118,69 @@ class Trace:
             tensor = base
         known = self._masks.get(id(tensor))
         return known[1] if known else "the model alters the mask or adds a bias of its own to it"
+
+    def own(self, owner: str, attention: OwnAttention, value: torch.Tensor | None) -> None:
+        """Record attention that the module `owner` computes itself, or note why it is unknown."""
+        module = self.model.get_submodule(owner)
+        _, visit, factors = next((frame for frame in reversed(self.stack) if frame[0] == owner), (owner, 0, set()))
+        why = attention.unknown or ("" if value is not None else "does not multiply its weights with values")
+        tensors: list[torch.Tensor] = []
+        if value is not None and not why:
+            tensors = [_by_heads(each, module) for each in (attention.query, attention.key, value)]
+            rest = sorted(factors - attention.factors)
+            kv_heads = _kv_heads(module)
+            if any(each.dim() != 4 for each in tensors):
+                shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
+                why = f"has queries, keys and values of the shapes {shapes}, whose heads are unknown"
+            elif kv_heads not in (None, tensors[1].shape[1]):
+                why = f"attends {tensors[1].shape[1]} KV heads, but names {kv_heads}"
+            elif rest:
+                why = f"multiplies tensors by {', '.join(f'{each:.6g}' for each in rest)} in an unknown place"
+            elif not _projects(module, tensors[0].shape[1] * tensors[0].shape[3]):
+                why = "has queries of a size that no weight of it has, so that they may be no tokens"
+        if why:
+            self.own_attention[owner] = why
+            return
+        mask = attention.mask
+        self.calls.append(
+            AttentionCall(
+                path=owner,
+                module=module,
+                visit=visit,
+                query=tensors[0],
+                key=tensors[1],
+                value=tensors[2],
+                mask=mask,
+                scaling=attention.scaling,
+                keywords={} if mask is not None else {"is_causal": False},
+                eager=None,
+                factors=frozenset(),
+                own=attention,
+            )
+        )
+
+
+def _by_heads(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
+    """`[B, H, T, D]` of `[B * H, T, D]` too, by the number of heads that the module names."""
+    names = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads")
+    heads = next((found for name in names if isinstance(found := getattr(module, name, None), int)), 0)
+    if tensor.dim() == 3 and heads and tensor.shape[0] % heads == 0:
+        return tensor.reshape(-1, heads, *tensor.shape[1:])
+    return tensor
+
+
+def _kv_heads(module: torch.nn.Module) -> int | None:
+    """The KV heads that the module or its configuration names. Attention may see a copy of each for every query head."""
+    for owner in (module, getattr(module, "config", None)):
+        for name in ("num_key_value_heads", "num_kv_heads", "n_kv_heads"):
+            if isinstance(found := getattr(owner, name, None), int):
+                return found
+    return None
+
+
+def _projects(module: torch.nn.Module, size: int) -> bool:
+    """Whether a weight has `size`, or three times as much, in one dimension: queries of channels do not fit."""
+    return any(length in (size, 2 * size, 3 * size) for weight in module.parameters() for length in weight.shape)
 
 
 def _attention(
@@ -207,7 +276,7 @@ def _torch_attention(
 class _Watch(TorchFunctionMode):
     """Notes attention that a module computes itself, and the numbers by which it multiplies tensors."""
 
-    _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+    _ALWAYS = ("multi_head_attention_forward", "flex_attention")
     _CHECKS = ("isfinite", "isinf", "isnan")
     _TIMES = ("mul", "__mul__", "__rmul__", "mul_", "__imul__")
     _OVER = ("div", "true_divide", "__truediv__", "div_", "__itruediv__")
@@ -215,6 +284,11 @@ class _Watch(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
+        self._follower = Follower(trace)
+
+    def end(self) -> None:
+        """Note attention that was not followed to its end."""
+        self._follower.end()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -228,13 +302,22 @@ class _Watch(TorchFunctionMode):
                 stack[-1][2].add(1 / args[1])
         if name == "multi_head_attention_forward" and self._record_torch_module(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))
-        if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
-            self._trace.own_attention[self._owner()] = None
+        if name in self._ALWAYS:
+            self._trace.own_attention[self._owner()] = ""
         if name in self._CHECKS and args and args[0].is_meta:
             # Models clamp half-precision values that overflow; values that are not there do not.
             good = torch.tensor(name == "isfinite", device="cpu")
             return good.expand(args[0].shape)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "scaled_dot_product_attention":
+            self._follower.whole(func, args, kwargs or {}, self._owner())
+        elif name == "softmax":
+            known = self._follower.softmax(args, kwargs or {}, result, self._owner())
+            if not known and self._over_keys(args, kwargs or {}):
+                self._trace.own_attention[self._owner()] = ""
+        else:
+            self._follower.follow(func, args, kwargs or {}, result)
+        return result
 
     def _record_torch_module(
         self,
@@ -281,8 +364,11 @@ class _Watch(TorchFunctionMode):
     def _owner(self) -> str:
         """The innermost running module that is named attention, else the innermost module."""
         running = [path for path, _, _ in reversed(self._trace.stack)]
-        named = (p for p in running if looks_like_attention(self._trace.model.get_submodule(p)))
-        return next(named, running[0] if running else "")
+        modules = {path: self._trace.model.get_submodule(path) for path in running}
+        named = (path for path, module in modules.items() if looks_like_attention(module))
+        # A softmax may be a module of torch's.
+        models = (path for path, module in modules.items() if not type(module).__module__.startswith("torch."))
+        return next(named, next(models, ""))
 
     def _over_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensor = args[0] if args else kwargs["input"]
@@ -315,8 +401,9 @@ def record_run(
         # After errors too: a part may fail inside one that `_failing_parts_skipped` lets go on.
         handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
     try:
-        with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace):
+        with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace) as watch:
             part(**inputs)
+            watch.end()
     except Exception as error:
         raise RunFailedError(trace) from error
     finally:

@@ -1,0 +1,208 @@
+"""Reads every default configuration of the installed transformers, and says which are read or refused, and why.
+
+Run as `python benchmarks/default_configs.py --json FILE [--only NAME ...]`, and
+`python benchmarks/default_configs.py --table FILE.md BEFORE.json AFTER.json`, which needs no transformers. Each
+configuration has a process of its own with a time limit. The reader builds no weights, so memory is small.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import inspect
+import json
+import multiprocessing
+import os
+import re
+import resource
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from installed import versions
+
+LIMIT_S, MEMORY = 300, 24 << 30
+"""Of one process: seconds, and bytes of addresses."""
+ATTENDS = re.compile(
+    r"softmax|scaled_dot_product_attention|multi_head_attention_forward|ALL_ATTENTION_FUNCTIONS|flash_attn"
+)
+"""Names in a module's code that attention needs: a check that shares no line with the reader's."""
+MIXERS = ("conv", "linear_attention", "mamba", "mlp", "moe", "recurrent", "rwkv", "xlstm")
+READ, PARTLY, REFUSED, NO_DEFAULT = "read", "partly read", "refused", "no default"
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    """Read the configurations, or write the table of two files."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the outcomes here")
+    parser.add_argument("--only", nargs="+", default=(), help="names of configurations")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--table", type=Path, nargs=3, metavar=("FILE", "BEFORE", "AFTER"))
+    args = parser.parse_args()
+    if args.table:
+        target, before, after = args.table
+        target.write_text(table(json.loads(before.read_text()), json.loads(after.read_text())))
+        return
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    rows = sorted(survey(args.only, args.jobs), key=lambda row: row["name"])
+    totals = Counter(row["outcome"] for row in rows)
+    print(dict(totals))
+    if args.json:
+        head = {"versions": versions("attnplug", "transformers", "torch"), "date": f"{dt.date.today()}"}
+        args.json.write_text(json.dumps({**head, "totals": totals, "rows": rows}, indent=1) + "\n")
+
+
+def survey(only: Iterable[str], jobs: int) -> Iterator[Row]:
+    """The outcome of each configuration, in the order in which they end."""
+    context = multiprocessing.get_context("fork")
+    rest = [(name, cls) for name, cls in configurations().items() if not only or name in only]
+    running: dict[Connection, tuple[str, Any, float]] = {}
+    while rest or running:
+        while rest and len(running) < jobs:
+            name, cls = rest.pop(0)
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=child, args=(theirs, name, cls), daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = name, process, time.monotonic()
+        for pipe in wait([*running], timeout=1):
+            name, process, _ = running.pop(pipe)  # type: ignore[index]
+            try:
+                row = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                row = {"name": name, "outcome": REFUSED, "why": "the process died"}
+            process.join()
+            print(row["name"], row["outcome"], row.get("why", ""), flush=True)
+            yield row
+        for pipe, (name, process, start) in [*running.items()]:
+            if time.monotonic() - start > LIMIT_S:
+                process.kill()
+                del running[pipe]
+                yield {"name": name, "outcome": REFUSED, "why": f"took more than {LIMIT_S} s"}
+
+
+def configurations() -> dict[str, type]:
+    """Configuration classes by model type; those that are only inside others by their class's name."""
+    import transformers
+
+    transformers.logging.set_verbosity(50)
+    found: dict[str, type] = {name: transformers.CONFIG_MAPPING[name] for name in transformers.CONFIG_MAPPING}
+    classes = set(found.values())
+    rest = [*found.values()]
+    while rest:
+        for inner in (getattr(rest.pop(), "sub_configs", None) or {}).values():
+            if inner not in classes and inner not in (transformers.AutoConfig, transformers.PreTrainedConfig):
+                classes.add(inner)
+                rest.append(inner)
+                found[inner.__name__] = inner
+    return found
+
+
+def child(pipe: Connection, name: str, cls: Any) -> None:
+    """Send the outcome of one configuration."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.nice(10)
+    start = time.monotonic()
+    row = {"name": name, **outcome(cls)}
+    pipe.send({**row, "seconds": round(time.monotonic() - start, 1)})
+
+
+def outcome(cls: Any) -> Row:
+    """How the reader answers to the default configuration of a class."""
+    from attnplug.errors import ModelConfigError
+    from attnplug.integrations.transformers import read_config
+
+    try:
+        config = cls()
+    except Exception as error:  # noqa: BLE001 - a class that needs values has no default
+        return {"outcome": NO_DEFAULT, "why": one_line(error)}
+    try:
+        model = read_config(config)
+    except ModelConfigError as error:
+        return {"outcome": REFUSED, "why": one_line(error)}
+    except Exception as error:  # noqa: BLE001 - a fault of the reader, which the table must show
+        return {"outcome": REFUSED, "why": f"RAISED {type(error).__name__}: {one_line(error)}"}
+    unread = {path: kind for path, kind in model.other_layers.items() if "not read" in kind}
+    others = {path: kind for path, kind in model.other_layers.items() if path not in unread}
+    return {
+        "outcome": PARTLY if unread else READ,
+        "model": model.name,
+        "layers": len(model.layers),
+        "others": Counter(others.values()),
+        "why": "; ".join(dict.fromkeys(map(one_line, unread.values()))),
+        "silent": silent(config, others),
+    }
+
+
+def silent(config: Any, others: Mapping[str, str]) -> list[str]:
+    """Parts that the reader calls other than attention, and whose code could attend."""
+    from attnplug.integrations.reader.architecture import build_model
+
+    claimed = [path for path, kind in others.items() if kind not in MIXERS]
+    if not claimed:
+        return []
+    model = build_model(config, "eager")
+    return [
+        f"{path} ({others[path]}): {', '.join(sorted(found))}"
+        for path in claimed
+        if (found := {type(m).__name__ for m in model.get_submodule(path).modules() if attends(m)})
+    ]
+
+
+def attends(module: Any) -> bool:
+    """Whether a method of the module's class names what attention needs."""
+    functions = [f for f in vars(type(module)).values() if inspect.isfunction(f)]
+    return any(ATTENDS.search(name) for f in functions for name in inspect.unwrap(f).__code__.co_names)
+
+
+def one_line(error: object) -> str:
+    """Its text in one line of at most 300 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
+
+
+def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """A Markdown page of both runs: totals, then a row for each configuration."""
+    earlier = {row["name"]: row for row in before["rows"]}
+    later = {row["name"]: row for row in after["rows"]}
+    lines = [
+        "# Default configurations of transformers",
+        "",
+        f"Made by `default_configs.py` with transformers {after['versions']['transformers']}.",
+        "",
+        "| | before | after |",
+        "|---|---|---|",
+    ]
+    for kind in (READ, PARTLY, REFUSED, NO_DEFAULT):
+        counts = [sum(row["outcome"] == kind for row in rows.values()) for rows in (earlier, later)]
+        lines.append(f"| {kind} | {counts[0]} | {counts[1]} |")
+    hidden = [sum(bool(row.get("silent")) for row in rows.values()) for rows in (earlier, later)]
+    empty = [sum(row.get("layers") == 0 for row in rows.values()) for rows in (earlier, later)]
+    lines += [
+        f"| call a part other than attention though its code can attend | {hidden[0]} | {hidden[1]} |",
+        f"| have no attention layer | {empty[0]} | {empty[1]} |",
+        "",
+        "| configuration | before | after | not read, because |",
+        "|---|---|---|---|",
+    ]
+    for name, row in sorted(later.items()):
+        why = row.get("why", "").replace("|", "\\|")
+        lines.append(f"| {name} | {answer(earlier.get(name))} | {answer(row)} | {why} |")
+    return "\n".join(lines) + "\n"
+
+
+def answer(row: Row | None) -> str:
+    """The outcome, with the number of layers."""
+    if row is None:
+        return "-"
+    note = " (SILENT)" if row.get("silent") else ""
+    return f"{row['outcome']}, {row['layers']} layers{note}" if "layers" in row else str(row["outcome"])
+
+
+if __name__ == "__main__":
+    main()
