@@ -127,12 +127,13 @@ def select(
             "decisions": [decision.to_dict() for decision in every],
             "other_layers": dict(model.other_layers),
             "kv_sharing": dict(model.kv_sharing),
-            "model_notes": list(model.notes),
             "advice": advice_as_data(advice),
         }
         if by_phase is not None:
             phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
-            data |= {"by_phase": phased, "notes": list(notes)}
+            data |= {"by_phase": phased, "notes": [*model.notes, *notes]}
+        elif model.notes:
+            data["notes"] = list(model.notes)
         if memory is not None:
             data["budget"] = None if budget is None else budget.to_dict()
         print_json(data, "attnplug.select")

@@ -14,9 +14,7 @@ from attnplug.core.spec import LayerSpec
 NOT_READ: Final = ", not read: "
 """It stands in `other_layers` between the kind of a part whose attention was not read, and the reason."""
 
-OWN_SPECS: Final = (
-    "describe its layers by LayerSpecs of your own, which attnplug.plan takes; `attnplug explain` shows what serves one"
-)
+OWN_SPECS: Final = "describe its layers by LayerSpecs of your own, which attnplug.plan takes; `attnplug explain` shows what serves one"
 """What to do about a model that cannot be read."""
 
 
@@ -62,5 +60,7 @@ class ModelSpec:
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Mapping proxies cannot be pickled.
         mappings = {field: dict(getattr(self, field)) for field in ("layers", "other_layers", "kv_sharing")}
-        make = functools.partial(ModelSpec, **mappings, model_type=self.model_type, name=self.name, notes=self.notes)
+        make = functools.partial(
+            ModelSpec, **mappings, model_type=self.model_type, name=self.name, notes=self.notes
+        )
         return make, ()

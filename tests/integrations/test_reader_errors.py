@@ -90,7 +90,11 @@ def test_an_unknown_model_type_gets_near_names(written):
 def test_remote_code_is_not_run(written):
     content = {"model_type": "my_own", "auto_map": {"AutoConfig": "configuration.MyConfig"}}
 
-    assert "models of remote code cannot be read" in refusal(written(content))
+    message = refusal(written(content))
+
+    assert "models of remote code cannot be read" in message
+    assert "set model_type to that family" in message
+    assert "`attnplug explain`" in message
 
 
 def test_a_missing_size_is_named(written):
@@ -124,12 +128,6 @@ def test_a_field_that_the_class_needs_is_named(small, monkeypatch):
     assert refusal(small("Llama")) == (
         "the llama configuration lacks the field expansion_rate, which LlamaForCausalLM needs"
     )
-
-
-def test_an_architecture_that_transformers_does_not_have(small):
-    config = small("Llama", architectures=["LlamaWithTricks"])
-
-    assert "architectures names LlamaWithTricks, which transformers" in refusal(config)
 
 
 def test_a_dictionary_is_no_configuration():

@@ -28,7 +28,9 @@ _OTHER_NAMES = {"num_hidden_layers": ("num_layers",)}
 """Fields of a class beside the usual one, from which its model takes the size."""
 
 
-def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+def load_config(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """The configuration in `source`, or `source` itself, and notes of how it was read. ModelConfigError if it cannot be."""
     if isinstance(source, PreTrainedConfig):
         if not source.model_type:

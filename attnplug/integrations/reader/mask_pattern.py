@@ -82,7 +82,9 @@ def matrix_pattern(mask: torch.Tensor, inverted: bool) -> MaskPattern | None:
     for found in (seen[None], first):
         queries, keys = (np.arange(size) for size in found.shape[-2:])
         distance = queries[:, None] - keys
-        expected = ((distance <= left) if left < last else True) & ((-distance <= right) if right < last else True)
+        expected = ((distance <= left) if left < last else True) & (
+            (-distance <= right) if right < last else True
+        )
         if not (found == expected).all():
             return None
     return pattern

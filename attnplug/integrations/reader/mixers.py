@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 import types
@@ -61,17 +60,20 @@ def attention_inside(module: torch.nn.Module) -> tuple[str, torch.nn.Module] | N
 
     A part may attend if its class is named so, or if a method of its class names what attention needs.
     """
-    parts = list(module.named_modules())
-    named = (item for item in parts if _ATTENTION.search(type(item[1]).__name__))
-    return next(named, None) or next((item for item in parts if _names_attention(type(item[1]))), None)
+    first: dict[type, tuple[str, torch.nn.Module]] = {}
+    for path, part in module.named_modules():
+        first.setdefault(type(part), (path, part))
+    named = (place for cls, place in first.items() if _ATTENTION.search(cls.__name__))
+    return next(named, None) or next((place for cls, place in first.items() if _names_attention(cls)), None)
 
 
-@functools.cache
 def _names_attention(cls: type) -> bool:
     if cls.__module__.startswith("torch."):
         return bool(_ATTENDS.search(cls.__name__.lower()))
     methods = [each for owner in cls.__mro__ for each in vars(owner).values() if _is_of_model(owner)]
-    codes = [code for each in methods if (code := getattr(inspect.unwrap(each), "__code__", None)) is not None]
+    codes = [
+        code for each in methods if (code := getattr(inspect.unwrap(each), "__code__", None)) is not None
+    ]
     return any(_ATTENDS.search(name) for code in codes for name in _names_in(code))
 
 

@@ -106,11 +106,11 @@ def _idle_kind(path: str, module: torch.nn.Module, reason: str | None) -> str | 
     place, found = inside
     named = f"{path}.{place}: {type(found).__name__}" if place else f"{path}: {cls}"
     if any(part.isdigit() for part in parts):
-        raise UnreachedError(
-            f"{named} has attention that a run on text does not reach, so it cannot be read"
-        )
+        raise UnreachedError(f"{named} has attention that a run on text does not reach, so it cannot be read")
     if reason is None:
-        reason = f"{named} may attend, a run on text does not reach it, and {cls} is no model that runs by itself"
+        reason = (
+            f"{named} may attend, a run on text does not reach it, and {cls} is no model that runs by itself"
+        )
     return f"{kind or cls}{NOT_READ}{reason}"
 
 

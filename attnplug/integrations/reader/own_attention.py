@@ -19,9 +19,12 @@ _OTHER_PRODUCTS: Final = frozenset({"__rmatmul__", "baddbmm", "einsum"})
 _TIMES: Final = frozenset({"__imul__", "__mul__", "__rmul__", "mul", "mul_", "multiply"})
 _OVER: Final = frozenset({"__itruediv__", "__truediv__", "div", "div_", "true_divide"})
 _PLUS: Final = frozenset({"__add__", "__iadd__", "__radd__", "add", "add_"})
-_SAME: Final = frozenset({"clone", "contiguous", "detach", "double", "dropout", "float", "to", "type", "type_as"})
+_SAME: Final = frozenset(
+    {"clone", "contiguous", "detach", "double", "dropout", "float", "to", "type", "type_as"}
+)
 _RESHAPES: Final = frozenset({"expand", "flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"})
 _MOVES: Final = frozenset({"permute", "swapaxes", "transpose"})
+_INVERTS: Final = frozenset({"__eq__", "__invert__", "bitwise_not", "logical_not"})
 _HIDES: Final = -1e4
 """A number in place of a logit that hides its key: no model's logits reach it."""
 
@@ -72,6 +75,7 @@ class Follower:
         self._weights: dict[int, tuple[torch.Tensor, OwnAttention, str]] = {}
         self._factors: dict[int, tuple[torch.Tensor, float, frozenset[float]]] = {}
         self._waiting: dict[int, tuple[OwnAttention, str]] = {}
+        self._inverted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note one call of torch, other than a softmax."""
@@ -85,10 +89,14 @@ class Follower:
             self._from_logits(name, func, args, kwargs, result)
         elif name in _PRODUCTS | _OTHER_PRODUCTS:
             self._product(name, tensors, result)
+        elif name in _INVERTS and (name != "__eq__" or _number(args[1]) == 0):
+            self._inverted[id(result)] = result, args[0]
         else:
             self._factor(name, args, result)
 
-    def softmax(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor, owner: str) -> bool:
+    def softmax(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor, owner: str
+    ) -> bool:
         """Note a softmax in the module `owner`; whether it is one of logits."""
         attention = self._logits_in(args[0] if args else kwargs.get("input"))
         if attention is None:
@@ -224,10 +232,10 @@ class Follower:
         if name in _PLUS and isinstance(other, torch.Tensor):
             return self._plus(attention, other)
         if name == "where" and self._logits_in(second) is attention:
-            hidden = _hide(attention, first, rest[0], inverted=False)
+            hidden = self._hide(attention, first, rest[0], inverted=False)
             return _then(hidden, torch.where, first, LOGITS, rest[0])
         if name in ("masked_fill", "masked_fill_") and ours:
-            hidden = _hide(attention, second, rest[0], inverted=True)
+            hidden = self._hide(attention, second, rest[0], inverted=True)
             return _then(hidden, torch.masked_fill, LOGITS, second, rest[0])
         return _unknown(attention, f"applies {name} to its logits")
 
@@ -239,6 +247,22 @@ class Follower:
         if not mask.is_meta and mask.dim() >= 2 and mask.shape[-2] == 1 and not bool(mask.any()):
             return attention
         return _unknown(attention, "adds a mask or a bias of its own to its logits")
+
+    def _hide(
+        self, attention: OwnAttention, mask: torch.Tensor, fill: Any, *, inverted: bool
+    ) -> OwnAttention:
+        """Attention to the keys that `mask` has, or those that it lacks; the others' logits get the number `fill`."""
+        while id(mask) in self._inverted:
+            mask, inverted = self._inverted[id(mask)][1], not inverted
+        number = _number(fill)
+        if mask.is_meta or mask.dtype is not torch.bool or number is None or number > _HIDES:
+            return _unknown(
+                attention, "hides keys by a mask of its own, whose values the reader does not have"
+            )
+        pattern = matrix_pattern(mask, inverted)
+        if pattern is None:
+            return _unknown(attention, "hides keys by a mask that is neither full, causal nor a window")
+        return _masked(attention, pattern)
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
@@ -266,14 +290,3 @@ def _masked(attention: OwnAttention, mask: MaskPattern) -> OwnAttention:
     if both is None:
         return _unknown(attention, "combines two masks in a way that the reader does not know")
     return dataclasses.replace(attention, mask=both)
-
-
-def _hide(attention: OwnAttention, mask: torch.Tensor, fill: Any, *, inverted: bool) -> OwnAttention:
-    """Attention to the keys that `mask` has, or those that it lacks; the others' logits get the number `fill`."""
-    number = _number(fill)
-    if mask.is_meta or mask.dtype is not torch.bool or number is None or number > _HIDES:
-        return _unknown(attention, "hides keys by a mask of its own, whose values the reader does not have")
-    pattern = matrix_pattern(mask, inverted)
-    if pattern is None:
-        return _unknown(attention, "hides keys by a mask that is neither full, causal nor a window")
-    return _masked(attention, pattern)

@@ -19,7 +19,9 @@ def with_known_types(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
 
     def known(part: Mapping[str, Any], where: str) -> dict[str, Any]:
         changed = {
-            name: known(value, f"{where}{name}.") if isinstance(value, dict) and "model_type" in value else value
+            name: known(value, f"{where}{name}.")
+            if isinstance(value, dict) and "model_type" in value
+            else value
             for name, value in part.items()
         }
         name, classes = part.get("model_type"), part.get("architectures")

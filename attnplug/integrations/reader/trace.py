@@ -19,6 +19,7 @@ from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
 from attnplug.integrations.reader.own_attention import Follower, OwnAttention
+from attnplug.integrations.reader.own_heads import by_heads
 
 PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
@@ -121,38 +122,26 @@ class Trace:
 
     def own(self, owner: str, attention: OwnAttention, value: torch.Tensor | None) -> None:
         """Record attention that the module `owner` computes itself, or note why it is unknown."""
-        module = self.model.get_submodule(owner)
-        _, visit, factors = next((frame for frame in reversed(self.stack) if frame[0] == owner), (owner, 0, set()))
-        why = attention.unknown or ("" if value is not None else "does not multiply its weights with values")
-        tensors: list[torch.Tensor] = []
-        if value is not None and not why:
-            tensors = [_by_heads(each, module) for each in (attention.query, attention.key, value)]
-            rest = sorted(factors - attention.factors)
-            kv_heads = _kv_heads(module)
-            if any(each.dim() != 4 for each in tensors):
-                shapes = ", ".join(str(tuple(each.shape)) for each in tensors)
-                why = f"has queries, keys and values of the shapes {shapes}, whose heads are unknown"
-            elif kv_heads not in (None, tensors[1].shape[1]):
-                why = f"attends {tensors[1].shape[1]} KV heads, but names {kv_heads}"
-            elif rest:
-                why = f"multiplies tensors by {', '.join(f'{each:.6g}' for each in rest)} in an unknown place"
-            elif not _projects(module, tensors[0].shape[1] * tensors[0].shape[3]):
-                why = "has queries of a size that no weight of it has, so that they may be no tokens"
-        if why:
-            self.own_attention[owner] = why
+        modules = [self.model.get_submodule(path) for path in (owner, *_parents(owner))]
+        _, visit, factors = next(
+            (frame for frame in reversed(self.stack) if frame[0] == owner), (owner, 0, set())
+        )
+        tensors = by_heads(attention, value, modules, factors)
+        if isinstance(tensors, str):
+            self.own_attention[owner] = tensors
             return
-        mask = attention.mask
+        query, key, value = tensors
         self.calls.append(
             AttentionCall(
                 path=owner,
-                module=module,
+                module=modules[0],
                 visit=visit,
-                query=tensors[0],
-                key=tensors[1],
-                value=tensors[2],
-                mask=mask,
+                query=query,
+                key=key,
+                value=value,
+                mask=attention.mask,
                 scaling=attention.scaling,
-                keywords={} if mask is not None else {"is_causal": False},
+                keywords={} if attention.mask is not None else {"is_causal": False},
                 eager=None,
                 factors=frozenset(),
                 own=attention,
@@ -160,27 +149,10 @@ class Trace:
         )
 
 
-def _by_heads(tensor: torch.Tensor, module: torch.nn.Module) -> torch.Tensor:
-    """`[B, H, T, D]` of `[B * H, T, D]` too, by the number of heads that the module names."""
-    names = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nheads")
-    heads = next((found for name in names if isinstance(found := getattr(module, name, None), int)), 0)
-    if tensor.dim() == 3 and heads and tensor.shape[0] % heads == 0:
-        return tensor.reshape(-1, heads, *tensor.shape[1:])
-    return tensor
-
-
-def _kv_heads(module: torch.nn.Module) -> int | None:
-    """The KV heads that the module or its configuration names. Attention may see a copy of each for every query head."""
-    for owner in (module, getattr(module, "config", None)):
-        for name in ("num_key_value_heads", "num_kv_heads", "n_kv_heads"):
-            if isinstance(found := getattr(owner, name, None), int):
-                return found
-    return None
-
-
-def _projects(module: torch.nn.Module, size: int) -> bool:
-    """Whether a weight has `size`, or three times as much, in one dimension: queries of channels do not fit."""
-    return any(length in (size, 2 * size, 3 * size) for weight in module.parameters() for length in weight.shape)
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _attention(
@@ -367,7 +339,9 @@ class _Watch(TorchFunctionMode):
         modules = {path: self._trace.model.get_submodule(path) for path in running}
         named = (path for path, module in modules.items() if looks_like_attention(module))
         # A softmax may be a module of torch's.
-        models = (path for path, module in modules.items() if not type(module).__module__.startswith("torch."))
+        models = (
+            path for path, module in modules.items() if not type(module).__module__.startswith("torch.")
+        )
         return next(named, next(models, ""))
 
     def _over_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
