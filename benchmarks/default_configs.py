@@ -135,23 +135,36 @@ def outcome(cls: Any) -> Row:
         "layers": len(model.layers),
         "others": Counter(others.values()),
         "why": "; ".join(dict.fromkeys(map(one_line, unread.values()))),
-        "silent": silent(config, others),
+        **silent(config, [path.partition("#")[0] for path in model.layers], list(unread), others),
     }
 
 
-def silent(config: Any, others: Mapping[str, str]) -> list[str]:
-    """Parts that the reader calls other than attention, and whose code could attend."""
+def silent(config: Any, layers: list[str], unread: list[str], others: Mapping[str, str]) -> Row:
+    """Parts whose code could attend: those that the reader calls other than attention, and those it does not name."""
     from attnplug.integrations.reader.architecture import build_model
 
-    claimed = [path for path, kind in others.items() if kind not in MIXERS]
-    if not claimed:
-        return []
     model = build_model(config, "eager")
-    return [
-        f"{path} ({others[path]}): {', '.join(sorted(found))}"
-        for path in claimed
-        if (found := {type(m).__name__ for m in model.get_submodule(path).modules() if attends(m)})
-    ]
+    parts = {path: type(module).__name__ for path, module in model.named_modules() if attends(module)}
+
+    def stands_in(path: str, places: Iterable[str]) -> bool:
+        return any(f"{path}.".startswith(f"{place}.") for place in places)
+
+    claimed = [path for path, kind in others.items() if kind not in MIXERS]
+    rest = {
+        path: cls for path, cls in parts.items() if path and not stands_in(path, [*layers, *unread, *others])
+    }
+    around = {path for path in rest if any(place.startswith(f"{path}.") for place in layers)}
+    return {
+        "silent": sorted(
+            {
+                f"{cls} in {others[place]}"
+                for path, cls in parts.items()
+                for place in claimed
+                if stands_in(path, [place])
+            }
+        ),
+        "unnamed": sorted({cls for path, cls in rest.items() if path not in around}),
+    }
 
 
 def attends(module: Any) -> bool:

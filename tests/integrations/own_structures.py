@@ -304,3 +304,44 @@ class PlainlySeeing(stack_of(Mixing, 1)):  # type: ignore[misc]
         super().make(config)
         self.vision = VisionSqueezeEncoder()
         self.squeeze = Squeeze()
+
+
+class MambaBeside(nn.Module):
+    """A mixer of another kind, beside attention that did not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixer, self.spare = nn.Linear(WIDTH, WIDTH), Mixing()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + self.mixer(hidden)
+
+
+class TorchsEncoder(ShapesModel):
+    """Layers of torch's own."""
+
+    def make(self, config: ShapesConfig) -> None:
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, WIDTH, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def run(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.encoder(hidden)
+
+
+class Attend(nn.Module):
+    """The products alone, without weights; named as no attention is."""
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        weights = nn.Softmax(dim=-1)(torch.matmul(query, key.transpose(-1, -2)) / SIZE**0.5)
+        return torch.matmul(nn.functional.dropout(weights, 0.5, training=self.training), value)
+
+
+class Outsourced(Mixing):
+    """Leaves the products to a module inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = Attend()
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.products(query, key, value)

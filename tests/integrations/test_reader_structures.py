@@ -19,13 +19,16 @@ from own_structures import (  # noqa: E402
     Flattened,
     Fused,
     Lens,
+    MambaBeside,
     Mixing,
     NestedModel,
+    Outsourced,
     OverChannels,
     PlainlySeeing,
     Reweighted,
     ShapesConfig,
     SkippingModel,
+    TorchsEncoder,
     TwoFactors,
     Windowed,
     WindowOfBuffer,
@@ -145,6 +148,21 @@ def test_a_tower_that_fails_is_not_read_for_its_own_reason(read):
 
     assert list(model.layers) == ["parts.trunk.0"]
     assert "no light" in model.unread["frame.left"]
+
+
+def test_layers_of_torchs_own_are_read(read):
+    assert dict(read(TorchsEncoder).layers) == {f"encoder.layers.{i}.self_attn": SPEC for i in range(2)}
+
+
+def test_products_in_a_module_without_weights_are_read(read):
+    assert dict(read(stack_of(Outsourced)).layers) == {f"parts.trunk.{i}.products": SPEC for i in range(3)}
+
+
+def test_attention_beside_a_mixer_of_another_kind_is_refused_if_it_did_not_run(read):
+    with pytest.raises(
+        ModelConfigError, match=r"parts\.trunk\.0\.spare: Mixing has attention that a run on text"
+    ):
+        read(stack_of(MambaBeside))
 
 
 def test_a_block_that_was_skipped_is_refused(read):

@@ -18,6 +18,8 @@ _TOWERS = (
     (re.compile(r"vision|visual|image|video"), "vision encoder"),
     (re.compile(r"audio|speech|acoustic"), "audio encoder"),
 )
+_SOFTMAX_KIND = re.compile(r"^((full|global|local|sliding|chunked|self|cross|hybrid)_)?(window_)?attention$")
+"""Kinds of layers, in configurations, that have a softmax."""
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _BLOCK_CLASS = re.compile(r"(layer|block)$", re.IGNORECASE)
 _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNORECASE)
@@ -42,16 +44,20 @@ def find_other_layers(
     open_parts = _with_parents(trace.executed) | holders | _with_parents(unread) - set(unread)
     open_parts |= {path for path, module in modules.items() if isinstance(module, _CONTAINERS)}
     for path, module in modules.items():
-        if not path or path in holders or any(parent in others for parent in _parents(path)):
+        if not path or path in holders:
             continue
-        if any(parent in attention for parent in _parents(path)):
+        around = next((parent for parent in _parents(path) if parent in others), None)
+        idle = path not in open_parts and all(parent in open_parts for parent in _parents(path))
+        if around is not None:
+            # A mixer of another kind may have attention beside it that did not run.
+            may_attend = idle and around in trace.executed and attention_inside(module) is not None
+            kind = _idle_kind(path, module, unread.get(path)) if may_attend else None
+        elif any(parent in attention for parent in _parents(path)):
             kind = "conv" if path in trace.executed and _convolves(module) else None
         elif path in trace.executed:
             kind = _executed_kind(path, module)
-        elif path not in open_parts and all(parent in open_parts for parent in _parents(path)):
-            kind = _idle_kind(path, module, unread.get(path))
         else:
-            kind = None
+            kind = _idle_kind(path, module, unread.get(path)) if idle else None
         if kind is not None:
             others[path] = kind
     others.update(_other_blocks(trace, modules, attention, others))
@@ -140,4 +146,9 @@ def _other_blocks(
                 raise ModelConfigError(
                     f"{name}: {type(block).__name__} mixes tokens in a way that the reader does not know"
                 )
-            yield name, str(kinds[index])
+            kind = str(kinds[index])
+            if _SOFTMAX_KIND.search(kind):
+                raise ModelConfigError(
+                    f"{name}: {type(block).__name__} is a layer of {kind} by its configuration, and no attention of it was seen"
+                )
+            yield name, kind
