@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
+import functools
 import inspect
 import json
 import multiprocessing
@@ -59,6 +60,9 @@ def main() -> None:
 
 def survey(only: Iterable[str], jobs: int) -> Iterator[Row]:
     """The outcome of each configuration, in the order in which they end."""
+    # What every process needs is imported once, before they are forked.
+    import attnplug.integrations.reader.model_reading  # noqa: F401
+
     context = multiprocessing.get_context("fork")
     rest = [(name, cls) for name, cls in configurations().items() if not only or name in only]
     running: dict[Connection, tuple[str, Any, float]] = {}
@@ -106,7 +110,7 @@ def configurations() -> dict[str, type]:
 def child(pipe: Connection, name: str, cls: Any) -> None:
     """Send the outcome of one configuration."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    os.nice(10)
+    os.nice(5)
     start = time.monotonic()
     row = {"name": name, **outcome(cls)}
     pipe.send({**row, "seconds": round(time.monotonic() - start, 1)})
@@ -144,7 +148,7 @@ def silent(config: Any, layers: list[str], unread: list[str], others: Mapping[st
     from attnplug.integrations.reader.architecture import build_model
 
     model = build_model(config, "eager")
-    parts = {path: type(module).__name__ for path, module in model.named_modules() if attends(module)}
+    parts = {path: type(module).__name__ for path, module in model.named_modules() if attends(type(module))}
 
     def stands_in(path: str, places: Iterable[str]) -> bool:
         return any(f"{path}.".startswith(f"{place}.") for place in places)
@@ -167,10 +171,11 @@ def silent(config: Any, layers: list[str], unread: list[str], others: Mapping[st
     }
 
 
-def attends(module: Any) -> bool:
-    """Whether a method of the module's class names what attention needs."""
-    functions = [f for f in vars(type(module)).values() if inspect.isfunction(f)]
-    return any(ATTENDS.search(name) for f in functions for name in inspect.unwrap(f).__code__.co_names)
+@functools.cache
+def attends(cls: Any) -> bool:
+    """Whether a method of a module's class names what attention needs."""
+    functions = [each for each in vars(cls).values() if inspect.isfunction(each)]
+    return any(ATTENDS.search(name) for each in functions for name in inspect.unwrap(each).__code__.co_names)
 
 
 def one_line(error: object) -> str:

@@ -136,6 +136,41 @@ class OverChannels(Mixing):
         return (self.logits(query, key).softmax(dim=-1) @ value).transpose(-2, -1)
 
 
+class SetsSome(Mixing):
+    """Hides the first key from all queries but the first, in place."""
+
+    def logits(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        logits = super().logits(query, key)
+        logits[..., 1:, 0] = -1e9
+        return logits
+
+
+class SetsInView(Mixing):
+    """Hides keys in a view of its logits."""
+
+    def logits(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        logits = super().logits(query, key)
+        logits.flatten(0, 1).masked_fill_(
+            torch.ones(query.shape[-2], query.shape[-2], dtype=torch.bool).triu(1), -1e9
+        )
+        return logits
+
+
+class WithSink(Mixing):
+    """Adds a column to its logits."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        logits = self.logits(query, key)
+        return torch.cat([logits, logits[..., :1] * 0], dim=-1).softmax(dim=-1)[..., :-1] @ value
+
+
+class SkipsKeys(Mixing):
+    """Attends to all keys but the first."""
+
+    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return self.logits(query, key)[..., 1:].softmax(dim=-1) @ value[..., 1:, :]
+
+
 class Copies(Mixing):
     """Has two KV heads, and copies each for two query heads."""
 

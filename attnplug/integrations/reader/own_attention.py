@@ -24,6 +24,7 @@ _SAME: Final = frozenset(
 )
 _RESHAPES: Final = frozenset({"expand", "flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"})
 _MOVES: Final = frozenset({"permute", "swapaxes", "transpose"})
+_REDUCES: Final = frozenset({"amax", "amin", "logsumexp", "max", "mean", "min", "norm", "std", "sum", "var"})
 _INVERTS: Final = frozenset({"__eq__", "__invert__", "bitwise_not", "logical_not"})
 _HIDES: Final = -1e4
 """A number in place of a logit that hides its key: no model's logits reach it."""
@@ -79,13 +80,17 @@ class Follower:
 
     def follow(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         """Note one call of torch, other than a softmax."""
+        name = getattr(func, "__name__", "")
+        same = isinstance(result, torch.Tensor) and bool(args) and result is args[0]
+        if name == "__setitem__" or (same and name not in _SAME | _RESHAPES):
+            self._changed_in_place(args[0], name)
         if not isinstance(result, torch.Tensor) or not args:
             return
-        name = getattr(func, "__name__", "")
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        listed = [each for arg in args if isinstance(arg, (list, tuple)) for each in arg]
         if any(id(tensor) in self._weights for tensor in tensors):
             self._from_weights(name, args, tensors, result)
-        elif any(id(tensor) in self._logits for tensor in tensors):
+        elif any(id(tensor) in self._logits for tensor in (*tensors, *listed)):
             self._from_logits(name, func, args, kwargs, result)
         elif name in _PRODUCTS | _OTHER_PRODUCTS:
             self._product(name, tensors, result)
@@ -202,15 +207,34 @@ class Follower:
         self._waiting.pop(id(weights), None)
         self._listener.own(owner, _unknown(attention, why), value)
 
+    def _changed_in_place(self, changed: torch.Tensor, name: str) -> None:
+        """Note that some elements of a tensor, or all of what is a view of another one, are set."""
+        base = changed if changed._base is None else changed._base
+        for key, (tensor, attention) in self._logits.items():
+            other = tensor is not changed and any(base is each for each in (tensor, tensor._base))
+            if other or (tensor is changed and name == "__setitem__"):
+                self._logits[key] = tensor, _unknown(attention, f"sets some of its logits by {name}")
+        for known in list(self._weights.values()):
+            if any(base is each for each in (known[0], known[0]._base)):
+                self._report(known, f"sets some of its weights by {name}", None)
+        if name == "__setitem__":
+            self._factors.pop(id(changed), None)
+
     def _from_logits(
         self, name: str, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
     ) -> None:
-        logits = next(known for each in args if (known := self._logits.get(id(each))) is not None)
-        tensor, attention = logits
-        if result.shape[-1:] != tensor.shape[-1:]:
+        if name in _REDUCES or not result.is_floating_point():
             return  # a maximum or a mean becomes no weights
+        each = (
+            *args,
+            *kwargs.values(),
+            *(one for arg in args if isinstance(arg, (list, tuple)) for one in arg),
+        )
+        tensor, attention = next(known for one in each if (known := self._logits.get(id(one))) is not None)
         kept = result.shape[-2:] == tensor.shape[-2:]
-        if name in _RESHAPES and kept and args[0] is tensor:
+        if not kept:
+            attention = _unknown(attention, f"applies {name} to its logits")
+        elif name in _RESHAPES and args[0] is tensor:
             attention = _then(attention, func, LOGITS, *args[1:], **kwargs)
         elif name not in _SAME:
             attention = self._arithmetic(attention, name, func, args, kwargs)
