@@ -52,13 +52,17 @@ def read_config(
     `direct_kv=True`: encoders, towers, text encoders with a causal mask, and cross attention outside a decoder.
     A module that folds windows or frames into its batch computes each of them as a sequence of its own.
 
+    A class or family of remote code is read as the family of transformers that its name says, and `notes` says so.
+    Attention that a module computes itself is followed by its operations and compared by numbers; code that attends
+    otherwise in a longer text is refused. A part whose attention was not read has the reason in `unread`.
+
     `scale` is the whole factor between `query @ key` and the logits, including one that the model applies to
     its queries.
 
     Raises:
         ModelConfigError: the file cannot be read; transformers cannot build the model; the ranks do not divide the
-            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it). For
-            transformers also: a layer computes its own attention, or attends only chosen keys.
+            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it); no attention
+            was read at all. For transformers also: a layer computes its own attention, or attends only chosen keys.
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")

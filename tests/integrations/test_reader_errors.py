@@ -103,6 +103,12 @@ def test_a_missing_size_is_named(written):
     )
 
 
+def test_a_size_under_a_name_that_the_family_does_not_have_is_missing(written):
+    content = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_layers": 2}
+
+    assert "lacks the field num_hidden_layers" in refusal(written(content))
+
+
 def test_a_missing_size_is_named_as_the_family_stores_it(written):
     assert "lacks the field n_head" in refusal(written({"model_type": "gpt2", "n_embd": 64, "n_layer": 2}))
 

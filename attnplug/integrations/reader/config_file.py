@@ -90,7 +90,7 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
     default = type(config)()
     for name in _SIZES:
         stored = config.attribute_map.get(name, name)
-        given = {name, stored, *_OTHER_NAMES.get(name, ())}
+        given = {name, stored, *(other for other in _OTHER_NAMES.get(name, ()) if hasattr(default, other))}
         if given & set(data) or isinstance(getattr(type(config), name, None), property):
             continue
         if hasattr(config, name) and getattr(config, name) == getattr(default, name, None):

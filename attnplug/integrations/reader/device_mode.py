@@ -17,7 +17,7 @@ _LARGEST = 1 << 20
 """Elements of the largest tensor that gets values. Positions, lengths and grids are smaller."""
 
 _LARGEST_SQUARE = 1 << 24
-"""Elements of the largest mask in a buffer: 4,096 positions."""
+"""Bytes of the largest mask in a buffer: 4,096 positions, one byte for each pair."""
 
 
 class ValuesWithoutWeights(TorchFunctionMode):
@@ -58,9 +58,10 @@ class SquaresOfOnes(TorchFunctionMode):
     ) -> Any:
         if func is not torch.ones or "device" in (kwargs or {}):
             return func(*args, **(kwargs or {}))
-        shape = func(*args, **(kwargs or {})).shape
-        if len(shape) < 2 or shape[-1] != shape[-2] or not 1 < shape.numel() <= _LARGEST_SQUARE:
-            return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        shape = made.shape
+        if len(shape) < 2 or shape[-1] != shape[-2] or not 1 < made.nbytes <= _LARGEST_SQUARE:
+            return made
         return func(*args, **(kwargs or {}), device="cpu")
 
 

@@ -70,7 +70,7 @@ def read_sizes(part: PreTrainedModel, lengths: tuple[int, ...] = TOKENS) -> Size
     frames = 2 * source if isinstance(source, int) else audio(1024, "max_length")
     series = audio(64, "context_length", "prediction_length")
     positions = _find(config, ("max_position_embeddings", "max_text_len"), _TEXT)
-    limit = positions if isinstance(positions, int) else TOKENS[0]
+    limit = positions if isinstance(positions, int) else max(lengths)
     return Sizes(
         tokens=next((length for length in (*lengths, *TOKENS) if length <= limit), TOKENS[0]),
         codebooks=audio(1, "num_codebooks", "num_channels"),

@@ -24,6 +24,7 @@ _SAME: Final = frozenset(
 )
 _RESHAPES: Final = frozenset({"expand", "flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view"})
 _MOVES: Final = frozenset({"permute", "swapaxes", "transpose"})
+_CUTS: Final = frozenset({"__getitem__", "cat", "concat", "concatenate", "narrow", "pad"})
 _REDUCES: Final = frozenset({"amax", "amin", "logsumexp", "max", "mean", "min", "norm", "std", "sum", "var"})
 _INVERTS: Final = frozenset({"__eq__", "__invert__", "bitwise_not", "logical_not"})
 _HIDES: Final = -1e4
@@ -90,10 +91,10 @@ class Follower:
         listed = [each for arg in args if isinstance(arg, (list, tuple)) for each in arg]
         if any(id(tensor) in self._weights for tensor in tensors):
             self._from_weights(name, args, tensors, result)
-        elif any(id(tensor) in self._logits for tensor in (*tensors, *listed)):
-            self._from_logits(name, func, args, kwargs, result)
         elif name in _PRODUCTS | _OTHER_PRODUCTS:
             self._product(name, tensors, result)
+        elif any(id(tensor) in self._logits for tensor in (*tensors, *listed)):
+            self._from_logits(name, func, args, kwargs, result)
         elif name in _INVERTS and (name != "__eq__" or _number(args[1]) == 0):
             self._inverted[id(result)] = result, args[0]
         else:
@@ -231,8 +232,9 @@ class Follower:
             *(one for arg in args if isinstance(arg, (list, tuple)) for one in arg),
         )
         tensor, attention = next(known for one in each if (known := self._logits.get(id(one))) is not None)
-        kept = result.shape[-2:] == tensor.shape[-2:]
-        if not kept:
+        if result.shape[-1:] != tensor.shape[-1:] and name not in _CUTS:
+            return  # most products of three dimensions are no logits, such as those of rotary embeddings
+        if result.shape[-2:] != tensor.shape[-2:]:
             attention = _unknown(attention, f"applies {name} to its logits")
         elif name in _RESHAPES and args[0] is tensor:
             attention = _then(attention, func, LOGITS, *args[1:], **kwargs)
