@@ -43,19 +43,37 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the outcomes here")
     parser.add_argument("--only", nargs="+", default=(), help="names of configurations")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--table", type=Path, nargs=3, metavar=("FILE", "BEFORE", "AFTER"))
+    parser.add_argument(
+        "--table",
+        type=Path,
+        nargs=3,
+        metavar=("PAGE", "BEFORE", "AFTER"),
+        help="write the page of two results",
+    )
+    parser.add_argument(
+        "--join", type=Path, nargs="+", metavar="FILE", help="join these results in the file of --json"
+    )
     args = parser.parse_args()
     if args.table:
-        target, before, after = args.table
-        target.write_text(table(json.loads(before.read_text()), json.loads(after.read_text())))
+        page, before, after = args.table
+        page.write_text(table(json.loads(before.read_text()), json.loads(after.read_text())))
+        return
+    if args.join:
+        write(args.json, [row for path in args.join for row in json.loads(path.read_text())["rows"]])
         return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    rows = sorted(survey(args.only, args.jobs), key=lambda row: row["name"])
-    totals = Counter(row["outcome"] for row in rows)
+    write(args.json, survey(args.only, args.jobs))
+
+
+def write(target: Path | None, rows: Iterable[Row]) -> None:
+    """Print the totals and write all rows; of two with one name the later one counts."""
+    named = {row["name"]: row for row in rows}
+    totals = Counter(row["outcome"] for row in named.values())
     print(dict(totals))
-    if args.json:
+    if target:
         head = {"versions": versions("attnplug", "transformers", "torch"), "date": f"{dt.date.today()}"}
-        args.json.write_text(json.dumps({**head, "totals": totals, "rows": rows}, indent=1) + "\n")
+        each = [named[name] for name in sorted(named)]
+        target.write_text(json.dumps({**head, "totals": totals, "rows": each}, indent=1) + "\n")
 
 
 def survey(only: Iterable[str], jobs: int) -> Iterator[Row]:

@@ -160,8 +160,8 @@ def test_longcat_has_two_layers_of_attention_in_each_of_its_layers(read):
             "num_layers": 3,
             "ffn_hidden_size": 64,
             "expert_ffn_hidden_size": 16,
-            "kv_lora_rank": 32,
-            "q_lora_rank": 48,
+            "kv_lora_rank": 64,
+            "q_lora_rank": 64,
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "head_dim": 8,
@@ -175,7 +175,7 @@ def test_longcat_has_two_layers_of_attention_in_each_of_its_layers(read):
 
     assert len(model.layers) == 6
     (spec,) = set(model.layers.values())
-    assert (spec.head_size, spec.mla.kv_lora_rank, spec.scale) == (40, 32, 24**-0.5)
+    assert (spec.head_size, spec.mla.kv_lora_rank, spec.scale) == (72, 64, 24**-0.5)
 
 
 def test_llama_with_vision_has_cross_attention_that_keeps_a_cache(read):
