@@ -66,14 +66,16 @@ def main() -> None:
 
 
 def write(target: Path | None, rows: Iterable[Row]) -> None:
-    """Print the totals and write all rows; of two with one name the later one counts."""
-    named = {row["name"]: row for row in rows}
-    totals = Counter(row["outcome"] for row in named.values())
-    print(dict(totals))
-    if target:
-        head = {"versions": versions("attnplug", "transformers", "torch"), "date": f"{dt.date.today()}"}
-        each = [named[name] for name in sorted(named)]
-        target.write_text(json.dumps({**head, "totals": totals, "rows": each}, indent=1) + "\n")
+    """Write all rows after each one, and print the totals; of two rows with one name the later one counts."""
+    head = {"versions": versions("attnplug", "transformers", "torch"), "date": f"{dt.date.today()}"}
+    named: dict[str, Row] = {}
+    for row in rows:
+        named[row["name"]] = row
+        totals = Counter(each["outcome"] for each in named.values())
+        if target:
+            each = [named[name] for name in sorted(named)]
+            target.write_text(json.dumps({**head, "totals": totals, "rows": each}, indent=1) + "\n")
+    print(dict(Counter(each["outcome"] for each in named.values())))
 
 
 def survey(only: Iterable[str], jobs: int) -> Iterator[Row]:

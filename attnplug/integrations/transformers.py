@@ -98,10 +98,10 @@ def read_config(
         raise ModelConfigError(
             "reading a model configuration needs transformers; pip install 'attnplug[models]'"
         ) from error
-    from attnplug.integrations.reader.config_file import load_config
+    from attnplug.integrations.reader.config_file import load_with_notes
     from attnplug.integrations.reader.model_reading import read_model
 
-    config, notes = load_config(path_or_config)
+    config, notes = load_with_notes(path_or_config)
     return read_model(config, tensor_parallel_size, cache_dtype, Client(client), notes)
 
 

@@ -28,10 +28,15 @@ _OTHER_NAMES = {"num_hidden_layers": ("num_layers",)}
 """Fields of a class beside the usual one, from which its model takes the size."""
 
 
-def load_config(
+def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration in `source`, or `source` itself. ModelConfigError if it cannot be read."""
+    return load_with_notes(source)[0]
+
+
+def load_with_notes(
     source: str | os.PathLike[str] | PreTrainedConfig,
 ) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """The configuration in `source`, or `source` itself, and notes of how it was read. ModelConfigError if it cannot be."""
+    """`load_config`, and a note for each family that was found by the `architectures` of the file."""
     if isinstance(source, PreTrainedConfig):
         if not source.model_type:
             raise ModelConfigError(

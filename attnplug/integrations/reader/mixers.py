@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from typing import Any, cast
 
 import torch
 
@@ -64,13 +66,17 @@ def attention_inside(module: torch.nn.Module) -> tuple[str, torch.nn.Module] | N
     for path, part in module.named_modules():
         first.setdefault(type(part), (path, part))
     named = (place for cls, place in first.items() if _ATTENTION.search(cls.__name__))
-    return next(named, None) or next((place for cls, place in first.items() if _names_attention(cls)), None)
+    return next(named, None) or next(
+        (place for cls, place in first.items() if _names_attention(cast(Hashable, cls))), None
+    )
 
 
-def _names_attention(cls: type) -> bool:
+@functools.cache
+def _names_attention(cls: Any) -> bool:
     if cls.__module__.startswith("torch."):
         return bool(_ATTENDS.search(cls.__name__.lower()))
-    methods = [each for owner in cls.__mro__ for each in vars(owner).values() if _is_of_model(owner)]
+    owners = [owner for owner in cls.__mro__ if _is_of_model(owner)]
+    methods = [each for owner in owners for each in vars(owner).values()]
     codes = [
         code for each in methods if (code := getattr(inspect.unwrap(each), "__code__", None)) is not None
     ]

@@ -64,22 +64,27 @@ def read_model(
         model = _probed_model(config)
         notes += tuple(filter(None, (class_note(config),)))
         try:
-            return dataclasses.replace(_read_whole(model, ranks, kv_cache_dtype, client), notes=notes)
+            found = _read_whole(model, ranks, kv_cache_dtype, client)
         except ModelConfigError as error:
             if error.argument is not None:
                 raise
             raise ModelConfigError(f"{error}; {OWN_SPECS}") from error
+    if not found.layers and not found.other_layers:
+        raise ModelConfigError(f"{found.name} has no attention layer, nor a layer of another known kind")
+    return dataclasses.replace(found, notes=notes)
 
 
 def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
     # Some classes have a table of their own and accept no other name. In a tower that does not affect the text
     # model; elsewhere the trace will show attention of the class's own.
     parts = {name: PROBE if name == "text_config" else "eager" for name in config.sub_configs}
-    for attention in (PROBE, {"": PROBE, **parts}):
-        with contextlib.suppress(KeyError):
-            return build_model(config, attention)
-    model = build_model(config, "eager")
-    # Its masks still come from the probe, which knows their pattern.
+    with contextlib.suppress(KeyError):
+        return build_model(config, PROBE)
+    try:
+        model = build_model(config, {"": PROBE, **parts})
+    except KeyError:
+        model = build_model(config, "eager")
+    # Modules that ask for a function or a mask while they run still get the probe's.
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.config._attn_implementation_internal = PROBE
@@ -211,8 +216,6 @@ def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client:
         except UnreachedError as error:
             unreached.append(error)
             continue
-        if not layers and not others:
-            raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
         reason = next((kind.partition(NOT_READ)[2] for kind in others.values() if NOT_READ in kind), None)
         if not layers and reason is not None:
             raise ModelConfigError(f"no attention of {name} was read: {reason}")
