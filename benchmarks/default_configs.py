@@ -18,7 +18,7 @@ import re
 import resource
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -208,36 +208,44 @@ def table(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     """A Markdown page of both runs: totals, then a row for each configuration."""
     earlier = {row["name"]: row for row in before["rows"]}
     later = {row["name"]: row for row in after["rows"]}
+    both = [(row, later[name]) for name, row in earlier.items() if name in later]
     lines = [
         "# Default configurations of transformers",
         "",
-        f"Made by `default_configs.py` with transformers {after['versions']['transformers']}.",
+        f"Made by `default_configs.py` with transformers {after['versions']['transformers']}: configurations by model",
+        f"type, and those that stand only inside others by their class. {len(both)} of {len(earlier)} have both results;",
+        "the totals count these.",
         "",
         "| | before | after |",
         "|---|---|---|",
     ]
-    for kind in (READ, PARTLY, REFUSED, NO_DEFAULT):
-        counts = [sum(row["outcome"] == kind for row in rows.values()) for rows in (earlier, later)]
-        lines.append(f"| {kind} | {counts[0]} | {counts[1]} |")
-    hidden = [sum(bool(row.get("silent")) for row in rows.values()) for rows in (earlier, later)]
-    empty = [sum(row.get("layers") == 0 for row in rows.values()) for rows in (earlier, later)]
+    counted: dict[str, Callable[[Row], bool]] = {
+        **{
+            kind: lambda row, kind=kind: row["outcome"] == kind
+            for kind in (READ, PARTLY, REFUSED, NO_DEFAULT)
+        },
+        "call a part other than attention though its code can attend": lambda row: bool(row.get("silent")),
+        "have no attention layer": lambda row: row.get("layers") == 0,
+    }
+    for label, counts in counted.items():
+        columns = (str(sum(counts(pair[when]) for pair in both)) for when in (0, 1))
+        lines.append(f"| {label} | {' | '.join(columns)} |")
     lines += [
-        f"| call a part other than attention though its code can attend | {hidden[0]} | {hidden[1]} |",
-        f"| have no attention layer | {empty[0]} | {empty[1]} |",
         "",
         "| configuration | before | after | not read, because |",
         "|---|---|---|---|",
     ]
-    for name, row in sorted(later.items()):
-        why = row.get("why", "").replace("|", "\\|")
-        lines.append(f"| {name} | {answer(earlier.get(name))} | {answer(row)} | {why} |")
+    for name, first in sorted(earlier.items()):
+        last = later.get(name)
+        why = (last or first).get("why", "").partition("; describe its layers")[0].replace("|", "\\|")
+        lines.append(f"| {name} | {answer(first)} | {answer(last)} | {why} |")
     return "\n".join(lines) + "\n"
 
 
 def answer(row: Row | None) -> str:
     """The outcome, with the number of layers."""
     if row is None:
-        return "-"
+        return "not run"
     note = " (SILENT)" if row.get("silent") else ""
     return f"{row['outcome']}, {row['layers']} layers{note}" if "layers" in row else str(row["outcome"])
 

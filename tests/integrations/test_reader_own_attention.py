@@ -178,6 +178,31 @@ def test_attention_that_changes_with_the_length_of_the_text_is_refused(small):
         read_config(small("BigBird", max_position_embeddings=4096))
 
 
+def test_a_decoder_that_runs_its_last_token_alone_is_refused(small):
+    sizes = {
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+    }
+    heads = {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "src_vocab_size": 64,
+        "tgt_vocab_size": 64,
+    }
+
+    with pytest.raises(ModelConfigError, match="one query and one key, which show no mask"):
+        read_config(small("FSMT", langs=["en", "de"], **sizes, **heads))
+
+
+def test_spans_of_images_that_see_each_other_are_asked_for(small):
+    text = [spec for path, spec in read_config(small("Git")).layers.items() if "image_encoder" not in path]
+
+    assert {(spec.attn_type, spec.causal, spec.mm_prefix) for spec in text} == {("decoder", True, True)}
+
+
 def test_a_family_that_attends_by_its_own_code_is_refused_through_transformers(small):
     with pytest.raises(
         ModelConfigError, match="GPTJAttention computes attention of its own and would never call"

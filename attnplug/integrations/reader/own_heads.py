@@ -35,6 +35,9 @@ def by_heads(
     if not query.dim() == key.dim() == value.dim() == 4:
         shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
         return f"has queries, keys and values of the shapes {shapes}, whose heads are unknown"
+    if query.shape[2] == key.shape[2] == 1:
+        # Some decoders run the last token alone when they get a cache.
+        return "has one query and one key, which show no mask"
     # Attention may see a copy of a KV head for every query head, and a cache would keep one.
     kv_heads = _named((modules[0], getattr(modules[0], "config", None)), _KV_HEADS)
     if kv_heads not in (None, key.shape[1]):
