@@ -35,7 +35,7 @@ from attnplug.cli.strip import LayerStrip
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.whole_words import Paragraph, WordTable
-from attnplug.integrations.model_spec import Client
+from attnplug.integrations.model_spec import NOT_READ, Client
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -287,7 +287,9 @@ def _print_rest(model: ModelSpec) -> None:
     out = console()
     for kind, count in Counter(model.other_layers.values()).items():
         names = [name for name, its in model.other_layers.items() if its == kind]
-        out.print(f"not attention: {count} x {kind} ({layers_in_words(names)})")
+        part, unread, reason = kind.partition(NOT_READ)
+        shown = f"{count} x {part} ({layers_in_words(names)})"
+        out.print(f"not read: {shown}, because {reason}" if unread else f"not attention: {shown}")
     if model.kv_sharing:
         targets = layers_in_words(sorted(set(model.kv_sharing.values())))
         out.print(f"KV shared: layers {layers_in_words(list(model.kv_sharing))} read the cache of {targets}")

@@ -7,8 +7,15 @@ import enum
 import functools
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Final
 
 from attnplug.core.spec import LayerSpec
+
+NOT_READ: Final = ", not read: "
+"""It stands in `other_layers` between the kind of a part whose attention was not read, and the reason."""
+
+OWN_SPECS: Final = "describe its layers by LayerSpecs of your own, which attnplug.plan takes; `attnplug explain` shows what serves one"
+"""What to do about a model that cannot be read."""
 
 
 class Client(enum.StrEnum):
@@ -30,8 +37,8 @@ class ModelSpec:
     `layers` has one entry per attention layer, by module path (`model.layers.0.self_attn`), in the order that
     the model runs them; layers of image and audio towers that a run on text does not reach come last. Further
     runs of the same module get `#2`, `#3`, ... appended. `other_layers` gives the kind of each part without
-    attention KV, such as "mamba", "linear_attention" or "conv". It also has each tower whose attention was not
-    read, with the reason ("vision encoder, not read: ..."). `kv_sharing`
+    attention KV, such as "mamba", "linear_attention" or "conv". It also has each part whose attention was not
+    read, with the reason ("vision encoder, not read: ..."); `unread` has these alone. `kv_sharing`
     maps a layer to the layer whose keys and values it reads. `name` is the model class; `model_type` is
     transformers' name of the family. `notes` are sentences about what the configuration says and the layers do not
     show, such as a field that nothing reads. `index_keys` gives the elements that the indexer of a sparse layer
@@ -49,6 +56,12 @@ class ModelSpec:
     def __post_init__(self) -> None:
         for field in _MAPPINGS:
             object.__setattr__(self, field, MappingProxyType(dict(getattr(self, field))))
+
+    @property
+    def unread(self) -> Mapping[str, str]:
+        """The reason for each part whose attention was not read, by module path."""
+        parts = {path: kind.partition(NOT_READ) for path, kind in self.other_layers.items()}
+        return {path: reason for path, (_, mark, reason) in parts.items() if mark}
 
     def __reduce__(self) -> tuple[object, tuple[object, ...]]:
         # Mapping proxies cannot be pickled.

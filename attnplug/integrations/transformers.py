@@ -56,17 +56,21 @@ def read_config(
     `direct_kv=True`: encoders, towers, text encoders with a causal mask, and cross attention outside a decoder.
     A module that folds windows or frames into its batch computes each of them as a sequence of its own.
 
+    A class or family of remote code is read as the family of transformers that its name says. Attention that a module
+    computes itself is followed by its operations and compared by numbers; code that attends otherwise in a longer text
+    is refused. A part whose attention was not read has the reason in `unread`.
+
     `scale` is the whole factor between `query @ key` and the logits. Numbers by which the attention module multiplies
     its queries or keys are part of it, so an engine leaves them out. The reader measures it on random inputs.
 
-    `ModelSpec.notes` names the storage that the checkpoint asks for, and fields about attention that the model class
-    does not read.
+    `ModelSpec.notes` names the storage that the checkpoint asks for, a family of remote code, and fields about attention
+    that the model class does not read.
 
     Raises:
         ModelConfigError: the file cannot be read; transformers cannot build the model; the ranks do not divide the
-            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it); the
-            checkpoint says something about its cache that the reader does not know, or two different things. For
-            transformers also: a layer computes its own attention, or attends only chosen keys.
+            heads; a LayerSpec cannot describe a layer's attention or its storage (the message names it); no attention
+            was read at all; the checkpoint says something about its cache that the reader does not know, or two
+            different things. For transformers also: a layer computes its own attention, or attends only chosen keys.
     """
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int):
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")
@@ -130,10 +134,11 @@ def _read(
         raise ModelConfigError(
             "reading a model configuration needs transformers; pip install 'attnplug[models]'"
         ) from error
-    from attnplug.integrations.reader.config_file import load_config
+    from attnplug.integrations.reader.config_file import load_with_notes
     from attnplug.integrations.reader.model_reading import read_model
 
-    return read_model(load_config(source), ranks, cache_dtype, client, dtype)
+    config, notes = load_with_notes(source)
+    return read_model(config, ranks, cache_dtype, client, dtype, notes)
 
 
 def _parsed(source: Any) -> dict[str, Any] | None:

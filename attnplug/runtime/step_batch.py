@@ -121,5 +121,10 @@ def _parts(batch: StepBatch) -> tuple[list[Any], list[int]]:
     common = batch.common
     # Torch counts the writes to a tensor and its views, so no value is read.
     tensors = batch.block_tables, batch.slot_mappings, common.query_start_loc_cpu, common.query_start_loc
-    versions = [getattr(tensor, "_version", 0) for tensor in (*tensors, common.seq_lens)]
+    versions = [_writes(tensor) for tensor in (*tensors, common.seq_lens)]
     return [*_OF_COMMON(common), *_OF_BATCH(batch)], versions
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    # Torch does not count for tensors that were made in inference mode.
+    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version

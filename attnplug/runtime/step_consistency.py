@@ -90,13 +90,20 @@ def check_groups_of(batch: StepBatch) -> None:
     at = batch.common_group
     if not 0 <= at < groups:
         raise _refusal("batch", "common_group", at, f"must be one of {groups} KV groups")
-    table, own = common.block_table_tensor, tables[at]
-    if own.shape[1] and table.data_ptr() != own.data_ptr():
+    # Fields of a copied batch have memory of their own, with equal numbers.
+    if not _is_view(common.block_table_tensor, tables[at]):
         limit = f"must be the table of KV group {at} in batch.block_tables"
-        raise _refusal("batch.common", "block_table_tensor", tuple(table.shape), limit)
-    if common.num_actual_tokens and common.slot_mapping.data_ptr() != slots[at].data_ptr():
+        raise _refusal("batch.common", "block_table_tensor", tuple(common.block_table_tensor.shape), limit)
+    tokens = common.num_actual_tokens
+    if not _is_view(common.slot_mapping[:tokens], slots[at][:tokens]):
         limit = f"must be the slots of KV group {at} in batch.slot_mappings"
         raise _refusal("batch.common", "slot_mapping", tuple(common.slot_mapping.shape), limit)
+
+
+def _is_view(own: torch.Tensor, whole: torch.Tensor) -> bool:
+    if not whole.numel() or own.data_ptr() == whole.data_ptr():
+        return True
+    return own.device.type == "cpu" and own.shape == whole.shape and torch.equal(own, whole)
 
 
 def _starts(field: str, name: str, device: torch.Tensor, host: torch.Tensor | None, reqs: int) -> _Ints:

@@ -90,13 +90,23 @@ def test_an_unknown_model_type_gets_near_names(written):
 def test_remote_code_is_not_run(written):
     content = {"model_type": "my_own", "auto_map": {"AutoConfig": "configuration.MyConfig"}}
 
-    assert "models of remote code cannot be read" in refusal(written(content))
+    message = refusal(written(content))
+
+    assert "models of remote code cannot be read" in message
+    assert "set model_type to that family" in message
+    assert "`attnplug explain`" in message
 
 
 def test_a_missing_size_is_named(written):
     assert "lacks the field num_attention_heads" in refusal(
         written({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2})
     )
+
+
+def test_a_size_under_a_name_that_the_family_does_not_have_is_missing(written):
+    content = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_layers": 2}
+
+    assert "lacks the field num_hidden_layers" in refusal(written(content))
 
 
 def test_a_missing_size_is_named_as_the_family_stores_it(written):
@@ -124,12 +134,6 @@ def test_a_field_that_the_class_needs_is_named(small, monkeypatch):
     assert refusal(small("Llama")) == (
         "the llama configuration lacks the field expansion_rate, which LlamaForCausalLM needs"
     )
-
-
-def test_an_architecture_that_transformers_does_not_have(small):
-    config = small("Llama", architectures=["LlamaWithTricks"])
-
-    assert "architectures names LlamaWithTricks, which transformers" in refusal(config)
 
 
 def test_a_dictionary_is_no_configuration():

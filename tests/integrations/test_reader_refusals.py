@@ -16,10 +16,9 @@ from attnplug.integrations.transformers import read_config
         ("Deberta", {}, "cannot be checked"),
         ("DebertaV2", {}, "computes attention of its own"),
         ("XLNet", {"d_model": 64, "n_layer": 1, "n_head": 4}, "cannot be checked"),
-        ("BigBird", {}, "cannot be checked"),
+        ("BigBird", {"max_position_embeddings": 4096}, "attends otherwise in a text of 1021 tokens"),
         ("Longformer", {"attention_window": 8}, "cannot be checked"),
         ("Funnel", {}, "cannot be checked"),
-        ("Perceiver", {}, "cannot be checked"),
         ("Reformer", {"axial_pos_embds_dim": (32, 32)}, "cannot be checked"),
         ("LED", {}, "cannot be checked"),
         ("FNet", {"dtype": "float32"}, "mixes tokens"),
@@ -30,7 +29,6 @@ from attnplug.integrations.transformers import read_config
             "selects whole blocks of keys",
         ),
         ("Doge", {}, "alters the mask"),
-        ("GPTJ", {"n_embd": 64, "n_layer": 1, "n_head": 4, "rotary_dim": 8}, "computes attention of its own"),
         ("Bert", {"position_embedding_type": "relative_key"}, "position_embedding_type='relative_key'"),
         ("Bert", {"position_embedding_type": "relative_key_query"}, "relative position"),
         ("Mpt", {"attn_config": {"alibi": False}}, "attn_config.alibi=False"),
@@ -48,7 +46,8 @@ def test_the_message_names_the_layer_and_is_one_sentence(small):
 
     assert str(caught.value) == (
         "encoder.block.0.layer.0.SelfAttention: T5Attention adds a relative position bias (T5-like) to its logits; "
-        "a LayerSpec cannot describe that"
+        "a LayerSpec cannot describe that; describe its layers by LayerSpecs of your own, which attnplug.plan takes; "
+        "`attnplug explain` shows what serves one"
     )
 
 

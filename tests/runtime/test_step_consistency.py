@@ -14,7 +14,7 @@ from served_model import ServedModel
 
 from attnplug.core import CommonAttentionMetadata
 from attnplug.core.errors import BatchError
-from attnplug.runtime import StepBatch
+from attnplug.runtime import StepBatch, StepBatchBuilder
 from attnplug.testing import direct_batch
 
 FULL = layer(dtype="float32")
@@ -66,9 +66,9 @@ COMMON: dict[str, tuple[Callable[[CommonAttentionMetadata], dict[str, Any]], str
     "a short longest query": (lambda c: {"max_query_len": 3}, "max_query_len=3 must be 7"),
     "a flat table": (lambda c: {"block_table_tensor": c.block_table_tensor[0]}, r"block_table_tensor=.* must be of shape \[2, max_blocks\]"),
     "a table of one request": (lambda c: {"block_table_tensor": c.block_table_tensor[:1]}, r"must be of shape \[2, max_blocks\]"),
-    "another table": (lambda c: {"block_table_tensor": c.block_table_tensor.clone()}, "must be the table of KV group 0"),
+    "another table": (lambda c: {"block_table_tensor": c.block_table_tensor + 1}, "must be the table of KV group 0"),
     "a long table": (lambda c: {"block_table_tensor": c.block_table_tensor.long()}, "block_table_tensor.dtype=.*int64"),
-    "other slots": (lambda c: {"slot_mapping": c.slot_mapping.clone()}, "must be the slots of KV group 0"),
+    "other slots": (lambda c: {"slot_mapping": c.slot_mapping + 1}, "must be the slots of KV group 0"),
     "few slots": (lambda c: {"slot_mapping": c.slot_mapping[:9]}, r"slot_mapping=\(9,\) must have a slot for each"),
     "short slots": (lambda c: {"slot_mapping": c.slot_mapping.int()}, "slot_mapping.dtype=.*int32"),
     "logits of nobody": (
@@ -137,10 +137,14 @@ def test_a_slot_that_is_not_where_the_table_has_its_token() -> None:
 
 def test_two_tokens_of_one_slot_in_debug_mode() -> None:
     model, _ = begun()
-    own = [list(blocks) for blocks in model.requests["r"].blocks]
-    model.batches.add_request("t", own, num_computed_tokens=20)
-    with pytest.raises(BatchError, match=r"is the slot of token \d of the batch too"):
-        model.runtime.begin_step(model.batches.step({"r": 1, "t": 1}))
+    specs = [group.kv_cache_spec for group in model.groups]
+    # Without the size of the pool, a builder does not know which requests have a block.
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 64}
+    batches = StepBatchBuilder(**sizes, block_sizes=[16, 16], kv_cache_specs=specs)
+    for name in ("a", "b"):
+        batches.add_request(name, [[3, 4], [5, 6]], num_computed_tokens=20)
+    with pytest.raises(BatchError, match=r"is the slot of token 0 of the batch too"):
+        model.runtime.begin_step(batches.step(1))
 
 
 def test_encoder_lengths_that_differ() -> None:

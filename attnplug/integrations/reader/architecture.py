@@ -17,20 +17,31 @@ from transformers.models.auto import modeling_auto
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.config_limits import modules_limited
+from attnplug.integrations.reader.device_mode import SquaresOfOnes
+from attnplug.integrations.reader.remote_code import class_like
 
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 
 
-def _model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """The class named in `architectures`; else the family's class for this kind of configuration."""
-    for name in config.architectures or ():
+def _model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
+    """The class named in `architectures`, else the family's class for this kind of configuration; and a note."""
+    named = [name for name in config.architectures or () if isinstance(name, str)]
+    found: Any
+    for name in named:
         found = getattr(transformers, name, None)
-        if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-            raise ModelConfigError(
-                f"architectures names {name}, which transformers {transformers.__version__} does not have; "
-                f"remove it to read the family's own {config.model_type} class"
-            )
-        return found
+        if isinstance(found, type) and issubclass(found, PreTrainedModel):
+            return found, ""
+    if not named:
+        return _class_of_family(config), ""
+    like = (class_like(name, _classes_of_package(config)) for name in named)
+    found = next((cls for cls in like if cls is not None), None) or _class_of_family(config)
+    return found, (
+        f"architectures names {', '.join(named)}, which transformers {transformers.__version__} does not have; "
+        f"its {found.__name__}, of the family {config.model_type!r}, was read, and code of its own was not run"
+    )
+
+
+def _class_of_family(config: PreTrainedConfig) -> type[PreTrainedModel]:
     for mapping in _mappings(config):
         try:
             found = mapping.get(type(config), None)
@@ -92,6 +103,11 @@ def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
     yield modeling_auto.MODEL_MAPPING
 
 
+def class_note(config: PreTrainedConfig) -> str:
+    """A sentence if `architectures` names no class of transformers, so that another one is read; else nothing."""
+    return _model_class(config)[1]
+
+
 def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
     """The model on the meta device, in evaluation mode, with the attention function of that name.
 
@@ -100,7 +116,7 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
     """
     cls: Any
     try:
-        cls = _model_class(config)
+        cls, _ = _model_class(config)
     except ModelConfigError:
         raise
     except Exception as error:  # importing a modelling file may raise anything
@@ -115,7 +131,7 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
         config = text
     try:
         # Meta tensors have shapes without data, so a model of any size is built without its weights.
-        with torch.device("meta"), modules_limited():
+        with torch.device("meta"), SquaresOfOnes(), modules_limited():
             model: PreTrainedModel = cls._from_config(
                 config, attn_implementation=attention, dtype=_dtype(config)
             )

@@ -19,35 +19,48 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from attnplug.core.errors import ModelConfigError
+from attnplug.integrations.model_spec import OWN_SPECS
 from attnplug.integrations.reader.config_json import config_path, one_line, parse
 from attnplug.integrations.reader.config_limits import check_numbers
+from attnplug.integrations.reader.remote_code import with_known_types
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+_OTHER_NAMES = {"num_hidden_layers": ("num_layers",)}
+"""Fields of a class beside the usual one, from which its model takes the size."""
 
 
 def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedConfig:
     """The configuration in `source`, or `source` itself. ModelConfigError if it cannot be read."""
+    return load_with_notes(source)[0]
+
+
+def load_with_notes(
+    source: str | os.PathLike[str] | PreTrainedConfig,
+) -> tuple[PreTrainedConfig, tuple[str, ...]]:
+    """`load_config`, and a note for each family that was found by the `architectures` of the file."""
     if isinstance(source, PreTrainedConfig):
         if not source.model_type:
             raise ModelConfigError(
                 f"{type(source).__name__} has no model_type, so no model class belongs to it"
             )
         check_numbers(type(source).__name__, source.to_dict())
-        return source
+        return source, ()
     if not isinstance(source, (str, os.PathLike)):
         raise ModelConfigError(
             f"a path or a PreTrainedConfig is needed, not {type(source).__name__}; "
             "transformers.AutoConfig makes one from a dictionary"
         )
     path = config_path(Path(source))
-    data = parse(path)
+    data, notes = with_known_types(parse(path))
     _check_model_type(path, data)
     check_numbers(str(path), data)
     try:
         with quiet_transformers():
             # The reader must neither use the network nor run code from a model's folder.
-            config: PreTrainedConfig = AutoConfig.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
+            config: PreTrainedConfig = (
+                CONFIG_MAPPING[data["model_type"]].from_dict(data)
+                if notes
+                else AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
             )
     except Exception as error:
         raise ModelConfigError(
@@ -55,7 +68,7 @@ def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrained
             f"{data['model_type']} configuration: {one_line(error)}"
         ) from error
     _check_sizes(path, data, config)
-    return config
+    return config, notes
 
 
 def _check_model_type(path: Path, data: dict[str, Any]) -> None:
@@ -70,7 +83,9 @@ def _check_model_type(path: Path, data: dict[str, Any]) -> None:
         meant = f"near names are {', '.join(near)}; " if near else ""
         raise ModelConfigError(
             f"{path}: model_type {name!r} is unknown to transformers {transformers.__version__}; {meant}"
-            "a newer transformers may know it, and models of remote code cannot be read"
+            "a newer transformers may know it, and models of remote code cannot be read; if its attention is that of "
+            'a family that transformers has, set model_type to that family, as in "model_type": "llama"; else '
+            f"{OWN_SPECS}"
         )
 
 
@@ -81,7 +96,8 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
     default = type(config)()
     for name in _SIZES:
         stored = config.attribute_map.get(name, name)
-        if name in data or stored in data or isinstance(getattr(type(config), name, None), property):
+        given = {name, stored, *(other for other in _OTHER_NAMES.get(name, ()) if hasattr(default, other))}
+        if given & set(data) or isinstance(getattr(type(config), name, None), property):
             continue
         if hasattr(config, name) and getattr(config, name) == getattr(default, name, None):
             raise ModelConfigError(

@@ -16,6 +16,9 @@ _MAKERS = frozenset(
 _LARGEST = 1 << 20
 """Elements of the largest tensor that gets values. Positions, lengths and grids are smaller."""
 
+_LARGEST_SQUARE = 1 << 24
+"""Bytes of the largest mask in a buffer: 4,096 positions, one byte for each pair."""
+
 
 class ValuesWithoutWeights(TorchFunctionMode):
     """Small tensors that a forward makes itself are real; whatever it computes from weights stays on meta.
@@ -45,6 +48,21 @@ class ValuesWithoutWeights(TorchFunctionMode):
         if func in (torch.repeat_interleave, torch.Tensor.repeat_interleave):
             return _repeat(*args, **kwargs)
         return func(*_to_meta(args), **_to_meta(kwargs))
+
+
+class SquaresOfOnes(TorchFunctionMode):
+    """Squares of ones that a model makes while it is built are real: some keep their causal mask in a buffer."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is not torch.ones or "device" in (kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        made = func(*args, **(kwargs or {}))
+        shape = made.shape
+        if len(shape) < 2 or shape[-1] != shape[-2] or not 1 < made.nbytes <= _LARGEST_SQUARE:
+            return made
+        return func(*args, **(kwargs or {}), device="cpu")
 
 
 def _make(func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:

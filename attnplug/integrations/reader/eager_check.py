@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from attnplug.integrations.reader.mask_pattern import MaskPattern
+from attnplug.integrations.reader.own_attention import LOGITS, MASK, OwnAttention
 from attnplug.integrations.reader.trace import AttentionCall
 
 _TOKENS = 6
@@ -54,6 +56,57 @@ def check_eager(call: AttentionCall) -> bool:
     if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=1e-3, atol=1e-4):
         raise CheckFailedError("its attention function gives other numbers than its arguments say")
     return sinks is not None
+
+
+def check_own(call: AttentionCall) -> None:
+    """Run the operations that a module's own attention applies to its logits, and compare likewise.
+
+    CheckFailedError if the result differs from softmax attention with the scale and the mask of `call`.
+    """
+    own = call.own
+    if own is None or call.scaling is None:
+        return
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    # An operation with a shape or a mask of its own needs the number of tokens of the recorded run.
+    free = own.whole or all(func in (torch.mul, torch.add) for func, _, _ in own.operations)
+    queries, keys = (_TOKENS, _TOKENS) if free else (own.query.shape[-2], own.key.shape[-2])
+    with torch.device("cpu"), torch.no_grad():
+        query = _random((*own.query.shape[:-2], queries, own.query.shape[-1]), generator)
+        key = _random((*own.key.shape[:-2], keys, own.key.shape[-1]), generator)
+        value = _random((*own.key.shape[:-2], keys, call.value.shape[-1]), generator)
+        mask = None
+        if isinstance(call.mask, MaskPattern):
+            seen = call.mask.seen(torch.arange(queries)[:, None], torch.arange(keys))
+            mask = torch.zeros(queries, keys).masked_fill(~seen, -1e9)
+        found = _own_output(own, query, key, value, mask)
+        heads = [
+            each.reshape(-1, recorded.shape[1], *each.shape[-2:])
+            for each, recorded in ((query, call.query), (key, call.key), (value, call.value))
+        ]
+        expected = _attention(heads[0] * call.scaling, heads[1], heads[2], mask, None, None).transpose(1, 2)
+    if not torch.allclose(found.reshape(expected.shape), expected, rtol=1e-3, atol=1e-4):
+        raise CheckFailedError("its operations give other numbers than the scale and the mask that were read")
+
+
+def _own_output(
+    own: OwnAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """The product of weights and values, `[..., H, T, Dv]`."""
+    query = query * own.before
+    if own.whole:
+        ((func, _, given),) = own.operations
+        output: torch.Tensor = func(
+            query, key, value, **{name: mask if each is MASK else each for name, each in given.items()}
+        )
+        return output
+    logits = query @ key.transpose(-1, -2)
+    for func, args, given in own.operations:
+        replaced = {id(LOGITS): logits, id(MASK): mask}
+        logits = func(*(replaced.get(id(each), each) for each in args), **given)
+    weights = logits.softmax(dim=-1)
+    if weights.dim() != value.dim():
+        weights = weights.reshape(*value.shape[:-2], *weights.shape[-2:])
+    return weights @ value
 
 
 def _random(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 TOKENS = (61, 37, 13)
 """Tokens of a decoder, or of a model without one; fewer where positions are few. A prime is unlikely to equal
 another dimension."""
+LONG = (1021, 509, 251, 127)
+"""Tokens of a longer text. Some models attend otherwise in a short one; the square of 1,021 tokens has values in a run."""
 _TEXT = ("text",)
 _VISION = ("vision", "image", "visual", "backbone", "encoder")
 _AUDIO = ("audio", "speech", "acoustic", "encoder")
@@ -40,6 +42,7 @@ class Sizes:
     audio_channels: int
     hidden: int
     encoder_hidden: int
+    text_hidden: int
     queries: int
     series: int
     series_channels: int
@@ -48,8 +51,11 @@ class Sizes:
     action: int
 
 
-def read_sizes(part: PreTrainedModel) -> Sizes:
-    """The sizes in the configuration of `part`; for those that no configuration inside names, sizes that most models take."""
+def read_sizes(part: PreTrainedModel, lengths: tuple[int, ...] = TOKENS) -> Sizes:
+    """The sizes in the configuration of `part`; for those that no configuration inside names, sizes that most models take.
+
+    The text has the first of `lengths` that fits into the positions, or the first of TOKENS.
+    """
     config = part.config
 
     def vision(default: int, *names: str) -> int:
@@ -64,9 +70,9 @@ def read_sizes(part: PreTrainedModel) -> Sizes:
     frames = 2 * source if isinstance(source, int) else audio(1024, "max_length")
     series = audio(64, "context_length", "prediction_length")
     positions = _find(config, ("max_position_embeddings", "max_text_len"), _TEXT)
-    limit = positions if isinstance(positions, int) else TOKENS[0]
+    limit = positions if isinstance(positions, int) else max(lengths)
     return Sizes(
-        tokens=next((length for length in TOKENS if length <= limit), TOKENS[0]),
+        tokens=next((length for length in (*lengths, *TOKENS) if length <= limit), TOKENS[0]),
         codebooks=audio(1, "num_codebooks", "num_channels"),
         first=next(filter(None, map(_width, part.modules())), hidden),
         channels=vision(3, "num_channels", "in_channels", "in_chans", "num_image_channels"),
@@ -93,6 +99,7 @@ def read_sizes(part: PreTrainedModel) -> Sizes:
         audio_channels=audio(1, "audio_channels"),
         hidden=hidden,
         encoder_hidden=audio(hidden, "encoder_hidden_size", "cross_attention_hidden_size"),
+        text_hidden=_pair(_find(config.get_text_config(), ("hidden_size", "d_model"), _TEXT), hidden)[0],
         queries=vision(32, "num_query_tokens", "num_queries"),
         series=series,
         series_channels=audio(1, "num_input_channels", "input_size"),

@@ -13,7 +13,7 @@ from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client
-from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager
+from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager, check_own
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 from attnplug.integrations.reader.measured_scale import measured_factor
 from attnplug.integrations.reader.rank_spec import make_spec
@@ -149,9 +149,11 @@ class SpecMaker:
         return self._factors[key]
 
     def _check_for_sinks(self, call: AttentionCall) -> bool:
-        """`check_eager`, run once for calls of the same code and shapes."""
+        """`check_eager` or `check_own`, run once for calls of the same code and shapes."""
+        own = call.own
         key = (
             call.eager,
+            own and (own.before, own.mask, own.whole, tuple(func for func, _, _ in own.operations)),
             type(call.module),
             call.query.shape[1:],
             call.key.shape[1:],
@@ -166,7 +168,9 @@ class SpecMaker:
         )
         if key not in self._checked:
             try:
-                self._checked[key] = check_eager(call)
+                if own is not None:
+                    check_own(call)
+                self._checked[key] = own is None and check_eager(call)
             except CheckFailedError as error:
                 raise _refused(call, f"cannot be verified: {error}") from error
         return self._checked[key]
@@ -242,6 +246,8 @@ def _scale(call: AttentionCall) -> float:
 
 def _dtype(call: AttentionCall) -> str:
     dtypes = {call.query.dtype, call.key.dtype, call.value.dtype}
+    if call.own is not None:
+        dtypes = {call.value.dtype}  # many modules compute their logits in float32
     served = {torch.float16, torch.bfloat16, torch.float32}
     if len(dtypes) > 1 or not dtypes <= served or not math.isfinite(_scale(call)):
         raise _refused(call, f"mixes dtypes ({', '.join(sorted(map(str, dtypes)))})")

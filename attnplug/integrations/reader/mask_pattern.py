@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import torch
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
@@ -57,6 +59,46 @@ def read_mask(function: MaskFunction) -> MaskPattern:
     # The reader's run sets the meta device, on which a mask would have no values to read.
     with torch.device("cpu"):
         return _measure(*_on_cpu(function))
+
+
+def matrix_pattern(mask: torch.Tensor, inverted: bool) -> MaskPattern | None:
+    """The pattern of a boolean mask `[..., T, S]` with values; None for another one.
+
+    Args:
+        mask: the keys seen, or a slice of a larger square of them, whose size then limits the positions.
+        inverted: whether it has the hidden keys instead.
+    """
+    base = mask if mask._base is None else mask._base
+    if base.numel() != math.prod(base.shape[-2:]) or base.shape[-1] != base.shape[-2]:
+        return None
+    # numpy, because a mode of the run takes large tensors to the meta device.
+    seen = base.reshape(base.shape[-2:]).numpy() ^ inverted
+    last, first = len(seen) - 1, mask.numpy().reshape(-1, *mask.shape[-2:]) ^ inverted
+    left, right = last - int(seen[-1].argmax()), last - int(seen[0][::-1].argmax())
+    # A window that is larger than a mask made for these tokens alone would look like none.
+    if mask.shape[-1] > last and left == last:
+        return None
+    pattern = MaskPattern((-1 if left == last else left, -1 if right == last else right))
+    for found in (seen[None], first):
+        queries, keys = (np.arange(size) for size in found.shape[-2:])
+        distance = queries[:, None] - keys
+        expected = ((distance <= left) if left < last else True) & (
+            (-distance <= right) if right < last else True
+        )
+        if not (found == expected).all():
+            return None
+    return pattern
+
+
+def together(one: MaskPattern, other: MaskPattern) -> MaskPattern | None:
+    """The keys that both patterns show; None for two of which one has chunks."""
+    if one == other or one.chunk_size is not None or other.chunk_size is not None:
+        return one if one == other else None
+    left, right = (
+        min((far for far in pair if far >= 0), default=-1)
+        for pair in zip(one.window, other.window, strict=True)
+    )
+    return MaskPattern((left, right), None, one.blockwise or other.blockwise)
 
 
 def _measure(function: MaskFunction, blockwise: bool) -> MaskPattern:

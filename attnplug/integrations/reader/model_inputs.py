@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.input_sizes import Sizes, read_sizes
+from attnplug.integrations.reader.input_sizes import TOKENS, Sizes
 
 ENCODER_LENGTH = 43
 """Tokens of an encoder whose output a decoder reads."""
@@ -115,6 +115,7 @@ _FLOATS: Table = {
     "rewards": lambda s: [(1, s.tokens, 1)],
     "returns_to_go": lambda s: [(1, s.tokens, 1)],
     "encoder_hidden_states": lambda s: [(1, ENCODER_LENGTH, s.encoder_hidden)],
+    "cross_attention_states": lambda s: [(1, ENCODER_LENGTH, s.text_hidden)],
 }
 """Inputs of floating-point numbers; each list has the layouts to try, in the same order for every name."""
 
@@ -163,8 +164,13 @@ _MADE_OF_PATCHES = ("grid_thw", "image_grid_thw", "spatial_shapes", "target_size
 _LAYOUTS = 8
 
 
-def input_attempts(part: Any, is_whole: bool) -> Iterator[dict[str, Any]]:
-    """Keyword arguments to try in turn until `part` runs, the most informative first.
+def encoder_tokens(tokens: int) -> int:
+    """Tokens of an encoder beside a decoder of `tokens`."""
+    return min(ENCODER_LENGTH, tokens - 2) if tokens <= max(TOKENS) else tokens - 2
+
+
+def input_attempts(part: Any, is_whole: bool, sizes: Sizes) -> Iterator[dict[str, Any]]:
+    """Keyword arguments of `sizes` to try in turn until `part` runs, the most informative first.
 
     The main input and what the signature requires come first, then every input of the signature whose shape
     is known. Other inputs have several layouts. `is_whole` is False for a tower of a larger model.
@@ -175,7 +181,6 @@ def input_attempts(part: Any, is_whole: bool) -> Iterator[dict[str, Any]]:
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD or parameter.kind is parameter.KEYWORD_ONLY
     }
     config = part.config
-    sizes = read_sizes(part)
     dtype = next((p.dtype for p in part.parameters() if p.is_floating_point()), torch.float32)
     main = part.main_input_name
     needed = {main} if isinstance(main, str) else set(main)
@@ -188,7 +193,9 @@ def input_attempts(part: Any, is_whole: bool) -> Iterator[dict[str, Any]]:
                 f"{type(part).__name__} needs the input {name}, a {kind}, which the reader cannot make"
             )
     tried: set[str] = set()
-    choices = [needed, needed | set(accepted) - {"inputs_embeds"}]
+    # States of an encoder take the place of the images from which a model computes them.
+    states = {"cross_attention_states"} & set(accepted)
+    choices = [needed, needed | states, needed | set(accepted) - {"inputs_embeds"} - states]
     if "inputs_embeds" in accepted:
         choices.append(needed - {"input_ids"} | {"inputs_embeds"})
     for wanted in choices:
@@ -238,7 +245,7 @@ def _inputs(
         if name in wanted or described in given:
             given[name] = torch.tensor(value(sizes))
     if "input_ids" in given and "decoder_input_ids" in given:
-        given["input_ids"] = _ids(min(ENCODER_LENGTH, sizes.tokens - 2))
+        given["input_ids"] = _ids(encoder_tokens(sizes.tokens))
         if "bbox" in given:
             given["bbox"] = torch.zeros(1, given["input_ids"].shape[1], 4, dtype=torch.int64)
     return given

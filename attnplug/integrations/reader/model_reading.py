@@ -16,18 +16,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.model_spec import Client, ModelSpec
-from attnplug.integrations.reader.architecture import build_model
+from attnplug.integrations.model_spec import NOT_READ, OWN_SPECS, Client, ModelSpec
+from attnplug.integrations.reader.architecture import build_model, class_note
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
-from attnplug.integrations.reader.input_sizes import read_sizes
+from attnplug.integrations.reader.input_sizes import LONG, Sizes, read_sizes
 from attnplug.integrations.reader.layer_specs import SpecMaker, index_key_size, is_another_sequence
 from attnplug.integrations.reader.mixers import (
-    contains_attention,
+    attention_inside,
     looks_like_attention,
     works_on_single_tokens,
 )
-from attnplug.integrations.reader.model_inputs import ENCODER_LENGTH, input_attempts
+from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
 from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
 from attnplug.integrations.reader.rank_spec import make_spec
 from attnplug.integrations.reader.trace import (
@@ -53,22 +53,40 @@ _OWN_ATTENTION = {
 
 
 def read_model(
-    config: PreTrainedConfig, ranks: int, kv_cache_dtype: str, client: Client, dtype: str | None = None
+    config: PreTrainedConfig,
+    ranks: int,
+    kv_cache_dtype: str,
+    client: Client,
+    dtype: str | None = None,
+    notes: tuple[str, ...] = (),
 ) -> ModelSpec:
-    """The layers of the model of `config`, of `dtype` if it is given. ModelConfigError if one cannot be read."""
+    """The layers of the model of `config`, of `dtype` if it is given, and `notes` with those of this reading.
+
+    Raises:
+        ModelConfigError: a layer cannot be read.
+    """
     if dtype is not None:
         config = _with_dtype(config, dtype)
-    config, notes = with_kinds(config)
+    config, translated = with_kinds(config)
     position = getattr(config.get_text_config(), "position_embedding_type", None)
     if isinstance(position, str) and position.startswith("relative"):
         raise ModelConfigError(
             f"position_embedding_type={position!r}: a relative position term in the logits, "
-            "which a LayerSpec cannot describe"
+            f"which a LayerSpec cannot describe; {OWN_SPECS}"
         )
     with quiet_transformers(), probe_registered():
         model = _probed_model(config)
-        read = _read_whole(model, ranks, kv_cache_dtype, client)
-        return dataclasses.replace(read, notes=(*notes, *read.notes, *notes_on_unread(model, read.layers)))
+        notes = (*notes, *translated, *filter(None, (class_note(config),)))
+        try:
+            found = _read_whole(model, ranks, kv_cache_dtype, client)
+        except ModelConfigError as error:
+            if error.argument is not None:
+                raise
+            raise ModelConfigError(f"{error}; {OWN_SPECS}") from error
+        if not found.layers and not found.other_layers:
+            raise ModelConfigError(f"{found.name} has no attention layer, nor a layer of another known kind")
+        notes = (*notes, *found.notes, *notes_on_unread(model, found.layers))
+    return dataclasses.replace(found, notes=notes)
 
 
 def _with_dtype(config: PreTrainedConfig, dtype: str) -> PreTrainedConfig:
@@ -87,19 +105,26 @@ def _probed_model(config: PreTrainedConfig) -> PreTrainedModel:
     # Some classes have a table of their own and accept no other name. In a tower that does not affect the text
     # model; elsewhere the trace will show attention of the class's own.
     parts = {name: PROBE if name == "text_config" else "eager" for name in config.sub_configs}
-    for attention in (PROBE, {"": PROBE, **parts}):
-        with contextlib.suppress(KeyError):
-            return build_model(config, attention)
-    return build_model(config, "eager")
+    with contextlib.suppress(KeyError):
+        return build_model(config, PROBE)
+    try:
+        model = build_model(config, {"": PROBE, **parts})
+    except KeyError:
+        model = build_model(config, "eager")
+    # Modules that ask for a function or a mask while they run still get the probe's.
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.config._attn_implementation_internal = PROBE
+    return model
 
 
-def _runs(model: PreTrainedModel, part: PreTrainedModel) -> Iterator[Trace]:
-    """Runs of `part` that succeed, with more informative inputs first.
+def _runs(model: PreTrainedModel, part: PreTrainedModel, sizes: Sizes) -> Iterator[Trace]:
+    """Runs of `part` that succeed, with inputs of `sizes`, more informative ones first.
 
     Without one, ModelConfigError with the cause.
     """
     config: Any = part.config
-    possible = {read_sizes(part).tokens, ENCODER_LENGTH, getattr(config, "max_source_positions", None)}
+    possible = {sizes.tokens, encoder_tokens(sizes.tokens), getattr(config, "max_source_positions", None)}
     lengths = frozenset(length for length in possible if isinstance(length, int))
     failures: list[RunFailedError] = []
     if type(part).forward is torch.nn.Module.forward:
@@ -108,7 +133,7 @@ def _runs(model: PreTrainedModel, part: PreTrainedModel) -> Iterator[Trace]:
         )
     succeeded = False
     spent = 0
-    for inputs in input_attempts(part, part is model):
+    for inputs in input_attempts(part, part is model, sizes):
         try:
             with _failing_parts_skipped(part):
                 trace = record_run(model, part, inputs, lengths)
@@ -122,16 +147,16 @@ def _runs(model: PreTrainedModel, part: PreTrainedModel) -> Iterator[Trace]:
         if spent > _BUDGET:
             break
     if not succeeded:
-        raise _failure(part, failures)
+        raise _failure(part, failures, sizes)
 
 
-def _failure(part: PreTrainedModel, failures: list[RunFailedError]) -> ModelConfigError:
+def _failure(part: PreTrainedModel, failures: list[RunFailedError], sizes: Sizes) -> ModelConfigError:
     """The attention that a LayerSpec cannot describe, if the model reached it; else the model's own error."""
     # The run that came farthest says most about the model.
     farthest = max(failures, key=lambda failure: len(failure.trace.executed))
     cause = farthest.__cause__ or farthest
     try:
-        _layers(farthest.trace, part, 1, "auto", Client.ENGINE)
+        _layers(farthest.trace, part, sizes, 1, "auto", Client.ENGINE)
     except ModelConfigError as error:
         return error
     for frame, _ in reversed(list(traceback.walk_tb(cause.__traceback__))):
@@ -191,9 +216,10 @@ def _input_on_failure(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec:
     unreached: list[UnreachedError] = []
-    for trace in _runs(model, model):
+    sizes = read_sizes(model)
+    for trace in _runs(model, model, sizes):
         try:
-            layers, sharing = _layers(trace, model, ranks, kv_cache_dtype, client)
+            layers, sharing = _checked_layers(trace, model, sizes, ranks, kv_cache_dtype, client)
         except ModelConfigError:
             if not unreached:
                 raise
@@ -201,8 +227,9 @@ def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client:
         unread: dict[str, str] = {}
         for path, tower in _unreached_towers(trace):
             try:
-                tower_trace = next(_runs(model, tower))
-                found, shared = _layers(tower_trace, tower, ranks, kv_cache_dtype, client)
+                inside = read_sizes(tower)
+                tower_trace = next(_runs(model, tower, inside))
+                found, shared = _checked_layers(tower_trace, tower, inside, ranks, kv_cache_dtype, client)
                 find_other_layers(tower_trace, frozenset(name.partition("#")[0] for name in found))
             except ModelConfigError as error:
                 unread[path] = str(error)
@@ -216,8 +243,9 @@ def _read_whole(model: PreTrainedModel, ranks: int, kv_cache_dtype: str, client:
         except UnreachedError as error:
             unreached.append(error)
             continue
-        if not layers and not others:
-            raise ModelConfigError(f"{name} has no attention layer, nor a layer of another known kind")
+        reason = next((kind.partition(NOT_READ)[2] for kind in others.values() if NOT_READ in kind), None)
+        if not layers and reason is not None:
+            raise ModelConfigError(f"no attention of {name} was read: {reason}")
         return ModelSpec(
             layers=layers,
             other_layers=others,
@@ -239,12 +267,36 @@ def _unreached_towers(trace: Trace) -> Iterator[tuple[str, PreTrainedModel]]:
     for path, module in trace.model.named_modules():
         if path in trace.executed or not isinstance(module, PreTrainedModel):
             continue
-        if contains_attention(module):
+        if attention_inside(module) is not None:
             yield path, module
 
 
+def _checked_layers(
+    trace: Trace, part: PreTrainedModel, sizes: Sizes, ranks: int, kv_cache_dtype: str, client: Client
+) -> tuple[dict[str, LayerSpec], dict[str, str]]:
+    """`_layers`, of which those that attend by code of their own must be the same in a longer text.
+
+    Such code may attend to all of a short text, and to blocks of a long one.
+    """
+    layers, sharing = _layers(trace, part, sizes, ranks, kv_cache_dtype, client)
+    texts = {sizes.tokens, encoder_tokens(sizes.tokens)}
+    own = [call for call in trace.calls if call.own is not None]
+    if not any(tensor.shape[2] in texts for call in own for tensor in (call.query, call.key)):
+        return layers, sharing
+    longer = read_sizes(part, LONG)
+    long_trace = next(_runs(trace.model, part, longer))
+    found, _ = _layers(long_trace, part, longer, ranks, kv_cache_dtype, client)
+    changed = next((path for path in {**layers, **found} if layers.get(path) != found.get(path)), None)
+    if changed is not None:
+        raise ModelConfigError(
+            f"{changed}: {type(part).__name__} attends otherwise in a text of {longer.tokens} tokens than in one of "
+            f"{sizes.tokens}, which a LayerSpec cannot describe"
+        )
+    return layers, sharing
+
+
 def _layers(
-    trace: Trace, part: PreTrainedModel, ranks: int, kv_cache_dtype: str, client: Client
+    trace: Trace, part: PreTrainedModel, sizes: Sizes, ranks: int, kv_cache_dtype: str, client: Client
 ) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     """Layers of one run, and the layers whose keys and values some of them read."""
     config: Any = part.config
@@ -252,7 +304,7 @@ def _layers(
         is_encoder_decoder=bool(config.is_encoder_decoder),
         has_cross_attention=bool(config.is_encoder_decoder or getattr(config, "add_cross_attention", False)),
         generates="use_cache" in inspect.signature(part.forward).parameters,
-        query_length=read_sizes(part).tokens,
+        query_length=sizes.tokens,
         ranks=ranks,
         kv_cache_dtype=kv_cache_dtype,
         client=client,
@@ -262,6 +314,14 @@ def _layers(
     owners: dict[int, str] = {}
     runs: Counter[str] = Counter()
     previous: dict[tuple[str, int], tuple[AttentionCall, str]] = {}
+    own = {call.path: "" for call in trace.calls if call.own is not None}
+    if client is Client.TRANSFORMERS:
+        for path in own | trace.own_attention:
+            name = type(trace.model.get_submodule(path)).__name__
+            raise ModelConfigError(
+                f"{path}: {name} computes attention of its own and would never call attnplug; leave the model's "
+                "attn_implementation unchanged"
+            )
     for call in trace.calls:
         spec = maker.spec(call)
         visit = (call.path, call.visit)
@@ -286,26 +346,23 @@ def _layers(
         if owner != name and not spec.direct_kv:
             sharing[name] = owner
         layers[name] = spec
-    for path in trace.own_attention:
-        if client is Client.TRANSFORMERS:
-            name = type(trace.model.get_submodule(path)).__name__
-            raise ModelConfigError(
-                f"{path}: {name} computes attention of its own and would never call attnplug; leave the model's "
-                "attn_implementation unchanged"
-            )
-        fields = _own_attention(path, trace.model.get_submodule(path), config)
+    for path, why in trace.own_attention.items():
+        fields = _own_attention(path, trace.model.get_submodule(path), config, why)
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
     return layers, sharing
 
 
-def _own_attention(path: str, module: Any, config: Any) -> dict[str, Any]:
-    """LayerSpec fields of causal self-attention whose calls cannot be recorded, with the heads of all ranks."""
+def _own_attention(path: str, module: Any, config: Any, why: str) -> dict[str, Any]:
+    """LayerSpec fields of causal self-attention whose calls cannot be recorded, with the heads of all ranks.
+
+    ModelConfigError with the reason `why` for other modules.
+    """
     cls = type(module)
     family, *names = _OWN_ATTENTION.get(cls.__name__, ("",))
     # A class of the same name elsewhere may compute something else.
     if cls.__module__ != f"transformers.models.{family}.modeling_{family}":
-        raise own_attention_refused(path, module)
+        raise own_attention_refused(path, module, why)
     if family == "mpt":
         _check_mpt(config.attn_config)
     fields = dict(

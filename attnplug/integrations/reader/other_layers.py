@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import torch
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.mixers import contains_attention, looks_like_attention, mixer_kind
+from attnplug.integrations.model_spec import NOT_READ
+from attnplug.integrations.reader.mixers import attention_inside, looks_like_attention, mixer_kind
 from attnplug.integrations.reader.trace import Trace
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -17,6 +18,8 @@ _TOWERS = (
     (re.compile(r"vision|visual|image|video"), "vision encoder"),
     (re.compile(r"audio|speech|acoustic"), "audio encoder"),
 )
+_SOFTMAX_KIND = re.compile(r"^((full|global|local|sliding|chunked|self|cross|hybrid)_)?(window_)?attention$")
+"""Kinds of layers, in configurations, that have a softmax."""
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
 _BLOCK_CLASS = re.compile(r"(layer|block)$", re.IGNORECASE)
 _TOWER_CLASS = re.compile(r"(encoder|tower|tokenizer|model|backbone)$", re.IGNORECASE)
@@ -36,18 +39,25 @@ def find_other_layers(
     """
     others: dict[str, str] = {}
     modules = dict(trace.model.named_modules(remove_duplicate=False))
-    holders = {parent for path in attention for parent in _parents(path)} | attention
+    holders = _with_parents(attention)
+    # A part whose own forward did not run may still have blocks that did, one by one.
+    open_parts = _with_parents(trace.executed) | holders | _with_parents(unread) - set(unread)
+    open_parts |= {path for path, module in modules.items() if isinstance(module, _CONTAINERS)}
     for path, module in modules.items():
-        if not path or path in holders or any(parent in others for parent in _parents(path)):
+        if not path or path in holders:
             continue
-        if any(parent in attention for parent in _parents(path)):
+        around = next((parent for parent in _parents(path) if parent in others), None)
+        idle = path not in open_parts and all(parent in open_parts for parent in _parents(path))
+        if around is not None:
+            # A mixer of another kind may have attention beside it that did not run.
+            may_attend = idle and around in trace.executed and attention_inside(module) is not None
+            kind = _idle_kind(path, module, unread.get(path)) if may_attend else None
+        elif any(parent in attention for parent in _parents(path)):
             kind = "conv" if path in trace.executed and _convolves(module) else None
         elif path in trace.executed:
             kind = _executed_kind(path, module)
-        elif not isinstance(module, _CONTAINERS) and _parents_ran(path, trace):
-            kind = _tower_kind(path, module, unread.get(path))
         else:
-            kind = None
+            kind = _idle_kind(path, module, unread.get(path)) if idle else None
         if kind is not None:
             others[path] = kind
     others.update(_other_blocks(trace, modules, attention, others))
@@ -55,11 +65,11 @@ def find_other_layers(
     return dict(sorted(others.items(), key=lambda item: order[item[0]]))
 
 
-def own_attention_refused(path: str, module: torch.nn.Module) -> ModelConfigError:
+def own_attention_refused(path: str, module: torch.nn.Module, why: str = "") -> ModelConfigError:
     """The error for a module that computes attention without calling transformers' attention function."""
     return ModelConfigError(
         f"{path}: {type(module).__name__} computes attention of its own and does not go through transformers' "
-        "attention interface, so it cannot be checked against a LayerSpec"
+        f"attention interface, so it cannot be checked against a LayerSpec{f': it {why}' if why else ''}"
     )
 
 
@@ -69,11 +79,8 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
-def _parents_ran(path: str, trace: Trace) -> bool:
-    return all(
-        parent in trace.executed or isinstance(trace.model.get_submodule(parent), _CONTAINERS)
-        for parent in _parents(path)
-    )
+def _with_parents(paths: Iterable[str]) -> frozenset[str]:
+    return frozenset(each for path in paths for each in (path, *_parents(path)))
 
 
 def _executed_kind(path: str, module: torch.nn.Module) -> str | None:
@@ -94,18 +101,23 @@ def _convolves(module: torch.nn.Module) -> bool:
     return any(isinstance(child, _CONVOLUTIONS) and max(child.kernel_size) > 1 for child in module.children())
 
 
-def _tower_kind(path: str, module: torch.nn.Module, reason: str | None) -> str | None:
-    """The kind of a part that did not run, with the reason if it has attention; None for other parts."""
+def _idle_kind(path: str, module: torch.nn.Module, reason: str | None) -> str | None:
+    """The kind of a part that did not run, with the reason if it may have attention; None for other parts."""
     parts = path.split(".")
     cls = type(module).__name__
     kind = next((kind for words, kind in _TOWERS if words.search(f"{parts[-1]} {cls}".lower())), None)
-    if not contains_attention(module):
+    inside = attention_inside(module)
+    if inside is None:
         return kind if _TOWER_CLASS.search(cls) else None
+    place, found = inside
+    named = f"{path}.{place}: {type(found).__name__}" if place else f"{path}: {cls}"
     if any(part.isdigit() for part in parts):
-        raise UnreachedError(
-            f"{path}: {cls} has attention that a run on text does not reach, so it cannot be read"
+        raise UnreachedError(f"{named} has attention that a run on text does not reach, so it cannot be read")
+    if reason is None:
+        reason = (
+            f"{named} may attend, a run on text does not reach it, and {cls} is no model that runs by itself"
         )
-    return f"{kind or cls}, not read: {reason}" if reason else kind or cls
+    return f"{kind or cls}{NOT_READ}{reason}"
 
 
 def _other_blocks(
@@ -134,4 +146,9 @@ def _other_blocks(
                 raise ModelConfigError(
                     f"{name}: {type(block).__name__} mixes tokens in a way that the reader does not know"
                 )
-            yield name, str(kinds[index])
+            kind = str(kinds[index])
+            if _SOFTMAX_KIND.search(kind):
+                raise ModelConfigError(
+                    f"{name}: {type(block).__name__} is a layer of {kind} by its configuration, and no attention of it was seen"
+                )
+            yield name, kind

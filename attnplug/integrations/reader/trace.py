@@ -20,6 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
+from attnplug.integrations.reader.own_attention import Follower, OwnAttention
+from attnplug.integrations.reader.own_heads import by_heads
 
 PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
@@ -38,7 +40,8 @@ class AttentionCall:
     `mask` is the pattern, None if the model passed no mask, or a reason why the pattern is unknown.
     `eager` is the modelling file's own attention. `factors` are the numbers by which the module multiplied
     tensors before the call, and `constants` has them in order, with repetitions. `inputs` are the arguments of the
-    module's forward. `visit` numbers the run of the module's forward that made the call.
+    module's forward. `visit` numbers the run of the module's forward that made the call. `own` is attention that the
+    module computes itself.
     """
 
     path: str
@@ -54,16 +57,20 @@ class AttentionCall:
     factors: frozenset[float]
     constants: tuple[float, ...] = ()
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+    own: OwnAttention | None = None
 
 
 class Trace:
-    """Record of one run: `calls` in order, paths of `own_attention`, the modules that ran (`executed`, `visits`)."""
+    """Record of one run: `calls` in order, the modules that ran (`executed`, `visits`).
+
+    `own_attention` has the paths of attention without a recorded call, and the reason.
+    """
 
     def __init__(self, model: PreTrainedModel, lengths: frozenset[int]) -> None:
         self.model = model
         self.lengths = lengths
         self.calls: list[AttentionCall] = []
-        self.own_attention: dict[str, None] = {}
+        self.own_attention: dict[str, str] = {}
         self.executed: set[str] = set()
         self.stack: list[tuple[str, int, set[float]]] = []
         self.visits = 0
@@ -129,6 +136,40 @@ class Trace:
             tensor = base
         known = self._masks.get(id(tensor))
         return known[1] if known else "the model alters the mask or adds a bias of its own to it"
+
+    def own(self, owner: str, attention: OwnAttention, value: torch.Tensor | None) -> None:
+        """Record attention that the module `owner` computes itself, or note why it is unknown."""
+        modules = [self.model.get_submodule(path) for path in (owner, *_parents(owner))]
+        _, visit, factors = next(
+            (frame for frame in reversed(self.stack) if frame[0] == owner), (owner, 0, set())
+        )
+        tensors = by_heads(attention, value, modules, factors)
+        if isinstance(tensors, str):
+            self.own_attention[owner] = tensors
+            return
+        query, key, value = tensors
+        self.calls.append(
+            AttentionCall(
+                path=owner,
+                module=modules[0],
+                visit=visit,
+                query=query,
+                key=key,
+                value=value,
+                mask=attention.mask,
+                scaling=attention.scaling,
+                keywords={} if attention.mask is not None else {"is_causal": False},
+                eager=None,
+                factors=frozenset(),
+                own=attention,
+            )
+        )
+
+
+def _parents(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _attention(
@@ -280,12 +321,17 @@ def _is_number(value: Any) -> bool:
 class _Watch(TorchFunctionMode):
     """Notes attention that a module computes itself, and the numbers by which it multiplies tensors."""
 
-    _ALWAYS = ("scaled_dot_product_attention", "multi_head_attention_forward", "flex_attention")
+    _ALWAYS = ("multi_head_attention_forward", "flex_attention")
     _CHECKS = ("isfinite", "isinf", "isnan")
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
+        self._follower = Follower(trace)
+
+    def end(self) -> None:
+        """Note attention that was not followed to its end."""
+        self._follower.end()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -302,13 +348,22 @@ class _Watch(TorchFunctionMode):
                 stack[-1][2].add(1 / args[1])
         if name == "multi_head_attention_forward" and self._record_torch_module(*args, **(kwargs or {})):
             return func(*args, **(kwargs or {}))
-        if name in self._ALWAYS or (name == "softmax" and self._over_keys(args, kwargs or {})):
-            self._trace.own_attention[self._owner()] = None
+        if name in self._ALWAYS:
+            self._trace.own_attention[self._owner()] = ""
         if name in self._CHECKS and args and args[0].is_meta:
             # Models clamp half-precision values that overflow; values that are not there do not.
             good = torch.tensor(name == "isfinite", device="cpu")
             return good.expand(args[0].shape)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if name == "scaled_dot_product_attention":
+            self._follower.whole(func, args, kwargs or {}, self._owner())
+        elif name == "softmax":
+            known = self._follower.softmax(args, kwargs or {}, result, self._owner())
+            if not known and self._over_keys(args, kwargs or {}):
+                self._trace.own_attention[self._owner()] = ""
+        else:
+            self._follower.follow(func, args, kwargs or {}, result)
+        return result
 
     def _record_torch_module(
         self,
@@ -355,8 +410,13 @@ class _Watch(TorchFunctionMode):
     def _owner(self) -> str:
         """The innermost running module that is named attention, else the innermost module."""
         running = [path for path, _, _ in reversed(self._trace.stack)]
-        named = (p for p in running if looks_like_attention(self._trace.model.get_submodule(p)))
-        return next(named, running[0] if running else "")
+        modules = {path: self._trace.model.get_submodule(path) for path in running}
+        named = (path for path, module in modules.items() if looks_like_attention(module))
+        # A softmax may be a module of torch's.
+        models = (
+            path for path, module in modules.items() if not type(module).__module__.startswith("torch.")
+        )
+        return next(named, next(models, ""))
 
     def _over_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensor = args[0] if args else kwargs["input"]
@@ -389,8 +449,9 @@ def record_run(
         # After errors too: a part may fail inside one that `_failing_parts_skipped` lets go on.
         handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
     try:
-        with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace):
+        with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace) as watch:
             part(**inputs)
+            watch.end()
     except Exception as error:
         raise RunFailedError(trace) from error
     finally:
