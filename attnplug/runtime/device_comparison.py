@@ -60,6 +60,7 @@ def _differences(common: CommonAttentionMetadata) -> Iterator[tuple[str, torch.T
         if device is None or host is None:
             continue
         values: Any = host if isinstance(host, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(host))
-        sent = values.to(device.device, non_blocking=True)
+        # The host waits for copies from memory that is not pinned.
+        sent = values.pin_memory().to(device.device, non_blocking=True)
         is_exact = exactness is None or getattr(common, exactness)
         yield name, (device != sent).any() if is_exact else (device > sent).any()

@@ -224,7 +224,7 @@ def test_nothing_on_the_step_path_synchronises(sync_errors: NoSync):
             metadata: Any = build_attn_metadata(groups, batch, config)
             metadata["decoder.layers.0.encoder_attn"].common.compute_num_computed_tokens()
             made.finish_step({name: count // 2 for name, count in scheduled.num_scheduled_tokens.items()})
-            made.append_blocks(made.req_ids[0], [[7], [8]])
+            made.append_blocks(made.req_ids[0], [[7 + step], [70 + step]])
             made.free_blocks(made.req_ids[1], 0, 0)
             made.remove_request(made.req_ids[step])
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def begun() -> tuple[ServedModel, StepBatch]:
 @pytest.mark.parametrize("field", ["seq_lens", "query_start_loc"])
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
 def test_a_tensor_that_differs_from_its_copy_on_the_host_is_told_of_without_a_wait(
-    field: str, in_place: bool
+    field: str, in_place: bool, sync_errors: Callable[[], AbstractContextManager[None]]
 ) -> None:
     model, batch = begun()
     model.runtime.begin_step(batch)
@@ -45,11 +47,8 @@ def test_a_tensor_that_differs_from_its_copy_on_the_host_is_told_of_without_a_wa
         other = tensor.clone()
         other[1] -= 1
         batch = dataclasses.replace(batch, common=dataclasses.replace(batch.common, **{field: other}))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with sync_errors():
         model.runtime.begin_step(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     with pytest.raises(BatchError, match=rf"batch.common.{field}='on the device' differs from its copy"):
         model.run("0", model.draw("0", {"r": 3, "s": 7}))
