@@ -14,10 +14,10 @@ from attnplug.ops.triton import triton_ops
 
 def _steps(field: str, value: object) -> tuple[int, int]:
     found = integers(field, value)
-    if len(found) != 2 or min(found) < 1:
-        raise BatchError(
-            field, value, "must be two integers of at least 1, (from block to block, from token to token)"
-        )
+    # A dimension of one element has no step.
+    if len(found) != 2 or min(found) < 0:
+        limit = "must be two integers of at least 0, (from block to block, from token to token)"
+        raise BatchError(field, value, limit)
     return found[0], found[1]
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from attnplug.core import Selection, SparseSpec
+from attnplug.core.errors import BatchError
+from attnplug.mla.selected import token_pages
 from attnplug.ops import chosen_keys, slots_of_keys
 
 
@@ -52,3 +55,17 @@ def test_slots_follow_the_block_table_beyond_32_bits() -> None:
         [9 * 16 + 3, -1, -1],
         [6 * 16 + 15, 6 * 16, 4 * 16],
     ]
+
+
+def test_pages_of_one_token_have_no_step_from_token_to_token() -> None:
+    pages = torch.zeros(5, 1, 24)
+    flat, steps = token_pages(pages)
+    assert (flat.shape, steps) == ((5, 1, 24), (1, 0))
+    slots = slots_of_keys(
+        torch.tensor([[2, 0]]), torch.tensor([0]), torch.tensor([[4, 1, 3]], dtype=torch.int32), 1, steps
+    )
+    assert slots.tolist() == [[3, 4]]
+    with pytest.raises(BatchError, match=r"steps=\(1, -1\) must be two integers of at least 0"):
+        slots_of_keys(
+            torch.tensor([[2]]), torch.tensor([0]), torch.tensor([[4]], dtype=torch.int32), 1, (1, -1)
+        )

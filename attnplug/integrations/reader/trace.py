@@ -38,9 +38,8 @@ class AttentionCall:
     """One call of the attention function, tensors on the meta device.
 
     `mask` is the pattern, None if the model passed no mask, or a reason why the pattern is unknown.
-    `eager` is the modelling file's own attention. `factors` are the numbers by which the module multiplied
-    tensors before the call, and `constants` has them in order, with repetitions. `inputs` are the arguments of the
-    module's forward. `visit` numbers the run of the module's forward that made the call. `own` is attention that the
+    `eager` is the modelling file's own attention. `constants` are the numbers by which the module multiplied
+    tensors before the call, in order, with repetitions. `inputs` are the arguments of the module's forward. `visit` numbers the run of the module's forward that made the call. `own` is attention that the
     module computes itself.
     """
 
@@ -54,7 +53,6 @@ class AttentionCall:
     scaling: float | None
     keywords: Mapping[str, Any]
     eager: Callable[..., Any] | None
-    factors: frozenset[float]
     constants: tuple[float, ...] = ()
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
     own: OwnAttention | None = None
@@ -160,7 +158,6 @@ class Trace:
                 scaling=attention.scaling,
                 keywords={} if attention.mask is not None else {"is_causal": False},
                 eager=None,
-                factors=frozenset(),
                 own=attention,
             )
         )
@@ -189,7 +186,7 @@ def _attention(
     trace = _current.get()
     if rest:
         keywords["positional arguments"] = rest
-    path, visit, factors = trace.frame_of(module)
+    path, visit, _ = trace.frame_of(module)
     trace.calls.append(
         AttentionCall(
             path=path,
@@ -202,7 +199,6 @@ def _attention(
             scaling=scaling,
             keywords={name: given for name, given in keywords.items() if given is not None},
             eager=_eager_of(sys._getframe(1)),
-            factors=frozenset(factors),
             constants=tuple(trace.constants.get(visit, ())),
             inputs=trace.inputs.get(visit),
         )
@@ -376,7 +372,7 @@ class _Watch(TorchFunctionMode):
         **given: Any,
     ) -> bool:
         """Record torch's own module (inputs `[L, B, E]`) if it attends without masks and added keys."""
-        path, visit, factors = self._trace.stack[-1]
+        path, visit, _ = self._trace.stack[-1]
         module = self._trace.model.get_submodule(path)
         if not isinstance(module, torch.nn.MultiheadAttention):
             return False
@@ -402,7 +398,6 @@ class _Watch(TorchFunctionMode):
                 scaling=None,
                 keywords={"is_causal": False},
                 eager=_torch_attention,
-                factors=frozenset(factors),
             )
         )
         return True
