@@ -193,9 +193,10 @@ class ShardedLayers(NotCopied):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the new K and V of this rank, and attend its keys: an output shaped as `like`, and its LSE."""
         part, lse = self._buffers.partial_or_new(like, self.group)
-        layer.impl.forward(
-            layer, query, key, value, layer.kv_cache, metadata, part, output_lse=lse, use_sinks=use_sinks
-        )
+        # Given keys, an impl takes as many of them as a request has for its whole sequence; these are of other tokens.
+        self._write(layer, key, value, metadata)
+        call = layer, query, None, None, layer.kv_cache, metadata, part
+        layer.impl.attend(*call, output_lse=lse, use_sinks=use_sinks)
         return part, lse
 
     def _combine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -62,6 +62,9 @@ STEPS = (
     {"x": 30, "y": 0, "z": 1},
     {"x": 1, "y": 1, "z": 1},
 )
+# In the third step, two ranks have as many computed keys of x and y as these have new tokens.
+CHUNKS = ({"x": 18, "y": 17, "z": 3}, {"x": 18, "y": 17, "z": 1}, {"x": 18, "y": 17, "z": 1})
+Steps = Sequence[dict[str, int]]
 
 
 def cases(size: int) -> Iterator[tuple[str, Case]]:
@@ -79,6 +82,8 @@ def cases(size: int) -> Iterator[tuple[str, Case]]:
         yield f"{model} with all rows split", functools.partial(_splits_rows, model)
     for model in ("llama", "windows", "whole", "latents"):
         yield f"{model} in graphs", functools.partial(_replays, model)
+    for model in ("llama", "sinks", "lse", "not causal", "value sizes", "readers", "latents"):
+        yield f"{model} in equal chunks", functools.partial(_serves_equal_chunks, model)
     yield "latents in long and in short steps", _attends_new_latents_apart
     yield "graphs without support", _refuses_graphs_without_support
     yield "a plan from JSON", _runs_a_plan_from_json
@@ -149,6 +154,16 @@ def _equals_one_rank(model: str, interleave: int, group: dist.ProcessGroup) -> N
         assert torch.equal(one, again)
 
 
+def _serves_equal_chunks(model: str, group: dist.ProcessGroup) -> None:
+    alone = _outputs(model, None, CHUNKS)
+    with pytest.MonkeyPatch.context() as patch:
+        for least in (1, split_queries._LEAST_CPU_PAIRS):
+            patch.setattr(split_queries, "_LEAST_CPU_PAIRS", least)
+            shared = _outputs(model, context_parallel(group), CHUNKS)
+            for one, many in zip(alone, shared, strict=True):
+                torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
+
+
 def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
     """Steps of more than one new token: even the shortest is split, and none has the rows of another rank.
 
@@ -205,17 +220,19 @@ def _attends_new_latents_apart(group: dist.ProcessGroup) -> None:
             torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
 
 
-def _outputs(model: str, place: ContextParallel | None) -> list[torch.Tensor]:
+def _outputs(model: str, place: ContextParallel | None, steps: Steps = STEPS) -> list[torch.Tensor]:
     """Every layer's output in every step, in the order of the requests."""
     specs = MODELS[model]
     sharing = {"1": "0"} if model == "readers" else {}
     plan = attnplug.plan(specs, "cpu", num_blocks=64, kv_sharing=sharing, context_parallel=place)
     if place is not None and model == "llama":
         assert all(tokens == place.size * 16 for tokens in plan.tokens_per_block)
-    return _run(plan, specs, None)
+    return _run(plan, specs, None, steps)
 
 
-def _run(plan: ModelPlan, specs: dict[str, LayerSpec], place: ContextParallel | None) -> list[torch.Tensor]:
+def _run(
+    plan: ModelPlan, specs: dict[str, LayerSpec], place: ContextParallel | None, steps: Steps = STEPS
+) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     config = BuilderConfig(max_model_len=96, max_num_batched_tokens=64, max_num_seqs=4)
     tensors = {name: _tensors(spec, generator) for name, spec in specs.items()}
@@ -227,7 +244,7 @@ def _run(plan: ModelPlan, specs: dict[str, LayerSpec], place: ContextParallel | 
         for name in ("x", "y", "z"):
             pages = [[next(blocks) for _ in range(-(-64 // tokens))] for tokens in plan.tokens_per_block]
             builder.add_request(name, pages)
-        for counts in STEPS:
+        for counts in steps:
             batch = builder.step(counts)
             runtime.begin_step(batch)
             tokens = batch.common.num_actual_tokens
