@@ -61,9 +61,12 @@ class Selection:
         return type(self)(self.positions[rows], self.counts[rows])
 
     def clear(self, count: int = NOT_GIVEN) -> None:
-        """Forget the positions of all rows; `count` 0 means that they pick no key."""
-        if integer("count", count) not in (NOT_GIVEN, 0):
-            raise BatchError("count", count, "must be 0 or NOT_GIVEN (-1)")
+        """Forget the positions of all rows, and set their counts; `count` 0 means that they pick no key."""
+        most = self.positions.shape[1]
+        if not NOT_GIVEN <= integer("count", count) <= most:
+            raise BatchError(
+                "count", count, f"must be NOT_GIVEN (-1), or in 0 .. {most}, the positions of a row"
+            )
         self.positions.fill_(-1)
         self.counts.fill_(count)
 

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import NoReturn
 
-SUPERVISOR = "ATTNPLUG_SUPERVISOR"
+SUPERVISOR = "_ATTNPLUG_SUPERVISOR"
 """Tells the command the process id of its supervisor, whose end its parent sees."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _SECONDS = 10.0

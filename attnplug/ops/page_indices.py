@@ -11,7 +11,7 @@ from attnplug.ops.triton import triton_ops
 
 
 @checked(
-    block_table="R M: int32",
+    block_table="R M: integers",
     seq_lens="S: integers",
     page_size=at_least(1),
     rows="?n: int32",
@@ -31,7 +31,7 @@ def gather_page_indices(
     On a GPU one Triton kernel runs; without triton, a few torch operations.
 
     Args:
-        block_table: int32 `[R, max_blocks]`; entries past a request's pages are not written.
+        block_table: int32 or int64 `[R, max_blocks]`; entries past a request's pages are not written.
         seq_lens: int32 or int64 `[R]`, tokens of each request.
         page_size: tokens of a page.
         rows: int32 `[n]`, the requests to write, in this order; None for all.

@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_written_is_said_before_anything_is_measured(run, 
     (tmp_path / "file").touch()
     outcome = run("tune", QWEN, "--device", "cpu", "--output", tmp_path / "file" / "table.json", *more)
     assert (outcome.code, outcome.out) == (2, "")
-    assert "cannot be written" in outcome.err
+    assert "cannot be made" in outcome.err
     assert "checking" not in outcome.err
 
 
