@@ -9,6 +9,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata
@@ -26,6 +27,11 @@ def own_slots(kv_cache_spec: KVCacheSpec, slot_mapping: torch.Tensor, tokens: in
     # A slice costs the host as much as a kernel launch, so a slice of everything is left out.
     if slot_mapping.shape[0] == tokens or isinstance(kv_cache_spec, CrossAttentionSpec):
         return slot_mapping
+    if slot_mapping.shape[0] < tokens:
+        limit = f"must have a slot for each of {tokens} tokens, or their keys are lost"
+        raise BatchError(
+            "slot_mapping", tuple(slot_mapping.shape), limit, "give -1 for tokens that are not written"
+        )
     return slot_mapping[:tokens]
 
 

@@ -132,6 +132,11 @@ class CommonAttentionMetadata:
         if self.is_cut and not causal and spec.attn_type is not AttentionType.ENCODER_DECODER:
             limit = "has a part of a request, and a layer with causal=False sees its later tokens"
             raise BatchError("is_cut", True, limit, "cut micro-batches between requests")
+        if self.is_cut and spec.direct_kv and self.key_start_loc is None:
+            limit = "has a part of a request, whose keys do not start where its queries do"
+            raise BatchError(
+                "is_cut", True, limit, "give key_start_loc, or cut micro-batches between requests"
+            )
         return causal
 
     def for_layers(self, specs: Iterable[LayerSpec]) -> CommonAttentionMetadata:
@@ -283,6 +288,11 @@ class AttentionMetadataBuilder(NotCopied, ABC, Generic[_M]):
         """BatchError for a part of a request, if a layer of this builder sees later tokens."""
         if common.is_cut:
             self.for_own_layers(common)
+
+    @functools.cached_property
+    def reads_pages(self) -> bool:
+        """Whether the layers have their keys in pages, as far as `config.layers` says; others get them with the call."""
+        return not any(spec.direct_kv for spec in self._specs)
 
     @functools.cached_property
     def _specs(self) -> frozenset[LayerSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from attnplug.core.backend import AttentionBackend
@@ -20,7 +21,9 @@ __all__ = [
     "check_rows",
     "check_spans",
     "check_spans_given",
+    "check_step_sizes",
     "check_step_tensors",
+    "check_table_width",
     "kv_scales",
     "pages_of",
     "refuse_output_scales",
@@ -90,8 +93,55 @@ def check_indices(name: str, tensor: torch.Tensor) -> None:
         raise BatchError(f"{name}.stride({tensor.ndim - 1})", tensor.stride(-1), limit)
 
 
+def check_step_sizes(common: CommonAttentionMetadata) -> None:
+    """BatchError unless the tensors of a batch have a row for each request; nothing waits for the device.
+
+    Keys of the call must start where both sides say, and be no more than the tokens of their request.
+    """
+    reqs, host = common.num_reqs, common.query_start_loc_cpu
+    if not isinstance(host, torch.Tensor) or host.device.type != "cpu":
+        raise BatchError("query_start_loc_cpu", host, "must be a tensor on the CPU")
+    for name, tensor, rows in (
+        ("query_start_loc", common.query_start_loc, reqs + 1),
+        ("query_start_loc_cpu", host, reqs + 1),
+        ("seq_lens", common.seq_lens, reqs),
+        ("block_table_tensor", common.block_table_tensor, reqs),
+    ):
+        if tensor.shape[0] < rows:
+            limit = f"must have at least {rows} rows for num_reqs={reqs}"
+            raise BatchError(name, tuple(tensor.shape), limit)
+    starts, keys = common.key_start_loc, common.key_start_loc_cpu
+    if keys is None:
+        return
+    if starts is None:
+        limit = "is None, and key_start_loc_cpu is given"
+        raise BatchError("key_start_loc", None, limit, "give the locations on both sides")
+    known = common.seq_lens_host
+    if known is not None and common.seq_lens_host_exact:
+        lens = np.diff(keys[: reqs + 1].numpy())
+        bad = lens > known[:reqs]
+        if bad.any():
+            worst = int(bad.argmax())
+            limit = f"request {worst} has more keys than its {int(known[worst])} tokens"
+            raise BatchError("key_start_loc", int(lens[worst]), limit)
+
+
+def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
+    """BatchError if the host knows that a request has more tokens than the pages of its row in the table."""
+    room = common.block_table_tensor.shape[1] * block_size
+    # The bound of the step is enough for most.
+    if common.max_seq_len <= room or common.seq_lens_host is None or not common.seq_lens_host_exact:
+        return
+    longest = int(common.seq_lens_host[: common.num_reqs].max(initial=0))
+    if longest > room:
+        pages = common.block_table_tensor.shape[1]
+        limit = f"is past the {room} tokens of {pages} pages per request"
+        raise BatchError("seq_lens", longest, limit, "widen block_table_tensor")
+
+
 def check_step_tensors(common: CommonAttentionMetadata) -> None:
-    """`check_indices` of the tensors of a batch that every kernel reads; nothing waits for the device."""
+    """`check_step_sizes`, and `check_indices` of the tensors that every kernel reads."""
+    check_step_sizes(common)
     check_indices("query_start_loc", common.query_start_loc)
     check_indices("seq_lens", common.seq_lens)
     check_indices("block_table_tensor", common.block_table_tensor)

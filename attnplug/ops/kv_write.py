@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from attnplug.core.arguments import positive
+from attnplug.core.errors import BatchError
 from attnplug.ops.checks import check_kv_write, check_slots
 from attnplug.ops.triton import triton_ops
 
@@ -91,4 +92,8 @@ def _write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale
         tokens = stored.clamp_(-limit, limit).to(pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     block_size = pages.shape[1]
-    pages.index_put_((slots // block_size, slots % block_size), tokens.to(pages.dtype))
+    try:
+        pages.index_put_((slots // block_size, slots % block_size), tokens.to(pages.dtype))
+    except IndexError:
+        past = f"is past the {pages.shape[0] * block_size} slots of the cache"
+        raise BatchError("slot_mapping", int(slots.max()), past, "give slots of the pool's blocks") from None

@@ -72,8 +72,11 @@ def direct_steps(
 ) -> dict[str, LayerStep]:
     """The parts of the layers that get K and V with the call."""
     keys = direct.num_actual_tokens if direct.key_start_loc is None else 0
-    if direct.key_start_loc_cpu is not None:
-        keys = int(direct.key_start_loc_cpu[direct.num_reqs])
+    known = direct.key_start_loc_cpu
+    if known is None and direct.key_start_loc is not None and direct.key_start_loc.device.type == "cpu":
+        known = direct.key_start_loc
+    if known is not None:
+        keys = int(known[direct.num_reqs])
     steps: dict[str, LayerStep] = {}
     for group in groups:
         made = build_step(group.builder, direct.for_layers(group.specs), draft_index)

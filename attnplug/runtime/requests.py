@@ -131,6 +131,7 @@ class RequestTable(RequestRows):
         num_computed_tokens: int = 0,
         encoder_len: int = 0,
         placeholders: PlaceholderRanges | None = None,
+        encoder_computed: bool = False,
     ) -> int:
         """Add a request at the end, and return its index.
 
@@ -142,6 +143,8 @@ class RequestTable(RequestRows):
             encoder_len: encoder tokens that its cross-attention layers attend to.
             placeholders: by modality, `(offset, length)` of the tokens that get the embedding of an item. For
                 layers with mm_prefix, each is a span whose tokens see each other.
+            encoder_computed: whether the encoder's keys are in their pages already, such as those of the request that
+                this one is a fork of. Its steps then write no encoder tokens, and requests may share these pages.
 
         Raises:
             BatchError: the name is in use, all places are taken, counts do not fit, no step can compute a span
@@ -166,12 +169,15 @@ class RequestTable(RequestRows):
         items = check_placeholders({} if placeholders is None else placeholders, self.max_model_len)
         if self._mm_prefix is not None:
             self._mm_prefix.check_request(items, num_computed_tokens)
-        pages = self._pages(block_ids, index, num_computed_tokens, fresh=True)
+        instance("encoder_computed", encoder_computed, bool)
+        pages = self._pages(
+            block_ids, index, num_computed_tokens, fresh=True, encoder_computed=encoder_computed
+        )
         numbers = self._numbers[:, index]
         numbers[:] = 0
         numbers[0] = num_computed_tokens
         if encoder_len:
-            numbers[4] = encoder_len
+            numbers[4], numbers[5] = encoder_len, encoder_computed
         if items:
             numbers[6] = items[-1].offset + items[-1].length
         if pages or not self._self_groups:
@@ -303,7 +309,12 @@ class RequestTable(RequestRows):
         return index
 
     def _pages(
-        self, block_ids: Sequence[Sequence[int]], index: int, computed: int, fresh: bool = False
+        self,
+        block_ids: Sequence[Sequence[int]],
+        index: int,
+        computed: int,
+        fresh: bool = False,
+        encoder_computed: bool = False,
     ) -> list[Pages]:
         """The new pages of each group, none for `()` if fresh; changes nothing."""
         groups = len(self.block_sizes)
@@ -329,9 +340,11 @@ class RequestTable(RequestRows):
             found.append((start, blocks))
         pages: list[Pages] = []
         for group, (start, blocks) in enumerate(found):
-            # Encoder tokens are written by the first step of a request, so all their pages are.
-            written = 0 if group in self.cross_groups else computed // self.tokens_per_block[group] - start
-            held = self._holders.given(group, index, start, blocks, max(written, 0))
+            read = computed // self.tokens_per_block[group] - start
+            if group in self.cross_groups:
+                # Encoder tokens are written by the first step of a request, so all their pages are.
+                read = blocks.size if encoder_computed else 0
+            held = self._holders.given(group, index, start, blocks, max(read, 0))
             null_end = 0
             if np.count_nonzero(blocks) < blocks.size:
                 null_end = start + int(np.flatnonzero(blocks == 0)[-1]) + 1

@@ -57,6 +57,8 @@ def check_step(field: str, common: CommonAttentionMetadata, has_slots: bool = Tr
         host = common.encoder_seq_lens_cpu
         if host is not None:
             _same(field, "encoder_seq_lens", common.encoder_seq_lens, host[:reqs], True)
+    if common.key_start_loc is None and common.key_start_loc_cpu is not None:
+        raise _refusal(field, "key_start_loc", None, "is required beside key_start_loc_cpu")
     if common.key_start_loc is not None:
         _keys(field, common)
     _wanted(field, common)

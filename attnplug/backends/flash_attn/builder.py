@@ -17,6 +17,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.ops.calls import check_step_sizes, check_table_width
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
@@ -85,6 +86,9 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
 
     def _build(self, common: CommonAttentionMetadata, *, captured: bool) -> FlashAttnMetadata:
         self.check_cut(common)
+        check_step_sizes(common)
+        if self.reads_pages and common.key_start_loc is None:
+            check_table_width(common, self.kv_cache_spec.block_size)
         _, lens = query_spans(common)
         tokens = common.num_actual_tokens
         known = _known(common, captured)

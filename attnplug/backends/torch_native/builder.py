@@ -15,7 +15,7 @@ from attnplug.backends.torch_native.decode import SHORT_QUERY
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.ops.calls import check_spans
+from attnplug.ops.calls import check_spans, check_step_sizes
 
 _Ints = npt.NDArray[np.int64]
 
@@ -46,6 +46,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         """
         common = common_attn_metadata
         self.check_cut(common)
+        check_step_sizes(common)
         reqs = common.num_reqs
         query_starts = _starts("query_start_loc_cpu", common.query_start_loc_cpu, reqs)
         if query_starts[-1] > common.num_actual_tokens:

@@ -52,11 +52,14 @@ class HeadRows:
         """`[*index.shape, D]` in the storage dtype, in `buffer` (flat, of `rows.dtype`) if given."""
         size = self.rows.shape[1]
         flat = index.reshape(-1)
-        if buffer is None:
-            picked = self.rows.index_select(0, flat)
-        else:
-            picked = buffer[: flat.numel() * size].view(-1, size)
-            torch.index_select(self.rows, 0, flat, out=picked)
+        picked = None if buffer is None else buffer[: flat.numel() * size].view(-1, size)
+        try:
+            picked = torch.index_select(self.rows, 0, flat, out=picked)
+        except IndexError:
+            limit = "has a page that is no block of the cache"
+            raise BatchError(
+                "block_table_tensor", int(flat.max()), limit, "give blocks of the pool"
+            ) from None
         return picked.view(self.dtype).view(*index.shape, size)
 
 

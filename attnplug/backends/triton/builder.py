@@ -16,7 +16,7 @@ from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.ops.calls import check_indices, check_spans, check_step_tensors
+from attnplug.ops.calls import check_indices, check_spans, check_step_tensors, check_table_width
 
 _FEW_QUERIES = 16
 """Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products."""
@@ -57,6 +57,9 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         """
         common = common_attn_metadata
         self.check_cut(common)
+        check_step_tensors(common)
+        if self.reads_pages and common.key_start_loc is None:
+            check_table_width(common, self.kv_cache_spec.block_size)
         reqs, tokens = common.num_reqs, common.num_actual_tokens
         starts = common.query_start_loc_cpu.numpy()[: reqs + 1]
         lens = starts[1:] - starts[:-1]
@@ -66,7 +69,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
-        check_step_tensors(common)
         if common.key_start_loc is not None:
             check_indices("key_start_loc", common.key_start_loc)
         if common.mm_prefix_spans is not None:
@@ -96,6 +98,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             workspace=self._workspace,
             spans=common.mm_prefix_spans,
             prefix_len=common_prefix_len if has_prefix else 0,
+            key_rows=_key_rows(common),
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)
@@ -142,6 +145,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         sharing = int((query_lens[:decodes] > 0).sum())
         spared = common_prefix_len * (sharing - 1) * num_kv_heads
         return dcp_world_size == 1 and common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
+
+
+def _key_rows(common: CommonAttentionMetadata) -> int:
+    """The rows of keys that a call must give, with direct K and V; 0 if only the device knows them."""
+    if common.key_start_loc is None:
+        return common.num_actual_tokens
+    return 0 if common.key_start_loc_cpu is None else int(common.key_start_loc_cpu[common.num_reqs])
 
 
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:

@@ -127,9 +127,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         value: torch.Tensor | None,
     ) -> None:
         """Attend the keys and values of the call, without any pages."""
-        # Only the device knows their number, unless they start where the queries do.
-        rows = meta.num_actual_tokens if meta.key_start_loc is meta.query_start_loc else 0
-        key, value = check_keys(key, value, rows, self.spec)
+        key, value = check_keys(key, value, meta.key_rows, self.spec)
         k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
         longest = max(meta.max_query_len, meta.max_decode_len)
         if longest:

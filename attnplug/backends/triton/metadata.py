@@ -35,6 +35,7 @@ class TritonMetadata(AttentionMetadata):
         causal: of the batch; None is as each layer's spec says.
         workspace: buffers and split plans, shared by the builder's steps.
         spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
+        key_rows: rows of keys that a call must give, with direct KV; 0 if only the device knows them.
         prefix_len: computed keys that all decodes share, to be attended once for all of them; 0 without.
         step: the step's number in the workspace.
         others: query starts, lengths, pages and key starts of the requests after the decodes.
@@ -58,6 +59,7 @@ class TritonMetadata(AttentionMetadata):
     workspace: Workspace
     spans: torch.Tensor | None = None
     prefix_len: int = 0
+    key_rows: int = 0
     step: int = 0
     others: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] = dataclasses.field(init=False)
     decode_shares: SharesStep = dataclasses.field(init=False)

@@ -63,7 +63,8 @@ def split_attn_metadata(
     Raises:
         BatchError: an empty slice, or one that leaves its requests; a cut inside a request whose tokens see later ones
             (`causal=False`, multimodal spans) or whose lengths per rank are already fixed; start locations
-            that decrease; lengths or a table that are not one per request.
+            that decrease; lengths or a table that are not one per request; the batch of cross attention with encoder
+            tokens to write.
     """
     ubatch_slices = sequence_of(one_of(UBatchSlice), "UBatchSlice")("ubatch_slices", ubatch_slices)
     starts, _ = query_spans(common_attn_metadata)
@@ -73,6 +74,11 @@ def split_attn_metadata(
         limit = f"must be of shape ({common_attn_metadata.num_reqs}, max_blocks)"
         raise BatchError("block_table_tensor", tuple(table.shape), limit)
     _TABLE.check("block_table_tensor", table, {})
+    slots = common_attn_metadata.slot_mapping.shape[0]
+    if common_attn_metadata.seq_lens is common_attn_metadata.encoder_seq_lens and slots:
+        limit = "are of the encoder's tokens, which no query owns"
+        remedy = "split the decoder's batch, and make the batch of cross attention from each part"
+        raise BatchError("slot_mapping", slots, limit, remedy)
     lengths = known_seq_lens(common_attn_metadata)
     if lengths is None or lengths is common_attn_metadata.seq_lens_host:
         _LENGTHS.check(
