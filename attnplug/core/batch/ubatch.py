@@ -75,7 +75,8 @@ def split_attn_metadata(
         raise BatchError("block_table_tensor", tuple(table.shape), limit)
     _TABLE.check("block_table_tensor", table, {})
     slots = common_attn_metadata.slot_mapping.shape[0]
-    if common_attn_metadata.seq_lens is common_attn_metadata.encoder_seq_lens and slots:
+    encoder = common_attn_metadata.encoder_seq_lens
+    if encoder is not None and common_attn_metadata.seq_lens is encoder and slots:
         limit = "are of the encoder's tokens, which no query owns"
         remedy = "split the decoder's batch, and make the batch of cross attention from each part"
         raise BatchError("slot_mapping", slots, limit, remedy)
