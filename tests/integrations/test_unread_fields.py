@@ -90,7 +90,7 @@ def test_a_field_that_the_class_does_not_read_is_named(
         ("llama", {"sliding_window": None, "max_window_layers": 28, "attention_softmax_in_fp32": True}),
         ("gemma2", {"head_dim": 16, "attn_logit_softcapping": 20.0, "sliding_window": 8, "a_new_field": 1}),
         ("granite", {"attention_multiplier": 0.25, "a_new_field": 1}),
-        ("falcon", {"alibi": True, "new_decoder_architecture": False, "num_key_value_heads": None}),
+        ("bloom", {"alibi": True, "num_key_value_heads": None}),
     ],
 )
 def test_fields_that_are_read_or_that_ask_for_nothing_are_not_named(
@@ -258,3 +258,20 @@ def test_a_pattern_of_windows_follows_the_layers_of_every_rank(read: Any, tmp_pa
     model = read_config(tmp_path, tensor_parallel_size=2)
     assert not model.notes
     assert [spec.window[0] >= 0 for spec in model.layers.values()] == [kind == 1 for kind in WINDOWS]
+
+
+@pytest.mark.parametrize("heads", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_falcon_says_that_it_multiplies_its_slopes(small: Any, heads: dict[str, Any]) -> None:
+    (note,) = read_config(small("Falcon", alibi=True, **heads)).notes
+    assert "multiplies ALiBi's slopes by the scale of its layers" in note
+    assert "times 0.25." in note
+    assert not read_config(small("Falcon", alibi=False, **heads)).notes
+
+
+def test_slopes_of_mpt_are_those_of_the_default(small: Any) -> None:
+    assert not read_config(small("Mpt", attn_config={"alibi_bias_max": 8})).notes
+    for most in (4, 16):
+        with pytest.raises(
+            ModelConfigError, match=f"attn_config.alibi_bias_max={most}: transformers' MPT ignores it"
+        ):
+            read_config(small("Mpt", attn_config={"alibi_bias_max": most}))

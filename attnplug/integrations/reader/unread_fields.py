@@ -215,10 +215,11 @@ def _declares(config: PreTrainedConfig, name: str) -> bool:
 
 def _has_name(config: PreTrainedConfig, name: str, text: str) -> bool:
     """Whether a class reads the name, as older files have fields that the configuration class does not declare."""
-    texts = [text, _source(frozenset({type(config).__module__}))]
-    if "rotary" in name:
-        texts.append(inspect.getsource(modeling_rope_utils))
-    return any(re.search(rf"(?<!self\.)\b{re.escape(name)}\b", each) for each in texts)
+    word = rf"\b{re.escape(name)}\b"
+    texts = [inspect.getsource(modeling_rope_utils)] if "rotary" in name else []
+    texts.append(_source(frozenset({type(config).__module__})))
+    # A module's own attribute of that name comes from elsewhere, unless the name is there without `self` too.
+    return any(re.search(word, each) for each in texts) or re.search(rf"(?<!self\.){word}", text) is not None
 
 
 @functools.lru_cache(maxsize=64)
