@@ -31,6 +31,12 @@ def test_a_window_is_one_number(tmp_path: Path, model_type: str, value: Any) -> 
     assert "sliding_window" in refused(tmp_path, {"model_type": model_type, **SMALL, "sliding_window": value})
 
 
+@pytest.mark.parametrize("value", [[], [[]], {"a": 1}])
+def test_the_length_of_a_source_is_one_number(tmp_path: Path, value: Any) -> None:
+    data = {"model_type": "llama", **SMALL, "max_source_positions": value}
+    assert "max_source_positions=" in refused(tmp_path, data)
+
+
 @pytest.mark.parametrize("name", ["layer_types", "layers_block_type", "attn_type_list", "architectures"])
 @pytest.mark.parametrize("value", [8, True, {"0": "full_attention"}])
 def test_kinds_of_layers_are_a_list(tmp_path: Path, name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from attnplug.core.text import shown
 
 _OF_CLASSES: Final = frozenset({"sub_configs", "attribute_map"})
 """Attributes of transformers' classes about the fields. An entry of a file would replace them."""
-_NUMBERS: Final = ("sliding_window",)
+_NUMBERS: Final = ("sliding_window", "max_source_positions")
 _LISTS: Final = ("layer_types", "layers_block_type", "attn_type_list", "architectures")
 
 
@@ -48,9 +48,10 @@ def _check_value(before: str, name: str, value: object) -> None:
     if value is None:
         return
     if name in _NUMBERS and not isinstance(value, (int, float)):
+        remedy = "; where layers differ, layer_types says which of them have the window"
         raise ModelConfigError(
-            f"{before}{name}={shown(value, 80)}: must be one number of tokens; where layers differ, layer_types "
-            "says which of them have the window"
+            f"{before}{name}={shown(value, 80)}: must be one number of tokens"
+            f"{remedy if name == 'sliding_window' else ''}"
         )
     if name in _LISTS and not isinstance(value, (list, tuple)):
         raise ModelConfigError(f"{before}{name}={shown(value, 80)}: must be a list")

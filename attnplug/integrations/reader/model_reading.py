@@ -30,6 +30,7 @@ from attnplug.integrations.reader.mixers import (
 from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
 from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
 from attnplug.integrations.reader.rank_spec import make_spec
+from attnplug.integrations.reader.shown_fields import notes_on_slopes
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,
@@ -85,7 +86,12 @@ def read_model(
             raise ModelConfigError(f"{error}; {OWN_SPECS}") from error
         if not found.layers and not found.other_layers:
             raise ModelConfigError(f"{found.name} has no attention layer, nor a layer of another known kind")
-        notes = (*notes, *found.notes, *_notes_on_slopes(model, found), *notes_on_unread(model, found.layers))
+        notes = (
+            *notes,
+            *found.notes,
+            *notes_on_slopes(model, found.layers),
+            *notes_on_unread(model, found.layers),
+        )
     return dataclasses.replace(found, notes=notes)
 
 
@@ -371,20 +377,6 @@ def _own_attention(path: str, module: Any, config: Any, why: str) -> dict[str, A
     return {**fields, "head_size": module.head_dim, "has_alibi": family != "falcon" or bool(config.alibi)}
 
 
-def _notes_on_slopes(model: PreTrainedModel, found: ModelSpec) -> Iterator[str]:
-    """A note about ALiBi that is added before the logits are multiplied by the scale."""
-    scales = {
-        spec.scale
-        for path, spec in found.layers.items()
-        if spec.has_alibi and type(model.get_submodule(path)).__name__ == "FalconAttention"
-    }
-    for scale in scales - {1.0}:
-        yield (
-            f"{found.name} multiplies ALiBi's slopes by the scale of its layers too: give attnplug the slopes of its "
-            f"heads times {scale:.6g}."
-        )
-
-
 def _check_mpt(attention: Any) -> None:
     ignored = {
         "attn_type": attention.attn_type != "multihead_attention",
@@ -392,8 +384,6 @@ def _check_mpt(attention: Any) -> None:
         "qk_ln": attention.qk_ln,
         "attn_uses_sequence_id": attention.attn_uses_sequence_id,
         "alibi": not attention.alibi,
-        # Its slopes are those of the default.
-        "alibi_bias_max": attention.alibi_bias_max != 8,
     }
     for name, asked in ignored.items():
         if asked:

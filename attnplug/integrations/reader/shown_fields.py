@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
 
 from attnplug.core.spec import LayerSpec
+from attnplug.core.text import shown
 
 CAUSALITY: Final = re.compile(r"^(is_|use_)?(causal|bidirectional)(_(attention|attn|mask|masking))?$")
 _WINDOWS: Final = re.compile(r"sliding|window|(^|_)swa(_|$)")
@@ -47,6 +48,27 @@ def layers_say(
         windows = [_has_window(spec) for spec in specs]
         return [kind == 1 for kind in value] == windows and all(kind in (0, 1) for kind in value)
     return None
+
+
+def notes_on_slopes(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
+    """A note about ALiBi whose slopes the class makes otherwise than the configuration, or the layer, says."""
+    attention = getattr(model.config, "attn_config", None)
+    most = getattr(attention, "alibi_bias_max", 8)
+    if model.config.model_type == "mpt" and most != 8:
+        yield (
+            f"{type(model).__name__} does not read attn_config.alibi_bias_max={shown(most, 40)}: transformers' MPT makes the slopes "
+            "of 8."
+        )
+    scales = {
+        spec.scale
+        for path, spec in layers.items()
+        if spec.has_alibi and type(model.get_submodule(path)).__name__ == "FalconAttention"
+    }
+    for scale in scales - {1.0}:
+        yield (
+            f"{type(model).__name__} multiplies ALiBi's slopes by the scale of its layers too: give attnplug the slopes of its "
+            f"heads times {scale:.6g}."
+        )
 
 
 def _present(model: PreTrainedModel, specs: Sequence[LayerSpec], name: str) -> bool | None:
