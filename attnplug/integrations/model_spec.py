@@ -18,6 +18,14 @@ OWN_SPECS: Final = "describe its layers by LayerSpecs of your own, which attnplu
 """What to do about a model that cannot be read."""
 
 
+def family_note(place: str, version: str, family: str, cls: str) -> str:
+    """A sentence for a model type, in `place`, that transformers lacks and that is read as another one."""
+    return (
+        f"{place} is unknown to transformers {version}; it is read as {family!r}, the family of {cls} in its "
+        "architectures, and code of its own was not run"
+    )
+
+
 class Client(enum.StrEnum):
     """The program that runs a model with attnplug's backends."""
 

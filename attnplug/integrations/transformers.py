@@ -7,7 +7,9 @@ meta device, and records and checks every call to attention.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +96,11 @@ def read_config(
     data = _parsed(path_or_config)
     notes: tuple[str, ...] = ()
     if cache_dtype == "auto" and client == Client.ENGINE:
-        cache_dtype, notes = _stored(path_or_config, data)
+        # Only a quantizer that names modules needs the layers before their storage is known.
+        caches = functools.cache(
+            lambda: _caches(_read(path_or_config, data, tensor_parallel_size, "auto", Client.ENGINE, given))
+        )
+        cache_dtype, notes = _stored(path_or_config, data, caches)
     model = _read(path_or_config, data, tensor_parallel_size, cache_dtype, Client(client), given)
     return dataclasses.replace(model, notes=(*notes, *model.notes)) if notes else model
 
@@ -106,13 +112,24 @@ def _dtype_name(dtype: object) -> str:
         raise ModelConfigError(str(error)) from error
 
 
-def _stored(source: Any, data: dict[str, Any] | None) -> tuple[str, tuple[str, ...]]:
+def _caches(model: ModelSpec) -> list[str]:
+    """The attention modules with a cache of their own."""
+    return [
+        name.partition("#")[0]
+        for name, spec in model.layers.items()
+        if not spec.direct_kv and name not in model.kv_sharing
+    ]
+
+
+def _stored(
+    source: Any, data: dict[str, Any] | None, caches: Callable[[], list[str]]
+) -> tuple[str, tuple[str, ...]]:
     """The storage that the checkpoint names, and a note about it."""
     from attnplug.integrations.reader.stored_dtype import folder_of, stored_kv_dtype
 
     if data is None and not hasattr(source, "to_dict"):
         return "auto", ()  # load_config refuses the object
-    stored = stored_kv_dtype(source if data is None else data, folder_of(source))
+    stored = stored_kv_dtype(source if data is None else data, folder_of(source), caches)
     if stored.dtype == "auto":
         return "auto", ()
     return stored.dtype, (f"The checkpoint's KV cache is {stored.dtype} ({', '.join(stored.places)}).",)

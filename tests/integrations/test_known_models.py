@@ -75,6 +75,10 @@ def test_a_type_of_remote_code_is_read_as_the_class_that_it_names(client: Client
     alike = known({**data, "model_type": "deepseek_v3"}, client=client)
     assert isinstance(alike, ModelSpec)
     assert (found.model_type, found.name, found.layers) == ("kimi_k2", "DeepseekV3ForCausalLM", alike.layers)
+    (note,) = found.notes
+    assert "it is read as 'deepseek_v3', the family of DeepseekV3ForCausalLM in its architectures" in note
+    assert note.startswith("model_type 'kimi_k2' is unknown to transformers ")
+    assert not alike.notes
     for architectures in (None, [], ["KimiForCausalLM"]):
         assert known({**data, "architectures": architectures}, client=client) is None
 

@@ -215,3 +215,83 @@ def test_a_file_beside_that_is_not_json_is_named(tmp_path: Path) -> None:
     assert {spec.kv_cache_dtype for spec in read_config(tmp_path, kv_cache_dtype="fp8").layers.values()} == {
         "fp8"
     }
+
+
+def of_parts(*names: str) -> dict[str, Any]:
+    return group(list(names), output_activations=FP8)
+
+
+def of_attention(*names: str, ignore: tuple[str, ...] = ()) -> dict[str, Any]:
+    return {**group(list(names), input_activations=FP8), "ignore": list(ignore)}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "covered"),
+    [
+        (of_attention("model.layers.0.self_attn"), 1),
+        (of_attention("layers.0.self_attn", "layers.3.self_attn"), 2),
+        (of_attention(r"re:.*layers\.[01]\.self_attn$"), 2),
+        (of_attention(r"re:.*layers\.(0|1|2)\..*attn$"), 3),
+        (of_attention("re:.*self_attn$", ignore=("model.layers.3.self_attn",)), 3),
+        (of_parts(r"re:.*layers\.[01]\.self_attn\.k_proj", r"re:.*layers\.[01]\.self_attn\.v_proj"), 2),
+        (of_parts(r"re:.*layers\.[0-2]\.self_attn\.[kv]_proj$"), 3),
+        (of_parts("re:.*k_proj", r"re:.*layers\.2\..*v_proj"), 1),
+        (of_parts("model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"), 1),
+        (quark(["*layers.1.*k_proj", "*layers.1.*v_proj"]), 1),
+    ],
+)
+def test_the_caches_of_some_layers_are_refused(
+    tmp_path: Path, quantization: dict[str, Any], covered: int
+) -> None:
+    data = {**LLAMA, "num_hidden_layers": 4, "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ModelConfigError, match=f"names the caches of {covered} of 4 layers"):
+        read_config(tmp_path)
+    with pytest.raises(ModelConfigError, match=f"names the caches of {covered} of 4 layers"):
+        stored_kv_dtype(data)
+    assert {
+        spec.kv_cache_dtype for spec in read_config(tmp_path, kv_cache_dtype="bfloat16").layers.values()
+    } == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "dtype"),
+    [
+        (of_parts("re:.*[kv]_proj$"), "fp8_e4m3"),
+        (of_parts("re:.*(k|v)_proj$"), "fp8_e4m3"),
+        (of_parts(r"re:.*self_attn\.[qkv]_proj"), "fp8_e4m3"),
+        (of_parts(r"re:.*layers\.\d+\.self_attn\.(?:k|v)_.*"), "fp8_e4m3"),
+        (of_attention(r"re:.*layers\.\d+\.self_.*n$"), "fp8_e4m3"),
+        (of_attention(*(f"model.layers.{index}.self_attn" for index in range(4))), "fp8_e4m3"),
+        (of_attention("re:.*self_attn.*"), "auto"),
+        (of_attention(r"re:.*\.mlp\..*"), "auto"),
+        (of_parts(r"re:.*\.mlp\..*"), "auto"),
+        (of_parts("re:.*q_proj$"), "auto"),
+    ],
+)
+def test_the_cache_is_found_by_the_names_of_the_modules(
+    tmp_path: Path, quantization: dict[str, Any], dtype: str
+) -> None:
+    data = {**LLAMA, "num_hidden_layers": 4, "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert {spec.kv_cache_dtype for spec in read_config(tmp_path).layers.values()} == {dtype}
+
+
+def test_groups_may_name_the_layers_together_by_names_of_the_class(tmp_path: Path) -> None:
+    halves = {
+        f"group_{half}": {"targets": [rf"re:.*h\.[{half}]\.attn$"], "input_activations": FP8}
+        for half in ("01", "23")
+    }
+    data: dict[str, Any] = {"model_type": "gpt2", "n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 128}
+    data["quantization_config"] = {"config_groups": halves}
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    assert {spec.kv_cache_dtype for spec in read_config(tmp_path).layers.values()} == {"fp8_e4m3"}
+    del halves["group_23"]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(ModelConfigError, match="names the caches of 2 of 4 layers"):
+        read_config(tmp_path)
+
+
+def test_a_target_that_is_no_regular_expression_is_named() -> None:
+    with pytest.raises(ModelConfigError, match="is no regular expression"):
+        named({"quantization_config": of_parts("re:*(k_proj")})

@@ -90,7 +90,7 @@ def test_a_field_that_the_class_does_not_read_is_named(
         ("llama", {"sliding_window": None, "max_window_layers": 28, "attention_softmax_in_fp32": True}),
         ("gemma2", {"head_dim": 16, "attn_logit_softcapping": 20.0, "sliding_window": 8, "a_new_field": 1}),
         ("granite", {"attention_multiplier": 0.25, "a_new_field": 1}),
-        ("falcon", {"alibi": True, "new_decoder_architecture": False, "num_key_value_heads": None}),
+        ("bloom", {"alibi": True, "num_key_value_heads": None}),
     ],
 )
 def test_fields_that_are_read_or_that_ask_for_nothing_are_not_named(
@@ -167,3 +167,112 @@ def test_reading_the_kinds_changes_no_configuration() -> None:
     assert len(read_config(config).layers) == 1
     assert config.attn_type_list == [0] * 7 + [1]
     assert config.layer_types == [FULL, LINEAR] * 4
+
+
+LONGCAT = {
+    "num_layers": 2,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 4,
+    "zero_expert_num": 2,
+}
+LONGCAT |= {"moe_topk": 2, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "num_key_value_heads": 4}
+MIMO = {"num_hidden_layers": 6, "head_dim": 24, "v_head_dim": 16, "sliding_window": 8, "n_routed_experts": 4}
+MIMO |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 32}
+MIMO |= {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 24, "swa_v_head_dim": 16}
+MIMO |= {"swa_rope_theta": 10000, "sliding_window_size": 8}
+WINDOWS = [0, 1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "words"),
+    [
+        ("mistral", {"sliding_window": 16, "use_sliding_window": False}, "use_sliding_window=False"),
+        ("phi3", {"sliding_window": 16, "use_sliding_window": False, "pad_token_id": 0}, "use_sliding_window=False"),
+        ("gemma2", {"sliding_window": 16, "use_sliding_window": False}, "use_sliding_window=False"),
+        ("gemma2", {"sliding_window": 16, "sliding_window_size": 0}, "sliding_window_size=0"),
+        ("gemma2", {"use_attn_soft_cap": False}, "use_attn_soft_cap=False"),
+        ("bloom", {"alibi": False, "num_key_value_heads": None}, "alibi=False"),
+        ("longcat_flash", {**LONGCAT, "mla_scale_q_lora": False}, "mla_scale_q_lora=False"),
+        ("longcat_flash", {**LONGCAT, "mla_scale_kv_lora": False}, "mla_scale_kv_lora=False"),
+        ("apertus", {"qk_norm": False, "pad_token_id": 0}, "qk_norm=False"),
+        ("starcoder2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
+        ("llama", {"bidirectional": True}, "bidirectional=True"),
+        ("llama", {"causal": False}, "causal=False"),
+        ("qwen3", {"causal_attention": False}, "causal_attention=False"),
+        ("mistral", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("llama", {"attention_method": "MLA"}, "attention_method='MLA'"),
+        ("stablelm", {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor=2.0"),
+        ("mimo_v2_flash", {**MIMO, "hybrid_layer_pattern": [1] * 6}, "hybrid_layer_pattern"),
+        ("mimo_v2_flash", {**MIMO, "hybrid_layer_pattern": [0, 1] * 3}, "hybrid_layer_pattern"),
+        ("mimo_v2_flash", {**MIMO, "swa_num_key_value_heads": 2}, "swa_num_key_value_heads=2"),
+        ("mimo_v2_flash", {**MIMO, "swa_head_dim": 16}, "swa_head_dim=16"),
+        ("llama", {"block_types": [0, 1, 0, 1]}, "block_types"),
+    ],
+)  # fmt: skip
+def test_a_field_that_the_layers_contradict_is_named(
+    read: Any, model_type: str, fields: dict[str, Any], words: str
+) -> None:
+    (note,) = read(model_type, **fields).notes
+    assert f"does not read {words}: the layers are those of the class without it" in note
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {"causal": True, "bidirectional": False, "use_qk_norm": False, "alibi": False}),
+        ("llama", {"is_causal": False}),
+        ("llama", {"sliding_window_size": 0, "use_attn_soft_cap": False, "mla_scale_q_lora": False}),
+        (
+            "gptj",
+            {
+                "n_embd": 64,
+                "n_head": 4,
+                "n_layer": 2,
+                "rotary_dim": 8,
+                "scale_attn_weights": True,
+                "num_key_value_heads": None,
+            },
+        ),
+        ("starcoder2", {"scale_attn_weights": True}),
+        ("apertus", {"qk_norm": True, "pad_token_id": 0}),
+        ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True}),
+        (
+            "longcat_flash",
+            {**LONGCAT, "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
+        ),
+        ("stablelm", {"rotary_scaling_factor": 1.0}),
+        ("mistral", {"sliding_window": 16, "use_sliding_window": True}),
+        ("mimo_v2_flash", {**MIMO, "hybrid_layer_pattern": WINDOWS}),
+    ],
+)
+def test_a_field_that_the_layers_already_follow_is_not_named(
+    read: Any, model_type: str, fields: dict[str, Any]
+) -> None:
+    assert not read(model_type, **fields).notes
+
+
+def test_a_pattern_of_windows_follows_the_layers_of_every_rank(read: Any, tmp_path: Path) -> None:
+    fields = {**MIMO, "hybrid_layer_pattern": WINDOWS}
+    read("mimo_v2_flash", **fields)
+    model = read_config(tmp_path, tensor_parallel_size=2)
+    assert not model.notes
+    assert [spec.window[0] >= 0 for spec in model.layers.values()] == [kind == 1 for kind in WINDOWS]
+
+
+@pytest.mark.parametrize("heads", [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}])
+def test_falcon_says_that_it_multiplies_its_slopes(small: Any, heads: dict[str, Any]) -> None:
+    (note,) = read_config(small("Falcon", alibi=True, **heads)).notes
+    assert "multiplies ALiBi's slopes by the scale of its layers" in note
+    assert "times 0.25." in note
+    assert not read_config(small("Falcon", alibi=False, **heads)).notes
+
+
+def test_slopes_of_mpt_are_those_of_the_default(small: Any) -> None:
+    assert not read_config(small("Mpt", attn_config={"alibi_bias_max": 8})).notes
+    for most in (4, 16):
+        (note,) = read_config(small("Mpt", attn_config={"alibi_bias_max": most})).notes
+        assert (
+            f"does not read attn_config.alibi_bias_max={most}: transformers' MPT makes the slopes of 8"
+            in note
+        )

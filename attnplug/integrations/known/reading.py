@@ -11,7 +11,7 @@ from attnplug.integrations.known.fields import dtype_of
 from attnplug.integrations.known.latent import LATENT
 from attnplug.integrations.known.layers import Family
 from attnplug.integrations.known.others import OTHERS
-from attnplug.integrations.model_spec import Client, ModelSpec
+from attnplug.integrations.model_spec import Client, ModelSpec, family_note
 
 FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **LATENT, **OTHERS}
 """The rules by model type."""
@@ -61,6 +61,7 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         kv_sharing={},
         model_type=model_type,
         name=name,
+        notes=_family_notes(model_type, name),
         index_keys=dict.fromkeys(sparse, {**family.defaults, **data}.get("index_head_dim", 0)),
     )
 
@@ -77,9 +78,21 @@ def _understands(family: Family, data: Mapping[str, Any]) -> bool:
     return padding is None or padding < data.get("vocab_size", 0)
 
 
+def _family_notes(model_type: str, cls: str) -> tuple[str, ...]:
+    alike = _ALIKE.get(model_type)
+    if alike is None:
+        return ()
+    return (family_note(f"model_type {model_type!r}", _installed() or f"{_VERSION}x", alike, cls),)
+
+
 def _version_fits() -> bool:
     """Whether the installed transformers is one that the rules follow, or none is installed."""
+    version = _installed()
+    return version is None or version.startswith(_VERSION)
+
+
+def _installed() -> str | None:
     try:
-        return metadata.version("transformers").startswith(_VERSION)
+        return metadata.version("transformers")
     except metadata.PackageNotFoundError:
-        return True
+        return None

@@ -22,6 +22,7 @@ from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.model_spec import OWN_SPECS
 from attnplug.integrations.reader.config_json import config_path, one_line, parse
 from attnplug.integrations.reader.config_limits import check_numbers
+from attnplug.integrations.reader.field_types import check_entries, check_types
 from attnplug.integrations.reader.remote_code import with_known_types
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
@@ -43,6 +44,7 @@ def load_with_notes(
             raise ModelConfigError(
                 f"{type(source).__name__} has no model_type, so no model class belongs to it"
             )
+        check_types(source)
         check_numbers(type(source).__name__, source.to_dict())
         return source, ()
     if not isinstance(source, (str, os.PathLike)):
@@ -54,6 +56,7 @@ def load_with_notes(
     data, notes = with_known_types(parse(path))
     _check_model_type(path, data)
     check_numbers(str(path), data)
+    check_entries(str(path), data)
     try:
         with quiet_transformers():
             # The reader must neither use the network nor run code from a model's folder.
@@ -67,6 +70,7 @@ def load_with_notes(
             f"{path}: transformers {transformers.__version__} cannot read this "
             f"{data['model_type']} configuration: {one_line(error)}"
         ) from error
+    check_types(config)
     _check_sizes(path, data, config)
     return config, notes
 

@@ -30,6 +30,7 @@ from attnplug.integrations.reader.mixers import (
 from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
 from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
 from attnplug.integrations.reader.rank_spec import make_spec
+from attnplug.integrations.reader.shown_fields import notes_on_slopes
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,
@@ -85,7 +86,12 @@ def read_model(
             raise ModelConfigError(f"{error}; {OWN_SPECS}") from error
         if not found.layers and not found.other_layers:
             raise ModelConfigError(f"{found.name} has no attention layer, nor a layer of another known kind")
-        notes = (*notes, *found.notes, *notes_on_unread(model, found.layers))
+        notes = (
+            *notes,
+            *found.notes,
+            *notes_on_slopes(model, found.layers),
+            *notes_on_unread(model, found.layers),
+        )
     return dataclasses.replace(found, notes=notes)
 
 

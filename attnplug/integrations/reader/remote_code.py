@@ -9,6 +9,8 @@ import transformers
 from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
+from attnplug.integrations.model_spec import family_note
+
 
 def with_known_types(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
     """`data` with the family of its `architectures` for a model_type that transformers lacks, and a note of each.
@@ -30,8 +32,7 @@ def with_known_types(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
         for cls in classes:
             if isinstance(cls, str) and (family := _family_of(cls)):
                 notes.append(
-                    f"{where}model_type {name!r} is unknown to transformers {transformers.__version__}; it is read as "
-                    f"{family!r}, the family of {cls} in its architectures, and code of its own was not run"
+                    family_note(f"{where}model_type {name!r}", transformers.__version__, family, cls)
                 )
                 return {**changed, "model_type": family}
         return changed

@@ -11,13 +11,16 @@ from typing import Any, Final, NamedTuple
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.text import shown
 from attnplug.integrations.reader.config_json import parse
-from attnplug.integrations.reader.stored_words import (
+from attnplug.integrations.reader.stored_names import (
+    PROJECTION,
     REMEDY,
-    check_coverage,
-    dtype_of,
-    dtype_of_outputs,
-    says_something,
+    Caches,
+    about_attention,
+    about_projections,
+    check_modules,
+    check_projections,
 )
+from attnplug.integrations.reader.stored_words import dtype_of, dtype_of_outputs, says_something
 
 _SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Fields with all that a quantizer says, on the top level or in a configuration inside."""
@@ -41,9 +44,6 @@ _ABOUT: Final = re.compile(r"(^|_)kv_?cache|(^|_)kv_(dtype|bits|quant|scheme)|\[
 """The rule for fields in a section: such a field is read, or it is refused."""
 _READ_TOGETHER: Final = frozenset({"kv_cache_group", "kv_cache_quant_config", "kv_cache_post_rope"})
 """Fields of Quark, which say the storage together. `kv_cache_post_rope` is about the scales, not about the storage."""
-_PROJECTION: Final = re.compile(r"(^|[^a-z])(k|v|kv|qkv)_proj|(key|value)$")
-_ATTENTION: Final = re.compile(r"(Attention|(self_)?attn|attention)\$?$")
-"""Targets that are the attention itself: a class (`LlamaAttention`) or a module (`re:.*self_attn$`), no part of it."""
 
 
 class Stored(NamedTuple):
@@ -53,23 +53,28 @@ class Stored(NamedTuple):
     places: tuple[str, ...] = ()
 
 
-def stored_kv_dtype(config: Any, folder: Path | None = None) -> Stored:
+def stored_kv_dtype(config: Any, folder: Path | None = None, caches: Caches | None = None) -> Stored:
     """The `kv_cache_dtype` that a checkpoint names.
 
     Args:
         config: the JSON object of a configuration, or a PreTrainedConfig.
         folder: of the checkpoint, whose other files are read too.
+        caches: gives the attention modules with a cache, which a quantizer may name one by one; by default those
+            of most decoders, `model.layers.0.self_attn` and so on.
 
     Raises:
         ModelConfigError: a storage that no `kv_cache_dtype` is; a field about the cache that the reader does not know;
             two places that name different storages; a file beside the configuration that is not JSON.
     """
     data = config if isinstance(config, Mapping) else config.to_dict()
-    found = dict(_said(data, _layers_of(data)))
+    if caches is None:
+        usual = [f"model.layers.{index}.self_attn" for index in range(_layers_of(data) or 1)]
+        caches = lambda: usual  # noqa: E731
+    found = dict(_said(data, caches))
     for name in _BESIDE if folder is not None else ():
         path = folder / name  # type: ignore[operator]
         if os.path.lexists(path):
-            for place, dtype in _said(parse(path), _layers_of(data), inside=True):
+            for place, dtype in _said(parse(path), caches, inside=True):
                 found[f"{name}: {place}"] = dtype
     if len(set(found.values())) > 1:
         told = "; ".join(f"{place} names {dtype}" for place, dtype in found.items())
@@ -98,11 +103,11 @@ def _layers_of(data: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _said(data: Mapping[str, Any], layers: int | None, inside: bool = False) -> Iterator[tuple[str, str]]:
+def _said(data: Mapping[str, Any], caches: Caches, inside: bool = False) -> Iterator[tuple[str, str]]:
     """Each place in an object that names a storage, and the dtype; `inside` for an object that is a section."""
     rest: list[tuple[str, Mapping[str, Any], bool]] = [("", data, inside)]
     if inside:
-        yield from _of_quark("", data, layers)
+        yield from _of_quark("", data, caches)
     while rest:
         before, part, section = rest.pop()
         for name, value in part.items():
@@ -112,7 +117,7 @@ def _said(data: Mapping[str, Any], layers: int | None, inside: bool = False) -> 
             if name in _NAMED:
                 yield place, dtype_of(place, value)
             elif section and name == "config_groups" and isinstance(value, Mapping):
-                yield from _of_groups(place, value, layers)
+                yield from _of_groups(place, value, caches, part.get("ignore"))
             elif section and name == "kv_cache" and isinstance(value, Mapping) and "dtype" in value:
                 yield f"{place}.dtype", dtype_of(f"{place}.dtype", value["dtype"])
             elif section and _ABOUT.search(str(name)):
@@ -123,11 +128,11 @@ def _said(data: Mapping[str, Any], layers: int | None, inside: bool = False) -> 
                 # A PreTrainedConfig has objects inside, such as a CompressedTensorsConfig.
                 inner = value if isinstance(value, Mapping) else value.to_dict()
                 if name in _SECTIONS:
-                    yield from _of_quark(f"{place}.", inner, layers)
+                    yield from _of_quark(f"{place}.", inner, caches)
                 rest.append((f"{place}.", inner, section or name in _SECTIONS))
 
 
-def _of_quark(before: str, section: Mapping[str, Any], layers: int | None) -> Iterator[tuple[str, str]]:
+def _of_quark(before: str, section: Mapping[str, Any], caches: Caches) -> Iterator[tuple[str, str]]:
     """The cache of a section of Quark: outputs of projections that `kv_cache_group` names."""
     export = section.get("export")
     places = {f"{before}export.": export, before: section}
@@ -142,10 +147,10 @@ def _of_quark(before: str, section: Mapping[str, Any], layers: int | None) -> It
         if says_something(group := part.get("kv_cache_group")):
             grouped = True
             place = f"{start}kv_cache_group"
-            yield place, dtype_of_outputs(place, group, configs, layers)
+            yield place, dtype_of_outputs(place, group, configs, caches)
     place = f"{before}kv_cache_quant_config"
     if says_something(own):
-        yield place, dtype_of_outputs(place, own, configs, layers)
+        yield place, dtype_of_outputs(place, own, configs, caches)
     elif not grouped:
         outputs = [name for name, each in configs.items() if _quantizes_outputs(name, each)]
         if outputs:
@@ -156,23 +161,36 @@ def _of_quark(before: str, section: Mapping[str, Any], layers: int | None) -> It
 
 
 def _quantizes_outputs(name: str, config: object) -> bool:
-    about = _PROJECTION.search(name) is not None
+    about = PROJECTION.search(name) is not None
     return about and isinstance(config, Mapping) and says_something(config.get("output_tensors"))
 
 
-def _of_groups(before: str, groups: Mapping[str, Any], layers: int | None) -> Iterator[tuple[str, str]]:
+def _of_groups(
+    before: str, groups: Mapping[str, Any], caches: Caches, ignore: object
+) -> Iterator[tuple[str, str]]:
     """Groups of compressed-tensors that quantize attention itself, or the outputs of its projections."""
-    for name, group in groups.items():
-        targets = group.get("targets") if isinstance(group, Mapping) else None
-        if not isinstance(targets, Sequence) or isinstance(targets, str):
-            continue
-        words = [target for target in targets if isinstance(target, str)]
-        field, about = "output_activations", [word for word in words if _PROJECTION.search(word)]
-        if not about:
-            field, about = "input_activations", [word for word in words if _ATTENTION.search(word)]
-        if not about or not says_something(value := group.get(field)):
-            continue
-        place = f"{before}.{name}.{field}"
-        if field == "output_activations":
-            check_coverage(place, about, layers)
-        yield place, dtype_of(place, value)
+    ignored = _words(ignore)
+    for kind, about, check in (
+        ("output_activations", about_projections, check_projections),
+        ("input_activations", about_attention, check_modules),
+    ):
+        # Several groups of one dtype may cover the layers together.
+        found: dict[str, tuple[str, list[str]]] = {}
+        for name, group in groups.items():
+            value = group.get(kind) if isinstance(group, Mapping) else None
+            if not says_something(value):
+                continue
+            place = f"{before}.{name}.{kind}"
+            if words := about(place, _words(group.get("targets")), caches):
+                dtype = dtype_of(place, value)
+                first, before_it = found.get(dtype, (place, []))
+                found[dtype] = first, [*before_it, *words]
+        for dtype, (place, words) in found.items():
+            check(place, words, caches, ignored)
+            yield place, dtype
+
+
+def _words(targets: object) -> list[str]:
+    if not isinstance(targets, Sequence) or isinstance(targets, str):
+        return []
+    return [target for target in targets if isinstance(target, str)]

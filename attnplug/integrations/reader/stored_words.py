@@ -9,8 +9,8 @@ from typing import Any, Final
 from attnplug.core.dtypes import KV_CACHE_DTYPES
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.text import shown
+from attnplug.integrations.reader.stored_names import REMEDY, Caches, check_projections
 
-REMEDY: Final = "give kv_cache_dtype (--kv-cache-dtype), such as bfloat16"
 _FORMATS: Final = {(8, "float"): "fp8_e4m3", (8, "int"): "int8"}
 """The dtype by bits and type of a scheme, which compressed-tensors and ModelOpt write."""
 _WORDS: Final = {
@@ -29,9 +29,6 @@ _WORDS: Final = {
 """The dtype by the word for it; AutoFP8 and older Quark write "static" for an fp8 cache with calibrated scales."""
 _WHOLE: Final = ("tensor", "per_tensor")
 """Names of one scale for all keys, and one for all values: the only scales that layers have."""
-_KEYS: Final = re.compile(r"(^|[^a-z])(k|kv|qkv)(_|\b)|key")
-_VALUES: Final = re.compile(r"(^|[^a-z])(v|kv|qkv)(_|\b)|value")
-_LAYER: Final = re.compile(r"\.(\d+)\.")
 
 
 def says_something(value: object) -> bool:
@@ -86,14 +83,14 @@ def _of_scheme(place: str, scheme: Mapping[str, Any]) -> str:
     return dtype
 
 
-def dtype_of_outputs(place: str, patterns: object, configs: Mapping[str, Any], layers: int | None) -> str:
+def dtype_of_outputs(place: str, patterns: object, configs: Mapping[str, Any], caches: Caches) -> str:
     """The dtype of the outputs of key and value projections, as Quark writes a cache.
 
     Args:
         place: the field with the patterns, for messages.
         patterns: the names of the projections, such as `["*k_proj", "*v_proj"]`.
         configs: the quantization of modules by name or pattern, each with its `output_tensors`.
-        layers: the layers of the model, if the configuration says so.
+        caches: gives the attention modules of the model that have a cache.
 
     Raises:
         ModelConfigError: the names cover keys alone, values alone or some layers; outputs of different storage, or
@@ -104,7 +101,7 @@ def dtype_of_outputs(place: str, patterns: object, configs: Mapping[str, Any], l
         names = list(names)
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ModelConfigError(f"{place}={shown(patterns)}: must be a list of names; {REMEDY}")
-    check_coverage(place, names, layers)
+    check_projections(place, names, caches)
     found: dict[str, str] = {}
     for name, config in configs.items():
         if any(_matches(name, pattern) for pattern in names):
@@ -124,23 +121,6 @@ def dtype_of_outputs(place: str, patterns: object, configs: Mapping[str, Any], l
             f"{place}={shown(patterns)}: names a cache with several dtypes ({', '.join(found)}); {REMEDY}"
         )
     return next(iter(found))
-
-
-def check_coverage(place: str, names: Sequence[str], layers: int | None) -> None:
-    """Refuse names of modules that cover keys alone, values alone, or only some layers of the model."""
-    keys, values = (any(part.search(name.lower()) for name in names) for part in (_KEYS, _VALUES))
-    if keys != values:
-        one, other = ("keys", "values") if keys else ("values", "keys")
-        raise ModelConfigError(
-            f"{place}={shown(list(names))}: names {one} and not {other}, and a layer stores both alike; {REMEDY}"
-        )
-    numbered = [{int(number) for number in _LAYER.findall(name)} for name in names]
-    if names and all(numbered) and layers is not None:
-        covered = set().union(*numbered)
-        if len(covered) < layers:
-            raise ModelConfigError(
-                f"{place}: names the caches of {len(covered)} of {layers} layers, which would differ; {REMEDY}"
-            )
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
 from attnplug.core.text import shown
+from attnplug.integrations.reader.shown_fields import CAUSALITY, layers_say
 
 _KINDS: Final = frozenset(
     {"attn_type_list", "attn_types", "attention_types", "attention_layers", "block_types", "layer_types"}
@@ -66,7 +67,7 @@ _NAMES: Final = _KINDS | {
 }
 """Names of fields about attention, as model families have them."""
 _RULE: Final = re.compile(
-    r"attn|attention|sliding|alibi|soft_?cap|(^|_)sinks?(_|$)|(^|_)swa_|rotary|head_dim|kv_heads|key_value_heads"
+    r"attn|attention|sliding|alibi|soft_?cap|causal|bidirectional|(^|_)mla_|(^|_)sinks?(_|$)|(^|_)swa_|rotary|head_dim|kv_heads|key_value_heads"
 )
 """The rule for other names."""
 _OTHERS: Final = re.compile(
@@ -78,6 +79,8 @@ _ROPE: Final = frozenset({"partial_rotary_factor", "rope_theta", "rope_scaling",
 _WINDOW: Final = re.compile(r"^(max_window_layers|sliding_window\w*|use_sliding_window)$")
 _SOFTMAX: Final = re.compile(r"full|global|sliding|local|swa|window|chunk|attention$|attn$", re.IGNORECASE)
 _LINEAR: Final = re.compile(r"linear|lightning|mamba|conv|recurrent|delta|rwkv|kda|gdn", re.IGNORECASE)
+_MARKS: Final = {"attn_type_list": (1, "1"), "hybrid_override_pattern": ("*",)}
+"""The numbers and letters for attention, in fields whose other numbers and letters are no softmax attention."""
 
 
 def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
@@ -113,7 +116,7 @@ def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> 
         ModelConfigError: such a field says that some layers are no softmax attention.
     """
     text = _source(frozenset(type(module).__module__ for module in model.modules()))
-    unread = list(dict.fromkeys([*_unknown(model, text), *_without_effect(model, layers)]))
+    unread = list(dict.fromkeys([*_unknown(model, layers, text), *_without_effect(model, layers)]))
     if not unread:
         return ()
     return (
@@ -121,17 +124,28 @@ def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> 
     )
 
 
-def _unknown(model: PreTrainedModel, text: str) -> Iterator[str]:
-    """Fields whose name neither the configuration class nor a class of the model has."""
+def _unknown(model: PreTrainedModel, layers: Mapping[str, LayerSpec], text: str) -> Iterator[str]:
+    """Fields whose name neither the configuration class nor a class of the model has, and that the layers do not show."""
     for before, config in _configs(model.config):
         for name, value in vars(config).items():
-            if not _is_about_attention(name) or not _says_something(name, value):
+            if not _is_about_attention(name) or _declares(config, name):
                 continue
-            if _knows(config, name, text) or (_WINDOW.search(name) and _needs_no_window(config, name, value)):
+            shown_value = layers_say(model, layers, config, name, value)
+            if _has_name(config, name, text) and not (shown_value is False and _switches_off(name, value)):
                 continue
-            if name in _KINDS:
+            if shown_value is None and not _says_something(name, value):
+                continue
+            if _WINDOW.search(name) and shown_value is not False and _needs_no_window(config, name, value):
+                continue
+            if name in _KINDS and shown_value is not True:
                 _refuse_other_kinds(model, before, name, value)
-            yield _in_words(f"{before}{name}", value)
+            if shown_value is not True:
+                yield _in_words(f"{before}{name}", value)
+
+
+def _switches_off(name: str, value: Any) -> bool:
+    """Whether a field may be ignored by a class that has its name: what it switches off, the class may always have."""
+    return value is False or CAUSALITY.search(name) is not None
 
 
 def _without_effect(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
@@ -174,7 +188,7 @@ def _is_about_attention(name: str) -> bool:
 def _says_something(name: str, value: Any) -> bool:
     """Whether a value asks for something: None, False, 0 and empty values switch a feature off."""
     if name in _KINDS and isinstance(value, (list, tuple)):
-        return any(not _is_full(kind) for kind in value)
+        return any(not _is_full(name, kind) for kind in value)
     if name == "position_embedding_type":
         return value not in (None, "", "absolute", "rope", "rope_gptj")
     if name in ("rotary_pct", "partial_rotary_factor"):
@@ -190,17 +204,22 @@ def _needs_no_window(config: Any, name: str, value: Any) -> bool:
     return name != "sliding_window" and window in (None, value)
 
 
-def _knows(config: PreTrainedConfig, name: str, text: str) -> bool:
+def _declares(config: PreTrainedConfig, name: str) -> bool:
+    """Whether the configuration class has the field."""
     cls: Any = type(config)
     fields = getattr(cls, "__dataclass_fields__", {})
     if name in fields or name in cls.attribute_map or name in cls.attribute_map.values():
         return True
-    if isinstance(getattr(cls, name, None), property) or (name in _ROPE and "rope_parameters" in fields):
-        return True
-    texts = [text, _source(frozenset({cls.__module__}))]
-    if "rotary" in name:
-        texts.append(inspect.getsource(modeling_rope_utils))
-    return any(re.search(rf"\b{re.escape(name)}\b", each) for each in texts)
+    return isinstance(getattr(cls, name, None), property) or (name in _ROPE and "rope_parameters" in fields)
+
+
+def _has_name(config: PreTrainedConfig, name: str, text: str) -> bool:
+    """Whether a class reads the name, as older files have fields that the configuration class does not declare."""
+    word = rf"\b{re.escape(name)}\b"
+    texts = [inspect.getsource(modeling_rope_utils)] if "rotary" in name else []
+    texts.append(_source(frozenset({type(config).__module__})))
+    # A module's own attribute of that name comes from elsewhere, unless the name is there without `self` too.
+    return any(re.search(word, each) for each in texts) or re.search(rf"(?<!self\.){word}", text) is not None
 
 
 @functools.lru_cache(maxsize=64)
@@ -210,15 +229,15 @@ def _source(modules: frozenset[str]) -> str:
     return "\n".join(inspect.getsource(sys.modules[name]) for name in names)
 
 
-def _is_full(kind: object) -> bool:
-    return kind in (1, "1", "*") or (
-        isinstance(kind, str) and kind.lower() in ("attention", "full_attention", "full")
-    )
+def _is_full(name: str, kind: object) -> bool:
+    if isinstance(kind, str) and len(kind) > 1:
+        return kind.lower() in ("attention", "full_attention", "full")
+    return kind in _MARKS.get(name, ())
 
 
 def _refuse_other_kinds(model: PreTrainedModel, before: str, name: str, value: Any) -> None:
     kinds = list(value) if isinstance(value, (list, tuple, str)) else []
-    others = [kind for kind in kinds if not _is_softmax(kind)]
+    others = [kind for kind in kinds if not _may_be_softmax(name, kind)]
     if others:
         raise ModelConfigError(
             f"{before}{name}: {len(others)} of {len(kinds)} layers are no softmax attention ({shown(others[0], 40)}), and "
@@ -226,10 +245,11 @@ def _refuse_other_kinds(model: PreTrainedModel, before: str, name: str, value: A
         )
 
 
-def _is_softmax(kind: object) -> bool:
+def _may_be_softmax(name: str, kind: object) -> bool:
     if isinstance(kind, str) and len(kind) > 1:
         return bool(_SOFTMAX.search(kind)) and not _LINEAR.search(kind)
-    return _is_full(kind)
+    # Numbers and letters mean something else in each field: 1 is a window in hybrid_layer_pattern.
+    return name not in _MARKS or _is_full(name, kind)
 
 
 def _in_words(name: str, value: object) -> str:
