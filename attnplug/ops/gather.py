@@ -174,8 +174,10 @@ def slots_into(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, out: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
     """`gather_slots` without its checks, for tensors that the caller made itself."""
-    slots = slot_mapping.clamp(min=0)
     size = kv_cache.shape[1]
+    if not kv_cache.shape[0] * size:
+        return out.zero_()  # only slots of -1 are in no page
+    slots = slot_mapping.clamp(min=0)
     return _dequantised(kv_cache, slots // size, slots % size, out, scale)
 
 

@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
         lengths = Lengths.of(key_lens, q.device)
         tables = (cu_seqlens_q, cu_seqlens_k, block_table)
         check_pages(pages, lengths, tables)
-        out, lse = attend_pages(asked, q, pages, (), query_lens, lengths, tables)
+        out, lse = attend_pages(asked, q, pages, (), query_lens, lengths, tables, lambda: None)
     return out if lse is None else (out, lse.transpose(0, 1), None)
 
 
@@ -286,11 +286,14 @@ def flash_attn_with_kvcache(
     given = (cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None, block_table, cache_batch_idx)
     if block_table is not None:
         check_pages(pages, after, given)
-    if k is not None and v is not None:
-        slots = pages.slots(before.tensor, new)
-        write_kv_cache(k.flatten(0, 1), v.flatten(0, 1), pages.keys, pages.values, slots)
+
+    def write() -> None:
+        if k is not None and v is not None:
+            slots = pages.slots(before.tensor, new)
+            write_kv_cache(k.flatten(0, 1), v.flatten(0, 1), pages.keys, pages.values, slots)
+
     query_lens = np.full(batch, length, dtype=np.int64)
-    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, after, given)
+    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, after, given, write)
     out = out.view(batch, length, heads, width)
     return out if lse is None else (out, lse.view(batch, length, heads).transpose(1, 2))
 
