@@ -217,7 +217,7 @@ def flash_attn_with_kvcache(
     Args:
         q: the last query of a request is its last token.
         k_cache: `[B_cache, S, Hkv, D]`, or with a `block_table` pages `[N, block_size, Hkv, D]`.
-        v_cache: the same shape. Where both are views of one allocation, such as `torch.empty(2, N, ...)`, backends
+        v_cache: the same shape. Rows of any strides are read and written in place. Where both are views of one allocation, such as `torch.empty(2, N, ...)`, backends
             read them in place; otherwise each call copies the keys and values that it reads, and needs their number on
             the host.
         k: new keys `[B, Lnew, Hkv, D]`, written in place from `cache_seqlens` on.
@@ -276,7 +276,7 @@ def flash_attn_with_kvcache(
             check_rows(cache_batch_idx, k_cache.shape[0], written=k is not None)
         cut = functools.partial(cut_into_pages, k_cache, v_cache, cache_batch_idx, batch)
         # Smaller pages are cut only where no backend serves the largest.
-        others = map(cut, block_sizes(k_cache.shape[1]))
+        others = map(cut, block_sizes(k_cache, v_cache))
         pages = next(others)
     if k is not None or v is not None:
         _check_new(k, v, batch, q=q, k_cache=k_cache, v_cache=v_cache)

@@ -85,7 +85,13 @@ def attend_pages(
     if not query_lens.sum():
         write()
         return output, lse
-    binding, pages = _bind_pages(asked, q, pages, others, is_decode=bool((query_lens <= 1).all()))
+    try:
+        binding, pages = _bind_pages(asked, q, pages, others, is_decode=bool((query_lens <= 1).all()))
+    except NoBackendError:
+        # Rows may be of a size that no backend has pages of, and cannot be cut into others.
+        if not pages.are_rows:
+            raise
+        return _attend_copied(asked, q, pages, query_lens, lengths, write)
     causal = binding.decision.spec.causal
     needs = binding.decision.get_backend_cls().get_builder_cls().needs_host_seq_lens
     # Lengths may be an int, and tables may follow from the shape of the caches: no tensor of `given` tells them.
@@ -140,7 +146,7 @@ def _warn_of_copies() -> None:
     """Say once that calls copy what they read."""
     _log.warning(
         "flash_attn: each call copies the keys and values that it reads, because k_cache and v_cache are no "
-        "equal views of one allocation; allocate torch.empty(2, ...) and pass its halves"
+        "equal views of one allocation, or their rows are no pages; allocate torch.empty(2, ...) and pass its halves"
     )
 
 
