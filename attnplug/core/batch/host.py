@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.arguments import integer
+from attnplug.core.arguments import integer, unusual_form
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
@@ -33,7 +33,7 @@ def host_view(field: str, tensor: torch.Tensor) -> IntArray:
     Raises:
         BatchError: the tensor is on a device; reading it would wait for the device. Or it is no tensor of integers.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+    if not isinstance(tensor, torch.Tensor) or unusual_form(tensor):
         raise BatchError(field, tensor, "must be a tensor of integers")
     if tensor.device.type != "cpu":
         raise BatchError(field, str(tensor.device), "must be on the host: a copy would wait for the device")

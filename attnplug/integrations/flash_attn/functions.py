@@ -45,9 +45,9 @@ def flash_attn_func(
         dropout_p: must be 0.
         softmax_scale: default `D ** -0.5`.
         causal: whether a query sees no later key.
-        window_size: (left, right) keys seen around the query's position; -1 is no limit.
+        window_size: (left, right) keys seen around the query's position; -1 is no limit, nor is a number past all keys.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is no cap.
-        alibi_slopes: float32 `[H]`.
+        alibi_slopes: float32 `[H]`, or `[B, H]` with one row for all: of one request, or expanded.
         deterministic: has no effect here, nor in the library's forward pass.
         return_attn_probs: also return the LSE, and None for the probabilities, which only dropout fills.
 
@@ -71,6 +71,7 @@ def flash_attn_func(
         softcap,
         alibi_slopes,
         flag("return_attn_probs", return_attn_probs),
+        q.shape[0],
         q=q,
         k=k,
         v=v,
@@ -124,7 +125,7 @@ def flash_attn_varlen_func(
         causal: see `flash_attn_func`.
         window_size: see `flash_attn_func`.
         softcap: see `flash_attn_func`.
-        alibi_slopes: float32 `[H]`.
+        alibi_slopes: float32 `[H]`, or `[B, H]` with one row for all: of one request, or expanded.
         deterministic: has no effect.
         return_attn_probs: also return the LSE, and None.
         block_table: int32 `[B, max_blocks]`.
@@ -152,6 +153,7 @@ def flash_attn_varlen_func(
         softcap,
         alibi_slopes,
         flag("return_attn_probs", return_attn_probs),
+        cu_seqlens_q.numel() - 1 if isinstance(cu_seqlens_q, torch.Tensor) else 0,
         q=q,
         k=k,
         v=v,
@@ -233,7 +235,7 @@ def flash_attn_with_kvcache(
         window_size: see `flash_attn_func`.
         softcap: see `flash_attn_func`.
         rotary_interleaved: has no effect without rotary tensors.
-        alibi_slopes: float32 `[H]`.
+        alibi_slopes: float32 `[H]`, or `[B, H]` with one row for all: of one request, or expanded.
         num_splits: has no effect: the backend chooses.
         return_softmax_lse: also return the LSE.
 
@@ -258,6 +260,7 @@ def flash_attn_with_kvcache(
         softcap,
         alibi_slopes,
         flag("return_softmax_lse", return_softmax_lse),
+        batch,
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
