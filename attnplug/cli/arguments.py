@@ -28,6 +28,7 @@ DeviceText: TypeAlias = Annotated[
     ),
 ]
 
+
 def _given_rules(text: str | None) -> str | None:
     """`text`; PolicyError if it is empty, as a script writes it whose variable is not set."""
     if text is not None and not text.strip():

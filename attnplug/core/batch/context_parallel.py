@@ -75,7 +75,9 @@ def get_dcp_local_seq_lens(
         if host.min(initial=0) < 0:
             raise BatchError("seq_lens", int(seq_lens.min()), "must be at least 0")
         if host.max(initial=0) > _MOST:
-            raise BatchError("seq_lens", int(seq_lens.max()), f"must be at most {_MOST}, as the counts are int32")
+            raise BatchError(
+                "seq_lens", int(seq_lens.max()), f"must be at most {_MOST}, as the counts are int32"
+            )
     # A run past every length is the whole request.
     run = min(cp_kv_cache_interleave_size, _MOST)
     lengths = seq_lens.to(torch.int32 if run * dcp_size <= _MOST else torch.int64)

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 
 from attnplug.core.arguments import integers
-from attnplug.core.batch.host import IntArray, check_count, exact_integers, exact_seq_lens, host_view, query_spans
+from attnplug.core.batch.host import (
+    IntArray,
+    check_count,
+    exact_integers,
+    exact_seq_lens,
+    host_view,
+    query_spans,
+)
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 

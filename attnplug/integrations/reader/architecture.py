@@ -149,7 +149,7 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
         if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
             family = error.obj.model_type or type(error.obj).__name__
             why = f"the {family} configuration lacks the field {error.name}, which {cls.__name__} needs"
-        raise ModelConfigError(why) from error
+        raise ModelConfigError(why, unreadable=bool(_doubtful(config))) from error
     model.train(False)
     return model
 
