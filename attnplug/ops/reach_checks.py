@@ -44,7 +44,7 @@ def exact_arguments(
             continue
         if not isinstance(argument, (np.ndarray, np.generic)) or argument.dtype.kind not in "iu":
             raise BatchError(name, argument, "must be a numpy array of integers")
-        exact = exact_integers(name, argument)
+        exact = exact_integers(name, cast("_Ints", argument))
         arguments[name] = exact.astype(np.int64, copy=False) if wide else exact
     shape = positions.shape
     if spans is not None and spans.shape != (*shape, 2):

@@ -196,8 +196,8 @@ def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> N
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(name, type(tensor).__name__, f"must be a tensor in {function}")
     for name, tensor in tensors.items():
-        if (found := unusual_form(tensor)) is not None:
-            raise BatchError(name, found, f"must be a strided tensor in {function}")
+        if (form := unusual_form(tensor)) is not None:
+            raise BatchError(name, form, f"must be a strided tensor in {function}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if dims is not None and any(tensor.ndim != dims for tensor in tensors.values()):
         raise BatchError(names, shapes, f"must have {dims} dimensions each in {function}")
