@@ -27,12 +27,22 @@ DeviceText: TypeAlias = Annotated[
         help="Target device: current, cpu, H100, RTX 4090, sm90, ...",
     ),
 ]
+
+
+def _given_rules(text: str | None) -> str | None:
+    """`text`; PolicyError if it is empty, as a script writes it whose variable is not set."""
+    if text is not None and not text.strip():
+        raise PolicyError("--backend", text, "names no backend", "leave --backend out to choose by priority")
+    return text
+
+
 BackendRules: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--backend",
         rich_help_panel=_CHOICE,
         metavar="RULES",
+        callback=_given_rules,
         autocompletion=completion.rules,
         help="One backend, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),

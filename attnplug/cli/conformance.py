@@ -14,6 +14,7 @@ import typer
 
 from attnplug.cli import completion
 from attnplug.cli.arguments import CHECK_SECONDS, AsJson, jobs_option, memory_option, timeout_option
+from attnplug.cli.interrupts import interrupt_on_sigterm
 from attnplug.cli.output import STDOUT, CommandError, check_output, echo, print_json, put
 from attnplug.core import files
 from attnplug.core.errors import PolicyError
@@ -110,7 +111,7 @@ def conformance(
     request = SuiteRequest(backend, device, level, known, only=only or ("*",), options=option or ())
     report = Report(verbose, err=as_json or junit == STDOUT)
     try:
-        with report.waiting(f"listing the checks of {backend}"):
+        with interrupt_on_sigterm(), report.waiting(f"listing the checks of {backend}"):
             listing = list_checks(request, _LISTING_SECONDS, meanwhile=_import_pytest)
     except KeyboardInterrupt:
         raise typer.Exit(_INTERRUPTED) from None
@@ -139,7 +140,7 @@ def conformance(
         if rest or junit is not None:
             with report.bar():
                 before = list(earlier.values())
-                with _as_file(junit) as file:
+                with interrupt_on_sigterm(), _as_file(junit) as file:
                     problem = run_checks(listing, rest, limits, report, earlier=before, junit=file)
     except KeyboardInterrupt:
         report.interrupted()

@@ -184,8 +184,12 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
                 if not wanted or name in wanted or family in wanted
             ]
         if wanted and not pairs:
+            failed = [found for found in findings if found.state == "failed"]
             loaded = sorted({name for probe in probes for name in probe.facts.get("backends", {})})
-            limit = f"is not a loaded backend; loaded are {', '.join(loaded)}"
+            if failed and not loaded:
+                return findings  # they say why nothing is known of the backend
+            others = "".join(f"; {found.what} {found.detail}" for found in failed)
+            limit = f"is not a loaded backend; loaded are {', '.join(loaded)}{others}"
             raise UnknownBackendError("BACKEND", wanted[0], limit)
         done = pool.map(lambda pair: run_probe(pair[0], pair[1], timeout), pairs)
         for (plugin, name), probe in zip(pairs, done, strict=True):

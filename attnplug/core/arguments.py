@@ -67,6 +67,18 @@ def integers(field: str, value: object) -> list[int]:
     return [integer(field, item) for item in listed(field, value, "integers")]
 
 
+def unusual_form(tensor: torch.Tensor) -> str | None:
+    """What kind of tensor this is, if it has no memory of its own with one place for each element."""
+    if tensor.is_nested:
+        return "nested"
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    # torch has no public test for tensors of vmap, grad and jvp.
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return "a tensor of a torch.func transform, such as vmap"
+    return None
+
+
 def instance(
     field: str, value: object, kind: type[_T], error: _Error = BatchError, remedy: str | None = None
 ) -> _T:
@@ -214,8 +226,7 @@ class Shape:
         """`value`, if it has this form; `known` has the sizes of the call's tensors so far, and gets its own."""
         if not isinstance(value, torch.Tensor):
             raise self.error(field, value, "must be a torch.Tensor")
-        if value.layout is not torch.strided or value.is_nested:
-            found = "nested" if value.is_nested else value.layout
+        if (found := unusual_form(value)) is not None:
             raise self.error(f"{field}.layout", found, "must be torch.strided")
         if self.dtypes and value.dtype not in self.dtypes:
             names = ", ".join(sorted(map(str, self.dtypes)))

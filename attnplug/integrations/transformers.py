@@ -78,10 +78,14 @@ def read_config(
         raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size!r}: must be an integer")
     if tensor_parallel_size > MOST:
         raise ModelConfigError(
-            f"tensor_parallel_size={short_number(tensor_parallel_size)}: must be at most {MOST}"
+            f"tensor_parallel_size={short_number(tensor_parallel_size)}: must be at most {MOST}",
+            argument="tensor_parallel_size",
         )
     if tensor_parallel_size < 1:
-        raise ModelConfigError(f"tensor_parallel_size={tensor_parallel_size}: must be at least 1")
+        raise ModelConfigError(
+            f"tensor_parallel_size={tensor_parallel_size}: must be at least 1",
+            argument="tensor_parallel_size",
+        )
     try:
         cache_dtype = kv_cache_dtype_name(kv_cache_dtype)
     except SpecError as error:

@@ -24,6 +24,19 @@ def check_apart(name: str, written: torch.Tensor, **others: torch.Tensor | None)
             raise BatchError(name, tuple(written.shape), limit, "pass a tensor of its own")
 
 
+def check_written(name: str, written: torch.Tensor, *, records: bool = True) -> None:
+    """BatchError for a tensor that torch would not let an operation write: of inference mode, or with a gradient.
+
+    Without `records` the writer runs under `no_grad`, which makes gradients no hindrance.
+    """
+    if written.is_inference() and not torch.is_inference_mode_enabled():
+        limit = "was made in inference mode, and can be written there alone"
+        raise BatchError(name, tuple(written.shape), limit, "call under torch.inference_mode()")
+    if records and written.requires_grad and torch.is_grad_enabled():
+        limit = "must not require a gradient: there is no backward pass"
+        raise BatchError(f"{name}.requires_grad", True, limit, "call under torch.no_grad()")
+
+
 def check_numbers(name: str, numbers: torch.Tensor, least: int, end: int | None, limit: str = "") -> None:
     """BatchError unless all `numbers`, on a CPU, are at least `least` and below `end`."""
     if not numbers.numel():
@@ -88,6 +101,7 @@ def check_kv_write(
         ("k_cache", k_cache, {"key": key, "value": value, "v_cache": v_cache, "slot_mapping": slot_mapping}),
         ("v_cache", v_cache, {"key": key, "value": value, "slot_mapping": slot_mapping}),
     ):
+        check_written(name, pages, records=False)
         check_apart(name, pages, **others)
 
 
@@ -135,6 +149,7 @@ def check_merge(
     for field, tensor, _ in written:
         _PARTIAL.check(field, tensor, known)
     for field, tensor, rows in written:
+        check_written(field, tensor)
         if tensor.shape != rows:
             raise BatchError(field, tuple(tensor.shape), f"must have the shape {tuple(rows)}")
         # A partial itself may be written: each element is read before.

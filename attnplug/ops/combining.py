@@ -13,7 +13,7 @@ from attnplug.core.arguments import at_least, checked, flag, rank_group, sequenc
 from attnplug.core.context_parallel import MOST_SENT_BYTES
 from attnplug.core.errors import BatchError
 from attnplug.core.one_commit import NotCopied
-from attnplug.ops.checks import check_apart, check_merge, is_same
+from attnplug.ops.checks import check_apart, check_merge, check_written, is_same
 from attnplug.ops.merging import merge_into
 
 Exchange: TypeAlias = Literal["ag_rs", "a2a"]
@@ -226,6 +226,7 @@ def combine_partials(
                 for n, t in others.items()
                 if t is not None and t is not written and not is_same(t, written)
             }
+            check_written(name, written)
             check_apart(name, written, **own_places)
     if output is None:
         output = out.new_empty(tokens, own, head_size)

@@ -6,7 +6,7 @@ import torch
 
 from attnplug.core.arguments import checked, positive
 from attnplug.core.errors import BatchError
-from attnplug.ops.checks import check_apart, check_lengths, check_numbers, check_slots
+from attnplug.ops.checks import check_apart, check_lengths, check_numbers, check_slots, check_written
 from attnplug.ops.triton import triton_ops
 
 
@@ -46,6 +46,8 @@ def gather_keys(
         if tensor.dtype != k_cache.dtype:
             raise BatchError(f"{name}.dtype", tensor.dtype, f"must be that of k_cache, {k_cache.dtype}")
     given = {"k_cache": k_cache, "v_cache": v_cache, "block_table": block_table, "cu_lens": cu_lens}
+    check_written("k_out", k_out)
+    check_written("v_out", v_out)
     check_apart("k_out", k_out, **given, v_out=v_out)
     check_apart("v_out", v_out, **given)
     keys_into(k_cache, v_cache, block_table, cu_lens, k_out, v_out)
@@ -101,6 +103,7 @@ def gather_pages(
     Raises:
         BatchError: as `gather_keys`.
     """
+    check_written("out", out)
     check_apart("out", out, kv_cache=kv_cache, block_table=block_table, cu_lens=cu_lens, starts=starts)
     return pages_into(kv_cache, block_table, cu_lens, starts, out, "kv_cache", "out", scale)
 
@@ -121,6 +124,8 @@ def pages_into(
         raise BatchError(
             rows, tuple(out.shape), f"must have the shape ({expected}), that of tokens of {pages}"
         )
+    if not kv_cache.shape[1] and out.shape[0]:
+        raise BatchError(pages, tuple(kv_cache.shape), "must have pages of at least one token")
     on_host = out.device.type == "cpu"
     if on_host:
         # On a device the host would wait for these numbers.
@@ -164,6 +169,7 @@ def gather_slots(
     if out.shape[1:] != kv_cache.shape[2:]:
         limit = f"must have the shape ({', '.join(map(str, (slot_mapping.shape[0], *kv_cache.shape[2:])))})"
         raise BatchError("out", tuple(out.shape), limit)
+    check_written("out", out)
     check_apart("out", out, kv_cache=kv_cache, slot_mapping=slot_mapping)
     if out.device.type == "cpu":
         check_slots(slot_mapping, kv_cache)
@@ -174,8 +180,10 @@ def slots_into(
     kv_cache: torch.Tensor, slot_mapping: torch.Tensor, out: torch.Tensor, scale: float = 1.0
 ) -> torch.Tensor:
     """`gather_slots` without its checks, for tensors that the caller made itself."""
-    slots = slot_mapping.clamp(min=0)
     size = kv_cache.shape[1]
+    if not kv_cache.shape[0] * size:
+        return out.zero_()  # only slots of -1 are in no page
+    slots = slot_mapping.clamp(min=0)
     return _dequantised(kv_cache, slots // size, slots % size, out, scale)
 
 

@@ -8,9 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from attnplug.core.spec import LayerSpec
-from attnplug.ops.reach_checks import broadcast_bounds, check_reach
+from attnplug.ops.reach_checks import check_reach, exact_arguments
 
 _Ints = npt.NDArray[np.int64]
+_WIDE = 1 << 30
+"""A side from which sums with int32 positions may pass int32."""
+_FURTHEST = (1 << 63) - (1 << 32)
+"""A side past every request, which leaves int64 room for positions before 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,13 +57,17 @@ class Reach:
 
         `low == high` for queries that see nothing. Neither decreases over the queries of a request.
         """
-        low, high = broadcast_bounds(positions, first, end, spans)
+        wide = max(self.left, self.right, self.chunk) >= _WIDE
+        positions, first, end, spans = exact_arguments(positions, first, end, spans, wide=wide)
+        low, high = first, end
         if self.left >= 0:
-            low = np.maximum(low, positions - self.left)
+            low = np.maximum(low, positions - min(self.left, _FURTHEST))
         if self.chunk:
             low = np.maximum(low, positions // self.chunk * self.chunk)
         if self.right >= 0:
-            high = np.minimum(high, positions + self.right + 1)
+            # `positions + right + 1` may wrap; this is no larger than `end`.
+            right = min(self.right, _FURTHEST) + 1
+            high = np.minimum(high - right, positions) + right
         if self.spans and spans is not None:
             start, stop = spans[..., 0], spans[..., 1]
             inside = stop > start

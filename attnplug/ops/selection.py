@@ -103,7 +103,17 @@ def slots_of_keys(
     blocks = block_table[requests[:, None], columns].long()
     if keys.device.type == "cpu":
         check_numbers("block_table", blocks[keys >= 0], 0, None)
+        _check_largest(int(blocks.max()) if blocks.numel() else 0, by_block, block_size, by_token)
+    else:
+        _check_largest(2**31 - 1, by_block, block_size, by_token)
     return torch.where(keys >= 0, blocks * by_block + at % block_size * by_token, -1)
+
+
+def _check_largest(block: int, by_block: int, block_size: int, by_token: int) -> None:
+    """BatchError if the last slot of a block does not fit int64."""
+    if block * by_block + (block_size - 1) * by_token >= 1 << 63:
+        limit = f"gives the tokens of block {block} slots past int64"
+        raise BatchError("block_size", block_size, limit)
 
 
 @checked(

@@ -35,6 +35,9 @@ CODES = {
     ("select", GPT, "--device", "cpu", "--memory", "lots"): 2,
     ("select", GPT, "--device", "cpu", "--tp", "0"): 2,
     ("select", GPT, "--device", "cpu", "--tp", "3"): 2,
+    ("select", GPT, "--device", "cpu", "--tp", "9" * 23): 2,
+    ("select", GPT, "--device", "cpu", "--backend", ""): 2,
+    ("explain", "--device", "cpu", "--backend", " "): 2,
     ("select", MISSING): 2,
     ("select",): 2,
     ("explain-code", "head_size"): 0,
@@ -81,6 +84,35 @@ def test_an_exit_code_is_as_documented(run, arguments, code):
     assert outcome.err if code == 2 and arguments else True
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"head_dim": "64"}, "head_dim"),
+        ({"head_dim": 0}, "head_dim=0"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1"),
+        ({"text_config": 3}, "text_config=3, which must be an object"),
+    ],
+    ids=str,
+)
+def test_a_bad_configuration_is_bad_usage_and_names_the_field(run, tmp_path, change, words):
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_hidden_layers": 2, "head_dim": 64}
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"]} | sizes | change)
+    )
+    outcome = run("select", file, "--device", "cpu")
+    assert outcome.code == 2, outcome.err
+    assert words in " ".join(outcome.err.split())
+
+
+def test_a_doctor_that_hears_of_no_plugin_tells_why(run):
+    outcome = run("doctor", "TORCH", "--timeout", "0.1")
+    assert outcome.code == 1, outcome.err
+    assert "killed after 0.1 s" in " ".join(outcome.out.split())
+    assert "not a loaded backend" not in outcome.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("--known-failures", MISSING), ("--device", "gpu9")])
 def test_bad_usage_that_the_listing_finds(run, arguments):
@@ -122,6 +154,16 @@ def processes(mark: str) -> list[int]:
     ids=lambda each: " ".join(map(str, each[:2])) if isinstance(each, tuple) else "",
 )
 def test_ctrl_c_ends_a_command_and_its_children(tmp_path, arguments, number):
+    ended_by(signal.SIGINT, tmp_path, arguments, number)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
+def test_sigterm_interrupts_a_conformance_run(tmp_path):
+    ended_by(signal.SIGTERM, tmp_path, ("conformance", "TORCH", "--device", "cpu"), 3)
+
+
+def ended_by(stop, tmp_path, arguments, number):
     mark = uuid.uuid4().hex
     environment = {**os.environ, "INHERITED_MARK": mark, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     child = subprocess.Popen(
@@ -135,7 +177,7 @@ def test_ctrl_c_ends_a_command_and_its_children(tmp_path, arguments, number):
     # The program runs in a child of its own, and works in further ones.
     while child.poll() is None and len(processes(mark)) < number:
         pass
-    child.send_signal(signal.SIGINT)
+    child.send_signal(stop)
     _, problems = child.communicate(timeout=60)
     assert child.returncode == 130, problems
     assert "Traceback" not in problems

@@ -36,7 +36,7 @@ class _PageRows:
     def of(cls, source: PagedKeys) -> _PageRows | None:
         """None if K and V differ in shape or strides, or a page is not contiguous with heads innermost."""
         k, v = source.k, source.v
-        if k.shape != v.shape or k.stride() != v.stride() or not k[0].is_contiguous():
+        if not len(k) or k.shape != v.shape or k.stride() != v.stride() or not k[0].is_contiguous():
             return None
         apart = v.storage_offset() - k.storage_offset()
         if apart < 0 or k.untyped_storage().data_ptr() != v.untyped_storage().data_ptr():

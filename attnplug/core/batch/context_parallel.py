@@ -14,6 +14,7 @@ from attnplug.core.errors import BatchError
 _Integers = TypeVar("_Integers", bound=Any)
 """A numpy array, or a tensor, of integers."""
 _LENGTHS = Shape("R: integers")
+_MOST = 2**31 - 1
 
 
 def local_lengths(lengths: _Integers, place: ContextParallel) -> _Integers:
@@ -60,26 +61,36 @@ def get_dcp_local_seq_lens(
         sum to the length.
 
     Raises:
-        BatchError: sizes below 1, a rank that there is not, lengths that are no tensor or negative.
+        BatchError: sizes below 1, a rank that there is not, lengths that are no tensor, negative or past int32.
     """
     check_count("dcp_size", dcp_size, 1)
     check_count("cp_kv_cache_interleave_size", cp_kv_cache_interleave_size, 1)
     if not isinstance(seq_lens, torch.Tensor):
         raise BatchError("seq_lens", type(seq_lens).__name__, "must be a tensor of lengths")
     _LENGTHS.check("seq_lens", seq_lens, {})
-    if seq_lens.device.type == "cpu" and seq_lens.numpy().min(initial=0) < 0:
-        raise BatchError("seq_lens", int(seq_lens.min()), "must be at least 0")
-    lengths = seq_lens.to(torch.int32)
+    if dcp_size > _MOST:
+        raise BatchError("dcp_size", dcp_size, f"must be at most {_MOST}, as ranks are int32")
+    if seq_lens.device.type == "cpu":
+        host = seq_lens.numpy()
+        if host.min(initial=0) < 0:
+            raise BatchError("seq_lens", int(seq_lens.min()), "must be at least 0")
+        if host.max(initial=0) > _MOST:
+            raise BatchError(
+                "seq_lens", int(seq_lens.max()), f"must be at most {_MOST}, as the counts are int32"
+            )
+    # A run past every length is the whole request.
+    run = min(cp_kv_cache_interleave_size, _MOST)
+    lengths = seq_lens.to(torch.int32 if run * dcp_size <= _MOST else torch.int64)
     offset: torch.Tensor | int
     if dcp_rank is None and dcp_size > 1:
         lengths = lengths[:, None]
-        offset = torch.arange(dcp_size, dtype=torch.int32, device=seq_lens.device)
-        offset *= cp_kv_cache_interleave_size
+        offset = torch.arange(dcp_size, dtype=lengths.dtype, device=seq_lens.device)
+        offset *= run
     else:
         rank = 0 if dcp_rank is None else integer("dcp_rank", dcp_rank)
         if not 0 <= rank < dcp_size:
             raise BatchError("dcp_rank", rank, f"must be in 0 .. {dcp_size - 1}, dcp_size being {dcp_size}")
-        offset = rank * cp_kv_cache_interleave_size
-    rounds = lengths // (cp_kv_cache_interleave_size * dcp_size)
-    left = lengths - rounds * (cp_kv_cache_interleave_size * dcp_size)
-    return rounds * cp_kv_cache_interleave_size + (left - offset).clamp(0, cp_kv_cache_interleave_size)
+        offset = rank * run
+    rounds = lengths // (run * dcp_size)
+    left = lengths - rounds * (run * dcp_size)
+    return (rounds * run + (left - offset).clamp(0, run)).to(torch.int32)

@@ -42,10 +42,11 @@ def compute_causal_conv1d_metadata(
         raise BatchError("query_start_loc", starts.shape, "must be of shape (R + 1,)")
     if starts[0]:
         raise BatchError("query_start_loc", int(starts[0]), "must begin with 0")
+    if (falls := starts[1:] < starts[:-1]).any():
+        row = int(falls.argmax())
+        length = int(starts[row + 1]) - int(starts[row])
+        raise BatchError("query_start_loc", length, f"is the length of request {row}; least is 0")
     lengths = starts[1:] - starts[:-1]
-    if lengths.min(initial=0) < 0:
-        row = int((lengths < 0).argmax())
-        raise BatchError("query_start_loc", int(lengths[row]), f"is the length of request {row}; least is 0")
     nums = -(-lengths // _BLOCK_M)
     ends = nums.cumsum()
     total = int(ends[-1]) if ends.size else 0

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.arguments import integer
+from attnplug.core.arguments import integer, unusual_form
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
@@ -33,14 +33,28 @@ def host_view(field: str, tensor: torch.Tensor) -> IntArray:
     Raises:
         BatchError: the tensor is on a device; reading it would wait for the device. Or it is no tensor of integers.
     """
-    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+    if not isinstance(tensor, torch.Tensor) or unusual_form(tensor):
         raise BatchError(field, tensor, "must be a tensor of integers")
     if tensor.device.type != "cpu":
         raise BatchError(field, str(tensor.device), "must be on the host: a copy would wait for the device")
     # torch.tensor([]) is of floats.
     if tensor.dtype not in _INTEGERS and tensor.numel():
         raise BatchError(f"{field}.dtype", tensor.dtype, "must be an integer type")
-    return tensor.numpy()
+    return exact_integers(field, tensor.numpy())
+
+
+def exact_integers(field: str, array: IntArray) -> IntArray:
+    """`array`, as int64 if its integers are narrow or have no sign: sums and differences of these would wrap.
+
+    Raises:
+        BatchError: a number past int64.
+    """
+    kind, size = array.dtype.kind, array.dtype.itemsize
+    if (kind == "i" and size >= 4) or kind not in "iu":
+        return array
+    if size == 8 and array.size and int(array.max()) > _MOST:
+        raise BatchError(field, int(array.max()), f"must be at most {_MOST}")
+    return array.astype(np.int64)
 
 
 def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
@@ -62,12 +76,12 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
         # Both have as many bytes, and `startswith` compares them without a copy.
         if starts.dtype == np.int32 and starts.flags.c_contiguous and decodes.startswith(starts.data):
             return starts, ones
+    # Compared before they are subtracted: a difference of two int32 numbers may wrap.
+    if (falls := starts[1:] < starts[:-1]).any():
+        row = int(falls.argmax())
+        length = int(starts[row + 1]) - int(starts[row])
+        raise BatchError("query_start_loc_cpu", length, f"is the length of request {row}; least is 0")
     lengths = starts[1:] - starts[:-1]
-    if lengths.size and lengths.min() < 0:
-        row = int((lengths < 0).argmax())
-        raise BatchError(
-            "query_start_loc_cpu", int(lengths[row]), f"is the length of request {row}; least is 0"
-        )
     if starts[0] != 0 or starts[-1] > common.num_actual_tokens:
         found, limit = (
             (int(starts[0]), int(starts[-1])),
@@ -101,6 +115,7 @@ def known_seq_lens(common: CommonAttentionMetadata) -> IntArray | None:
         field, lengths = "seq_lens_host", common.seq_lens_host
         if not isinstance(lengths, np.ndarray) or lengths.dtype.kind not in "iu":
             raise BatchError(field, lengths, "must be a numpy array of integers")
+        lengths = exact_integers(field, lengths)
     elif common._seq_lens_cpu is not None:
         lengths = host_view("_seq_lens_cpu", common._seq_lens_cpu)
     elif not isinstance(common.seq_lens, torch.Tensor) or common.seq_lens.device.type == "cpu":
@@ -130,8 +145,9 @@ def exact_seq_lens(
         found = None if common.seq_lens_host is None else "an upper bound"
         remedy = "give the batch exact seq_lens_host"
         raise BatchError("seq_lens_host", found, "must be exact: a copy would wait for the device", remedy)
-    if lengths.size and (lengths - query_lens).min() < 0:
-        short = (lengths < query_lens) & (lengths != 0) if keyless else lengths < query_lens
+    short = lengths < query_lens
+    if short.any():
+        short &= not keyless or lengths != 0
         if not short.any():
             return lengths
         row = int(short.argmax())

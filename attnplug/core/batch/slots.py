@@ -11,11 +11,13 @@ import torch
 
 from attnplug.core.arguments import flag
 from attnplug.core.batch.context_parallel import local_offsets
-from attnplug.core.batch.host import IntArray, check_count
+from attnplug.core.batch.host import IntArray, check_count, exact_integers
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
 
+_MOST = 2**63 - 1
+_APART = "must not overlap itself: each slot is written to an element of its own"
 Slots = npt.NDArray[np.int64]
 
 
@@ -118,6 +120,9 @@ def compute_slot_mapping(
     if num_tokens is not None:
         check_count("num_tokens", num_tokens, 0)
     place = _checked(context_parallel, block_size)
+    if block_size * (1 if place is None else place.size) > _MOST:
+        limit = f"times the ranks that share a block must be at most {_MOST}"
+        raise BatchError("block_size", block_size, limit)
     table = None if is_block_tables_empty(block_table) else block_table
     given = (table, num_computed_tokens, num_new_tokens, start_idx, out)
     _check_kinds(given)
@@ -208,7 +213,7 @@ def _on_host(
         if counts.size and counts.min() < 0:
             row = int(counts.argmin())
             raise BatchError(field, int(counts[row]), f"of request {row} must be at least 0")
-    total = int(new.sum())
+    total = _sum(new)
     slots = _slots_for(total if num_tokens is None else num_tokens, total, out)
     if table is None or not total:
         slots[:] = PAD_SLOT_ID
@@ -227,6 +232,7 @@ def _on_host(
         at = int(pages.argmin())
         limit = f"is the block of position {int(positions[at])} of request {int(rows[at])}; least is 0"
         raise BatchError("block_table", int(pages[at]), limit)
+    _check_product(block_size, pages)
     if place is None:
         # block * block_size + position - position // block_size * block_size, in 64 bits
         np.subtract(pages, blocks, out=written, dtype=np.int64)
@@ -245,21 +251,42 @@ def _on_host(
 
 def _signed(field: str, array: IntArray) -> IntArray:
     """`array`, as int64 if its integers have no sign: with signed ones numpy makes floats of them."""
-    if array.dtype.kind == "i":
-        return array
-    if array.dtype.kind != "u":
+    if array.dtype.kind not in "iu":
         raise BatchError(field, str(array.dtype), "must be of an integer type")
-    return array.astype(np.int64)
+    return exact_integers(field, array)
+
+
+def _sum(counts: IntArray) -> int:
+    """The sum of `counts`, at least 0 each, also where it does not fit 64 bits."""
+    if counts.dtype.itemsize < 8 or not counts.size or int(counts.max()) <= _MOST // counts.size:
+        return int(counts.sum())
+    return sum(counts.tolist())
+
+
+def _check_product(block_size: int, pages: IntArray) -> None:
+    """BatchError if a page of these has slots past int64."""
+    largest = _MOST // block_size - 1
+    # Pages of int32 are multiplied without a look at them unless blocks are of 4 G tokens.
+    if largest < np.iinfo(pages.dtype).max and int(pages.max()) > largest:
+        limit = f"must be at most {largest}: slots of blocks of {block_size} tokens would pass {_MOST}"
+        raise BatchError("block_table", int(pages.max()), limit)
 
 
 def _slots_for(num_tokens: int, total: int, out: Slots | None) -> Slots:
     if num_tokens < total:
         raise BatchError("num_tokens", num_tokens, f"must be at least {total}, the number of new tokens")
     if out is None:
-        return np.empty(num_tokens, dtype=np.int64)
+        try:
+            return np.empty(num_tokens, dtype=np.int64)
+        except (MemoryError, ValueError):
+            raise BatchError("num_tokens", num_tokens, "is more slots than memory holds") from None
     if out.dtype != np.int64 or out.ndim != 1 or out.shape[0] < num_tokens:
         limit = f"must be int64 with at least {num_tokens} elements"
         raise BatchError("out", f"{out.dtype} {out.shape}", limit)
+    if not out.flags.writeable:
+        raise BatchError("out", "read-only", "must be an array that can be written", "pass one of its own")
+    if out.size > 1 and abs(out.strides[0]) < out.itemsize:
+        raise BatchError("out", f"strides {out.strides}", _APART, "pass one of its own")
     return out[:num_tokens]
 
 
@@ -294,6 +321,8 @@ def _on_device(
     if out is not None and (out.dtype != torch.int64 or out.ndim != 1 or out.shape[0] < num_tokens):
         limit = f"must be int64 with at least {num_tokens} elements"
         raise BatchError("out", f"{out.dtype} {tuple(out.shape)}", limit)
+    if out is not None and out.shape[0] > 1 and not out.stride(0):
+        raise BatchError("out", f"strides {tuple(out.stride())}", _APART, "pass one of its own")
     slots = torch.empty(num_tokens, dtype=torch.int64, device=new.device) if out is None else out[:num_tokens]
     if table is None or not num_reqs or not table.shape[1]:
         return slots.fill_(PAD_SLOT_ID)

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 
 from attnplug.core.arguments import integers
-from attnplug.core.batch.host import IntArray, check_count, exact_seq_lens, host_view, query_spans
+from attnplug.core.batch.host import (
+    IntArray,
+    check_count,
+    exact_integers,
+    exact_seq_lens,
+    host_view,
+    query_spans,
+)
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
@@ -124,6 +131,7 @@ def split_prefill_chunks(
     lengths = seq_lens_cpu
     if lengths.dtype.kind not in "iu":
         raise BatchError("seq_lens_cpu", str(lengths.dtype), "must be of an integer type")
+    lengths = exact_integers("seq_lens_cpu", lengths)
     check_count("workspace_size", workspace_size, 0)
     check_count("request_offset", request_offset, 0)
     if lengths.ndim != 1:

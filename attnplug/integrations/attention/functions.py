@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnplug.core.precision import without_autocast
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall, read_keywords
 from attnplug.integrations.attention.forward_pass import forward_pass
@@ -122,5 +123,6 @@ def attention(
     if tokens:
         metadata = binding.metadata(step, packing, is_shared=attention_mask is not None)
         packed = (packing.queries.pack(query), packing.keys.pack(key), packing.keys.pack(value))
-        output = binding.impl.forward(binding.layer, *packed, None, metadata, output)
+        with without_autocast(query.device):
+            output = binding.impl.forward(binding.layer, *packed, None, metadata, output)
     return packing.queries.unpack(output, query.shape[0]), None

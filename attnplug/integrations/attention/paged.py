@@ -10,6 +10,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from attnplug.core.answers import answer
 from attnplug.core.errors import BatchError
+from attnplug.core.precision import without_autocast
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.attention.calls import AttentionCall
 from attnplug.integrations.attention.layers import LayerState
@@ -80,7 +81,8 @@ def attend_paged(
             mask_step, ("paged", part.group, *kind), lambda: binding.build(step.paged(part, found, needs))
         )
         cache = pages.as_one()
-    binding.impl.forward(binding.layer, packed, key, value, cache, metadata, output[: step.tokens])
+    with without_autocast(device):
+        binding.impl.forward(binding.layer, packed, key, value, cache, metadata, output[: step.tokens])
     return output[None]
 
 

@@ -45,9 +45,9 @@ def flash_attn_func(
         dropout_p: must be 0.
         softmax_scale: default `D ** -0.5`.
         causal: whether a query sees no later key.
-        window_size: (left, right) keys seen around the query's position; -1 is no limit.
+        window_size: (left, right) keys seen around the query's position; -1 is no limit, nor is a number past all keys.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 is no cap.
-        alibi_slopes: float32 `[H]`.
+        alibi_slopes: float32 `[H]`, or `[B, H]` with one row for all: of one request, or expanded.
         deterministic: has no effect here, nor in the library's forward pass.
         return_attn_probs: also return the LSE, and None for the probabilities, which only dropout fills.
 
@@ -71,6 +71,7 @@ def flash_attn_func(
         softcap,
         alibi_slopes,
         flag("return_attn_probs", return_attn_probs),
+        q.shape[0],
         q=q,
         k=k,
         v=v,
@@ -124,7 +125,7 @@ def flash_attn_varlen_func(
         causal: see `flash_attn_func`.
         window_size: see `flash_attn_func`.
         softcap: see `flash_attn_func`.
-        alibi_slopes: float32 `[H]`.
+        alibi_slopes: float32 `[H]`, or `[B, H]` with one row for all: of one request, or expanded.
         deterministic: has no effect.
         return_attn_probs: also return the LSE, and None.
         block_table: int32 `[B, max_blocks]`.
@@ -152,6 +153,7 @@ def flash_attn_varlen_func(
         softcap,
         alibi_slopes,
         flag("return_attn_probs", return_attn_probs),
+        cu_seqlens_q.numel() - 1 if isinstance(cu_seqlens_q, torch.Tensor) else 0,
         q=q,
         k=k,
         v=v,
@@ -186,7 +188,7 @@ def flash_attn_varlen_func(
         lengths = Lengths.of(key_lens, q.device)
         tables = (cu_seqlens_q, cu_seqlens_k, block_table)
         check_pages(pages, lengths, tables)
-        out, lse = attend_pages(asked, q, pages, (), query_lens, lengths, tables)
+        out, lse = attend_pages(asked, q, pages, (), query_lens, lengths, tables, lambda: None)
     return out if lse is None else (out, lse.transpose(0, 1), None)
 
 
@@ -217,7 +219,7 @@ def flash_attn_with_kvcache(
     Args:
         q: the last query of a request is its last token.
         k_cache: `[B_cache, S, Hkv, D]`, or with a `block_table` pages `[N, block_size, Hkv, D]`.
-        v_cache: the same shape. Where both are views of one allocation, such as `torch.empty(2, N, ...)`, backends
+        v_cache: the same shape. Rows of any strides are read and written in place. Where both are views of one allocation, such as `torch.empty(2, N, ...)`, backends
             read them in place; otherwise each call copies the keys and values that it reads, and needs their number on
             the host.
         k: new keys `[B, Lnew, Hkv, D]`, written in place from `cache_seqlens` on.
@@ -233,7 +235,7 @@ def flash_attn_with_kvcache(
         window_size: see `flash_attn_func`.
         softcap: see `flash_attn_func`.
         rotary_interleaved: has no effect without rotary tensors.
-        alibi_slopes: float32 `[H]`.
+        alibi_slopes: float32 `[H]`, or `[B, H]` with one row for all: of one request, or expanded.
         num_splits: has no effect: the backend chooses.
         return_softmax_lse: also return the LSE.
 
@@ -258,6 +260,7 @@ def flash_attn_with_kvcache(
         softcap,
         alibi_slopes,
         flag("return_softmax_lse", return_softmax_lse),
+        batch,
         q=q,
         k_cache=k_cache,
         v_cache=v_cache,
@@ -276,7 +279,7 @@ def flash_attn_with_kvcache(
             check_rows(cache_batch_idx, k_cache.shape[0], written=k is not None)
         cut = functools.partial(cut_into_pages, k_cache, v_cache, cache_batch_idx, batch)
         # Smaller pages are cut only where no backend serves the largest.
-        others = map(cut, block_sizes(k_cache.shape[1]))
+        others = map(cut, block_sizes(k_cache, v_cache))
         pages = next(others)
     if k is not None or v is not None:
         _check_new(k, v, batch, q=q, k_cache=k_cache, v_cache=v_cache)
@@ -286,11 +289,14 @@ def flash_attn_with_kvcache(
     given = (cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None, block_table, cache_batch_idx)
     if block_table is not None:
         check_pages(pages, after, given)
-    if k is not None and v is not None:
-        slots = pages.slots(before.tensor, new)
-        write_kv_cache(k.flatten(0, 1), v.flatten(0, 1), pages.keys, pages.values, slots)
+
+    def write() -> None:
+        if k is not None and v is not None:
+            slots = pages.slots(before.tensor, new)
+            write_kv_cache(k.flatten(0, 1), v.flatten(0, 1), pages.keys, pages.values, slots)
+
     query_lens = np.full(batch, length, dtype=np.int64)
-    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, after, given)
+    out, lse = attend_pages(asked, q.flatten(0, 1), pages, others, query_lens, after, given, write)
     out = out.view(batch, length, heads, width)
     return out if lse is None else (out, lse.view(batch, length, heads).transpose(1, 2))
 

@@ -23,11 +23,15 @@ def must_check(device: torch.device) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """Pages of keys `[N, block_size, Hkv, D]` and of values, and the block table int32 `[R, max_blocks]`."""
+    """Pages of keys `[N, block_size, Hkv, D]` and of values, and the block table int32 `[R, max_blocks]`.
+
+    `are_rows` says that each page is a whole row of the caller's caches, of any strides and size.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     table: torch.Tensor
+    are_rows: bool = False
 
     @property
     def block_size(self) -> int:
@@ -50,6 +54,8 @@ class Pages:
         if not shared or distance <= 0 or keys.shape != values.shape or keys.stride() != values.stride():
             return None
         block, *rest = keys.stride()
+        if rest[-1] != 1 and keys.shape[-1] > 1:
+            return None  # kernels read the elements of a head one after another
         shape = (keys.shape[0], 2, *keys.shape[1:])
         return keys.as_strided(shape, (block, distance, *rest), keys.storage_offset())
 
@@ -73,9 +79,15 @@ class Pages:
         return self.table.long()[rows, places // self.block_size] * self.block_size + places % self.block_size
 
 
-def block_sizes(rows: int) -> tuple[int, ...]:
-    """The sizes of pages into which a cache row of `rows` tokens can be divided, larger first."""
-    return tuple(size for size in _BLOCK_SIZES if rows % size == 0)
+def block_sizes(*caches: torch.Tensor) -> tuple[int, ...]:
+    """The sizes of pages into which each row of caches `[B_cache, S, Hkv, D]` can be divided, larger first.
+
+    It is S alone where rows do not follow each other in memory: slices of longer caches, or heads before tokens.
+    """
+    size = caches[0].shape[1]
+    if size and not all(map(_is_divisible, caches)):
+        return (size,)
+    return tuple(each for each in _BLOCK_SIZES if size % each == 0)
 
 
 def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: int) -> Pages:
@@ -94,12 +106,13 @@ def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: 
 def cut_into_pages(
     keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor | None, batch: int, block_size: int
 ) -> Pages:
-    """Caches `[B_cache, S, Hkv, D]` as pages of `block_size` tokens, which divide S; `rows` int32 `[batch]`.
+    """Caches `[B_cache, S, Hkv, D]` as pages of one of their `block_sizes`; `rows` int32 `[batch]`.
 
     Raises:
         BatchError: fewer cache rows than requests, or other `rows`.
     """
-    count = keys.shape[1] // block_size
+    size = keys.shape[1]
+    count = size // block_size
     if rows is None:
         if keys.shape[0] < batch:
             limit = f"must have a row for each of {batch} requests"
@@ -109,19 +122,19 @@ def cut_into_pages(
         found = f"{rows.dtype} {tuple(rows.shape)} on {rows.device}"
         raise BatchError("cache_batch_idx", found, f"must be torch.int32 ({batch},) on {keys.device}")
     table = rows[:, None] * count + torch.arange(count, dtype=torch.int32, device=keys.device)
+    if size and not (_is_divisible(keys) and _is_divisible(values)):
+        return Pages(keys, values, table, are_rows=True)
     return Pages(_divided(keys, block_size), _divided(values, block_size), table)
 
 
-def _divided(cache: torch.Tensor, block_size: int) -> torch.Tensor:
-    """`[B, S, Hkv, D]` as `[B * S / block_size, block_size, Hkv, D]`, never a copy.
+def _is_divisible(cache: torch.Tensor) -> bool:
+    """Whether one step leads from each token to the next, also from a row's last one to the next row's first."""
+    return cache.shape[0] <= 1 or cache.stride(0) == cache.shape[1] * cache.stride(1)
 
-    Raises:
-        BatchError: rows that do not follow each other in memory.
-    """
+
+def _divided(cache: torch.Tensor, block_size: int) -> torch.Tensor:
+    """`[B, S, Hkv, D]` as `[B * S / block_size, block_size, Hkv, D]`, never a copy."""
     batch, size, heads, width = cache.shape
-    row, token, *rest = cache.stride()
-    if batch > 1 and row != size * token:
-        limit = "must have rows that follow each other in memory"
-        raise BatchError("k_cache, v_cache", tuple(cache.stride()), limit, "make the caches contiguous")
+    _, token, *rest = cache.stride()
     shape = (batch * (size // block_size), block_size, heads, width)
     return cache.as_strided(shape, (block_size * token, token, *rest), cache.storage_offset())

@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnplug.core.arguments import unusual_form
+from attnplug.core.checks import MOST_TOKENS
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
+
+_MOST_INT = 2**31 - 1
+"""Sides of windows are ints of C in the library."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -92,9 +97,10 @@ def read_request(
     softcap: float,
     alibi_slopes: torch.Tensor | None,
     with_lse: bool,
+    batch: int,
     **tensors: torch.Tensor,
 ) -> Request:
-    """The shared arguments of a call; `tensors` are its queries `[..., H, D]`, keys and values, by name.
+    """The shared arguments of a call of `batch` requests; `tensors` are its queries `[..., H, D]`, keys and values, by name.
 
     Raises:
         BatchError: dropout, slopes for each request, a number out of its limits, or a value of another type.
@@ -113,10 +119,13 @@ def read_request(
     if cap < 0:
         raise BatchError("softcap", softcap, limit)
     causal = flag("causal", causal)
-    left, right = (-1 if side < 0 else side for side in _sides(window_size))
+    left, right = _sides(window_size)
     q, *_ = tensors.values()
     if alibi_slopes is not None:
         check_tensors(function, None, alibi_slopes=alibi_slopes)
+        # One row that stands for all requests: of a batch of one, or expanded.
+        if alibi_slopes.ndim == 2 and alibi_slopes.shape[0] == batch >= 1:
+            alibi_slopes = alibi_slopes[0] if batch == 1 or not alibi_slopes.stride(0) else alibi_slopes
         wanted = (torch.float32, (q.shape[-2],), q.device)
         if (alibi_slopes.dtype, alibi_slopes.shape, alibi_slopes.device) != wanted:
             found = f"{alibi_slopes.dtype} {tuple(alibi_slopes.shape)} on {alibi_slopes.device}"
@@ -170,7 +179,10 @@ def _sides(window: Any) -> list[int]:
         isinstance(side, bool) or not isinstance(side, numbers.Integral) for side in sides
     ):
         raise BatchError("window_size", window, limit)
-    return [int(side) for side in sides]
+    if max(sides) > _MOST_INT:
+        raise SpecError("window_size", tuple(window), f"must not exceed {_MOST_INT}; -1 means no limit")
+    # No request has as many keys as the largest window of a layer.
+    return [int(side) if 0 <= side <= MOST_TOKENS else -1 for side in sides]
 
 
 def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> None:
@@ -184,8 +196,8 @@ def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> N
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(name, type(tensor).__name__, f"must be a tensor in {function}")
     for name, tensor in tensors.items():
-        if tensor.layout != torch.strided:
-            raise BatchError(name, str(tensor.layout), f"must be a strided tensor in {function}")
+        if (form := unusual_form(tensor)) is not None:
+            raise BatchError(name, form, f"must be a strided tensor in {function}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if dims is not None and any(tensor.ndim != dims for tensor in tensors.values()):
         raise BatchError(names, shapes, f"must have {dims} dimensions each in {function}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from attnplug.core.answers import answer
 from attnplug.core.errors import BatchError, NoBackendError
+from attnplug.core.precision import without_autocast
 from attnplug.integrations.binding import Binding
 from attnplug.integrations.direct_step import direct_step
 from attnplug.integrations.flash_attn.pages import Pages
@@ -28,8 +29,25 @@ def attend_given(
 
     Rows past those of the requests are zeros.
     """
-    output, lse = _outputs(asked, q, v.shape[2], query_lens)
+    return _attend_read(asked, q, k, v, lambda: (k, v), query_lens, key_lens)
+
+
+def _attend_read(
+    asked: Request,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    query_lens: Ints,
+    key_lens: Ints,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`attend_given` over the keys and values that `read` returns, once nothing can refuse the call.
+
+    `k [..., Hkv, D]` and `v [..., Hkv, Dv]` have their heads and sizes.
+    """
+    output, lse = _outputs(asked, q, v.shape[-1], query_lens)
     if not query_lens.sum():
+        read()
         return output, lse
     spec = asked.spec(q, k, v, None)
     binding = bind(spec, q.device, asked.slopes, is_decode=bool((query_lens <= 1).all()))
@@ -39,7 +57,9 @@ def attend_given(
         (),
         lambda: direct_step(query_lens, key_lens, key_lens, spec.causal, q.device),
     )
-    binding.impl.forward(binding.layer, q, k, v, None, metadata, output, output_lse=lse)
+    keys, values = read()
+    with without_autocast(q.device):
+        binding.impl.forward(binding.layer, q, keys, values, None, metadata, output, output_lse=lse)
     return output, lse
 
 
@@ -51,17 +71,27 @@ def attend_pages(
     query_lens: Ints,
     lengths: Lengths,
     given: tuple[torch.Tensor | None, ...],
+    write: Callable[[], None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Packed queries over pages, or over the first of `others` where no backend serves those; as `attend_given`.
 
     `others` are the same caches in other pages, made when they are asked for. `given` are the caller's tensors of lengths and tables: inside of `one_step` they stand for the metadata.
+    `write` writes the call's new keys. It runs once a backend is bound and its metadata built: a refused call writes
+    nothing.
     """
     if pages.as_one() is None:
-        return _attend_copied(asked, q, pages, query_lens, lengths)
+        return _attend_copied(asked, q, pages, query_lens, lengths, write)
     output, lse = _outputs(asked, q, pages.values.shape[3], query_lens)
     if not query_lens.sum():
+        write()
         return output, lse
-    binding, pages = _bind_pages(asked, q, pages, others, is_decode=bool((query_lens <= 1).all()))
+    try:
+        binding, pages = _bind_pages(asked, q, pages, others, is_decode=bool((query_lens <= 1).all()))
+    except NoBackendError:
+        # Rows may be of a size that no backend has pages of, and cannot be cut into others.
+        if not pages.are_rows:
+            raise
+        return _attend_copied(asked, q, pages, query_lens, lengths, write)
     causal = binding.decision.spec.causal
     needs = binding.decision.get_backend_cls().get_builder_cls().needs_host_seq_lens
     # Lengths may be an int, and tables may follow from the shape of the caches: no tensor of `given` tells them.
@@ -72,7 +102,9 @@ def attend_pages(
         given,
         lambda: paged_step(query_lens, lengths, pages, causal, needs),
     )
-    binding.impl.attend(binding.layer, q, None, None, pages.as_one(), metadata, output, output_lse=lse)
+    write()
+    with without_autocast(q.device):
+        binding.impl.attend(binding.layer, q, None, None, pages.as_one(), metadata, output, output_lse=lse)
     return output, lse
 
 
@@ -114,18 +146,26 @@ def _warn_of_copies() -> None:
     """Say once that calls copy what they read."""
     _log.warning(
         "flash_attn: each call copies the keys and values that it reads, because k_cache and v_cache are no "
-        "equal views of one allocation; allocate torch.empty(2, ...) and pass its halves"
+        "equal views of one allocation, or their rows are no pages; allocate torch.empty(2, ...) and pass its halves"
     )
 
 
 def _attend_copied(
-    asked: Request, q: torch.Tensor, pages: Pages, query_lens: Ints, lengths: Lengths
+    asked: Request,
+    q: torch.Tensor,
+    pages: Pages,
+    query_lens: Ints,
+    lengths: Lengths,
+    write: Callable[[], None],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The same over copies of the keys and values, for caches that no backend can view as one."""
     _warn_of_copies()
     key_lens = lengths.on_host()
-    slots = pages.slots_of(key_lens)
-    blocks, offsets = slots // pages.block_size, slots % pages.block_size
-    return attend_given(
-        asked, q, pages.keys[blocks, offsets], pages.values[blocks, offsets], query_lens, key_lens
-    )
+
+    def read() -> tuple[torch.Tensor, torch.Tensor]:
+        write()
+        slots = pages.slots_of(key_lens)
+        blocks, offsets = slots // pages.block_size, slots % pages.block_size
+        return pages.keys[blocks, offsets], pages.values[blocks, offsets]
+
+    return _attend_read(asked, q, pages.keys, pages.values, read, query_lens, key_lens)

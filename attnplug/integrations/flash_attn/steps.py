@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.core.arguments import unusual_form
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.integrations.direct_step import starts_of
@@ -54,6 +55,8 @@ def read_lengths(
             debug mode only.
     """
     if isinstance(given, torch.Tensor):
+        if (form := unusual_form(given)) is not None:
+            raise BatchError("cache_seqlens", form, "must be a strided tensor, or an int")
         if given.shape != (batch,) or (given.dtype, given.device) != (torch.int32, device):
             found = f"{given.dtype} {tuple(given.shape)} on {given.device}"
             raise BatchError("cache_seqlens", found, f"must be torch.int32 ({batch},) on {device}, or an int")
@@ -90,12 +93,17 @@ def lengths_of(name: str, starts: torch.Tensor, rows: int | None) -> Ints:
     """
     if (
         not isinstance(starts, torch.Tensor)
+        or unusual_form(starts) is not None
+        or starts.is_meta
         or starts.dtype != torch.int32
         or starts.ndim != 1
         or not len(starts)
     ):
-        found = f"{starts.dtype} {tuple(starts.shape)}" if isinstance(starts, torch.Tensor) else starts
-        raise BatchError(name, found, "must be torch.int32 [batch + 1]")
+        found: object = starts
+        if isinstance(starts, torch.Tensor):
+            form = unusual_form(starts)
+            found = f"{starts.dtype} {tuple(starts.shape)} on {starts.device}" if form is None else form
+        raise BatchError(name, found, "must be torch.int32 [batch + 1], with values to read")
     host = starts.cpu().numpy().astype(np.int64)
     lengths = np.diff(host)
     if host[0] != 0 or (lengths < 0).any() or (rows is not None and host[-1] > rows):

@@ -141,14 +141,15 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
         if type(error) is KeyError and error.args[0] in names:
             raise
         why = (
-            f"transformers {transformers.__version__} cannot build {cls.__name__} from it: {one_line(error)}"
+            f"transformers {transformers.__version__} cannot build {cls.__name__} from it"
+            f"{_doubtful(config)}: {type(error).__name__}: {one_line(error)}"
         )
         if isinstance(error, ImportError):
             why = f"{cls.__name__} needs a package that is not installed: {one_line(error)}"
         if isinstance(error, AttributeError) and isinstance(error.obj, PreTrainedConfig):
             family = error.obj.model_type or type(error.obj).__name__
             why = f"the {family} configuration lacks the field {error.name}, which {cls.__name__} needs"
-        raise ModelConfigError(why) from error
+        raise ModelConfigError(why, unreadable=bool(_doubtful(config))) from error
     model.train(False)
     return model
 
@@ -164,3 +165,13 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
             f"dtype={str(dtype).removeprefix('torch.')}: must be float16, bfloat16 or float32"
         )
     return dtype
+
+
+_SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+
+
+def _doubtful(config: PreTrainedConfig) -> str:
+    """The sizes of a configuration below 1, in words; they are the likely cause of a model that cannot be built."""
+    found = {name: getattr(config, name, None) for name in _SIZES}
+    wrong = [f"{name}={size}" for name, size in found.items() if isinstance(size, (int, float)) and size < 1]
+    return f", which has {' and '.join(wrong)}" if wrong else ""

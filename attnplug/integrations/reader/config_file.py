@@ -68,7 +68,8 @@ def load_with_notes(
     except Exception as error:
         raise ModelConfigError(
             f"{path}: transformers {transformers.__version__} cannot read this "
-            f"{data['model_type']} configuration: {one_line(error)}"
+            f"{data['model_type']} configuration: {one_line(error)}",
+            unreadable=True,
         ) from error
     check_types(config)
     _check_sizes(path, data, config)
@@ -76,6 +77,10 @@ def load_with_notes(
 
 
 def _check_model_type(path: Path, data: dict[str, Any]) -> None:
+    for part in ("text_config", "vision_config", "audio_config"):
+        if not isinstance(data.get(part), (dict, type(None))):
+            found = f"has {part}={data[part]!r}, which must be an object, the configuration of that part"
+            raise ModelConfigError(f"{path}: {found}", unreadable=True)
     name = data.get("model_type")
     if not isinstance(name, str) or not name:
         found = "has no field model_type" if name is None else f"has model_type={name!r}, not a name"

@@ -61,7 +61,8 @@ def _check(place: str, name: str, value: object) -> None:
         return
     found = short_number(value) if isinstance(value, int) else value
     raise ModelConfigError(
-        f"{place}={found}: must be at most {most}; the model is built without weights to read it"
+        f"{place}={found}: must be at most {most}; the model is built without weights to read it",
+        unreadable=True,
     )
 
 
