@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import PluginError
+from attnplug.core.guarded import mro_of
 from attnplug.core.impl import AttentionImpl
 from attnplug.core.interface import builder_faults, constructor_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadataBuilder
@@ -26,10 +27,13 @@ _HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 def part_faults(impl: type, builder: type) -> list[str]:
     """What the classes that `get_impl_cls` and `get_builder_cls` gave write that attnplug would not read."""
-    faults = impl_faults(impl, AttentionImpl) if issubclass(impl, AttentionImpl) else ()
-    if issubclass(builder, AttentionMetadataBuilder):
-        return [*faults, *builder_faults(builder, AttentionMetadataBuilder)]
-    return list(faults)
+    return [
+        *(_base_fault("get_impl_cls", impl, AttentionImpl) or impl_faults(impl, AttentionImpl)),
+        *(
+            _base_fault("get_builder_cls", builder, AttentionMetadataBuilder)
+            or builder_faults(builder, AttentionMetadataBuilder)
+        ),
+    ]
 
 
 def make_impl(backend: type[AttentionBackend], spec: LayerSpec, **arguments: Any) -> AttentionImpl[Any]:
@@ -88,6 +92,12 @@ def _wrong_value(builder: AttentionMetadataBuilder[Any]) -> str | None:
 
 
 def _check_base(backend: type[AttentionBackend], getter: str, part: object, base: type) -> None:
-    if not (isinstance(part, type) and issubclass(part, base)):
-        what = f"{backend.get_name()}.{getter} gives {part!r}"
-        raise PluginError(f"{what}; subclass {base.__name__} of attnplug.core")
+    for fault in _base_fault(getter, part, base):
+        raise PluginError(f"{backend.get_name()}.{fault}")
+
+
+def _base_fault(getter: str, part: object, base: type) -> tuple[str, ...]:
+    """What is wrong with a part that is no subclass of `base`; the part's metaclass is not asked."""
+    if isinstance(part, type) and base in mro_of(part):
+        return ()
+    return (f"{getter} gives {shown(part)}; subclass {base.__name__} of attnplug.core",)

@@ -17,6 +17,7 @@ pytestmark = pytest.mark.attack("fork or wait")
 SOUND = """
 import concurrent.futures, itertools, os, sys, threading, time
 from attnplug import AttentionBackend, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 ATTNPLUG_API = (1, 1)
 class B(AttentionBackend):
     device_types = ("cpu",)
@@ -26,9 +27,9 @@ class B(AttentionBackend):
     @classmethod
     def get_priority(cls, spec, device, phase): return 900
     @classmethod
-    def get_impl_cls(cls): return object
+    def get_impl_cls(cls): return TorchBackend.get_impl_cls()
     @classmethod
-    def get_builder_cls(cls): return object
+    def get_builder_cls(cls): return TorchBackend.get_builder_cls()
 @hookimpl
 def attnplug_backends(): return [B]
 def ask():
@@ -138,7 +139,7 @@ def parts(cls):
         spec = attnplug.LayerSpec(num_heads=1, num_kv_heads=1, head_size=16)
         levels.append(attnplug.select(spec, "cpu").level)
     t = threading.Thread(target=choose); t.start(); t.join()
-    return object
+    return TorchBackend.get_impl_cls()
 levels = []
 B.get_impl_cls = classmethod(parts)
 """
