@@ -33,6 +33,7 @@ class DtypeName(str):
     """
 
     __slots__ = ("_own_hash", "was_hashed")
+    _own_hash: int
     was_hashed: bool
     """Whether it was looked up in a set, a dict or a cache."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.answers import declared
+from attnplug.core.composite.references import class_of, reference_of
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.guarded import describe, guarded_call
@@ -177,6 +178,19 @@ class Decision:
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The chosen class; None without one, or if the decision was read from JSON."""
 
+    def __reduce__(self) -> tuple[object, tuple[Any, ...]]:
+        """Pickled with its class where another process finds that or its halves, and else without it, as in JSON."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values["backend_cls"] = None if self.backend_cls is None else reference_of(self.backend_cls)
+        return _unpickled, (values,)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # It never changes, and keeps a class that pickle would not find.
+        return self
+
     def __bool__(self) -> bool:
         return self.backend is not None
 
@@ -317,6 +331,10 @@ class Decision:
         """The decision that `to_json` wrote. SpecError as `from_dict`."""
         with reading("decision"):
             return cls.from_dict(parse_json(text))
+
+
+def _unpickled(values: dict[str, Any]) -> Decision:
+    return Decision(**{**values, "backend_cls": class_of(values["backend_cls"])})
 
 
 def check_schema(data: Mapping[str, Any], schema: str) -> None:

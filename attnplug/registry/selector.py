@@ -195,10 +195,11 @@ def _ranked(
         if unknown:
             notes.append(f"{name} ranks {shortened(', '.join(unknown))}, no candidate here; ignored")
             continue
-        ranked_by.append(name)
         # Names left out get -1 and come last; sorted is stable, so they keep their order.
         place = {item: index for index, item in enumerate(reversed(names))}
         order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
+        if tuple(offer.name for offer in order) != before:
+            ranked_by.append(name)
     return order, ranked_by, notes
 
 

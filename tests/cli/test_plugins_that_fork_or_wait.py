@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,41 @@ def test_no_text_and_no_sequence_is_without_an_end(run, code: str) -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) < 60_000
     assert json.loads(done.stdout)["backend"] in ("MINE", "TORCH")
+
+
+STAYS = {
+    "thread": "threading.Thread(target=time.sleep, args=(90,)).start()",
+    "busy thread": (
+        "def spin():\n    end = time.time() + 90\n    while time.time() < end: time.sleep(0.01)\n"
+        "threading.Thread(target=spin).start()"
+    ),
+    "pool": "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 90)",
+    "thread of a thread": (
+        "def begin(): threading.Thread(target=time.sleep, args=(90,)).start()\n"
+        "threading.Thread(target=begin).start()"
+    ),
+    "at exit": "import atexit; atexit.register(time.sleep, 90)",
+}
+
+
+@pytest.mark.parametrize("kind", [*STAYS])
+def test_a_thread_that_a_plugin_leaves_keeps_no_command(run, kind: str) -> None:
+    begun = time.monotonic()
+    done = run(STAYS[kind], *EXPLAIN)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["backend"] == "MINE"
+    assert time.monotonic() - begun < 60
+
+
+def test_a_command_that_fails_keeps_its_exit_code_beside_such_a_thread(run) -> None:
+    done = run(STAYS["thread"], "explain", "--head-size", "64", "--device", "nowhere")
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
+    done = run(STAYS["thread"], "list")
+    assert "MINE" in done.stdout
+
+
+def test_a_doctor_does_not_wait_for_such_a_thread(run) -> None:
+    done = run(STAYS["thread"], "doctor", "MINE", "--timeout", "50", "--json")
+    (found,) = [each for each in json.loads(done.stdout)["findings"] if each["what"].startswith("MINE")]
+    assert found["state"] == "ok", found
