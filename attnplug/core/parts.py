@@ -84,7 +84,7 @@ def make_builder(
         raise PluginError(f"{where}: {builder.__name__} cannot be made, {what}{layers}")
     if wrong := constructor_faults(made, BUILDER_INSTANCE_NAMES, {}) or _wrong_value(made):
         raise PluginError(f"{backend.get_name()} cannot build metadata: {wrong}")
-    return made
+    return made  # type: ignore[no-any-return]
 
 
 def _raise_of(error: BaseException | None, what: str, remedy: str = "") -> None:

@@ -46,7 +46,7 @@ class NewLatents:
             found = {name: layers[name].impl for name in names}
             prefill = group.builder.prefill if isinstance(group.builder, MLADecodeBuilder) else None
             if names and prefill is not None:
-                self._builders.append((group.builder.backend.prefill or group.backend, prefill, names))
+                self._builders.append((group.backend, prefill, names))
                 self._impls |= {n: impl for n, impl in found.items() if isinstance(impl, MLADecodeImpl)}
         # A step has one kind of batch for all of them.
         self.names: Collection[str] = wanted if set(self._impls) == wanted else ()

@@ -35,7 +35,7 @@ def _pair(kind: str, prefill: type[AttentionBackend], decode: type[AttentionBack
 def class_of(reference: Reference | None) -> type[AttentionBackend] | None:
     """The class of a reference."""
     if not isinstance(reference, tuple):
-        return reference  # type: ignore[no-any-return]
+        return reference
     kind, prefill, decode = (reference[0], *map(class_of, reference[1:]))
     if prefill is None or decode is None:
         return None
