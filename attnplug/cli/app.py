@@ -31,7 +31,7 @@ from attnplug.cli.own_output import (
     open_standard_streams,
     reserve_standard_output,
 )
-from attnplug.cli.own_process import can_watch, hear_of_children, run_watched
+from attnplug.cli.own_process import can_watch, hear_of_children, leave_threads, run_watched
 from attnplug.cli.select import select
 from attnplug.cli.tune import tune
 from attnplug.core.errors import (
@@ -109,7 +109,11 @@ def main() -> None:
     if can_watch():
         run_watched(_with_own_output)
     else:
-        _with_own_output()
+        try:
+            _with_own_output()
+        except SystemExit as ended:
+            leave_threads(ended.code)
+            raise
 
 
 def _with_own_output() -> None:

@@ -17,6 +17,7 @@ from attnplug.registry.plugin_calls import watch_plugins
 
 _FAILED, _INTERRUPTED = 1, 130
 _SIZE = 1024
+_SECONDS_TO_END = 10.0
 _ENDED = b"\n"
 """Marks the code of an orderly end; no name of a plugin has this character."""
 _REMEDY = "attnplug doctor tries each plugin in a process of its own, and attnplug list --no-load runs none"
@@ -58,6 +59,7 @@ def _run(program: Callable[[], None], report: mmap.mmap, signals: set[int]) -> N
 
     watch_plugins(lambda text: note(text.encode(errors="replace")))
     code: object = _FAILED
+    is_told = True
     try:
         signal.pthread_sigmask(signal.SIG_SETMASK, signals)
         program()
@@ -68,12 +70,40 @@ def _run(program: Callable[[], None], report: mmap.mmap, signals: set[int]) -> N
     except KeyboardInterrupt:
         code = _INTERRUPTED
         sys.exit(_INTERRUPTED)
+    except BaseException:
+        # Python prints the traceback later.
+        is_told = False
+        raise
     finally:
         # An interrupt while the interpreter ends would only print a traceback.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         number = code if isinstance(code, int) else _FAILED if code else 0
         note(_ENDED + str(number).encode())
+        if is_told:
+            leave_threads(code)
     sys.exit(0)
+
+
+def leave_threads(code: object) -> None:
+    """End the process with an exit code if a thread of a plugin would keep it, and else let it end by itself.
+
+    The output is complete, so nothing waits for such a thread, nor for long for what a plugin does at the exit.
+    """
+    if not isinstance(code, (int, type(None))):
+        return  # a message, which Python prints later
+
+    def end() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit((code or 0) & 0xFF)
+
+    if any(not each.daemon and each is not threading.current_thread() for each in threading.enumerate()):
+        end()
+    last = threading.Timer(_SECONDS_TO_END, end)
+    last.daemon = True
+    with contextlib.suppress(RuntimeError):
+        last.start()
 
 
 def _wait(child: int) -> int:

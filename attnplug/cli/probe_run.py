@@ -32,7 +32,10 @@ _LAST: dict[int, frozenset[str]] = {
 }
 """The facts of a whole report, by the number of names that the child was given."""
 _MOST_BYTES = 1 << 20
-_CHILD = "import json; from attnplug.cli.probe import main; main(sys.argv[1], *json.loads(sys.argv[2]))"
+_CHILD = (
+    "import json; from attnplug.cli.probe import main; main(sys.argv[1], *json.loads(sys.argv[2])); "
+    "from attnplug.cli.own_process import leave_threads; leave_threads(0)"
+)
 
 
 _running: set[subprocess.Popen[bytes]] = set()
@@ -73,7 +76,10 @@ def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
         lines = _tail(log).decode(errors="replace").strip().splitlines()
     # A plugin may end the process with code 0 in its import; the last step shows that.
     step = facts.get("step", "starting")
-    if code != 0 or not (damage or step in ("done", f"loaded {plugin}")):
+    last = f"loaded {plugin}" if plugin and not backend else "done"
+    # After its last step a child has nothing more to do, but a plugin may keep it from ending.
+    is_over = code == 0 or (code is None and not damage)
+    if not is_over or not (damage or step == last):
         return Probe(facts, _failure(code, step, lines, timeout))
     lacking = ", ".join(sorted(_LAST[len(names)] - facts.keys()))
     damage = damage or (f"its report lacks {lacking}" if lacking else None)

@@ -28,6 +28,8 @@ _MOST_SIZES = 100_000
 _MOST_REQUIREMENTS, _LONGEST_REQUIREMENT = 100, 500
 """Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
 _MOST_DIMENSIONS = 16
+_LARGEST_BLOCK = 65_536
+"""Tokens of a page: one of more could not be shared by requests, and a plan could not allocate it."""
 _STR = frozenset({str})
 _SIZE_TYPES = frozenset({int, MultipleOf})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
@@ -205,8 +207,8 @@ def _int(value: object) -> int:
     return value
 
 
-def _positive(value: object) -> int:
-    if _int(value) < 1:
+def _block_size(value: object) -> int:
+    if not 1 <= _int(value) <= _LARGEST_BLOCK:
         raise ValueError
     return _int(value)
 
@@ -313,7 +315,7 @@ HOOKS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "for_layer": ("a subclass of AttentionBackend", _class),
     "get_supported_head_sizes": _SIZES,
     "get_supported_kernel_block_sizes": _SIZES,
-    "get_preferred_block_size": ("an integer of at least 1", _positive),
+    "get_preferred_block_size": (f"an integer of at least 1, and at most {_LARGEST_BLOCK}", _block_size),
     "supports_combination": ("None, or why the layer is not served, as text", _objection),
     "validate_configuration": ("a list of reasons", _reasons),
     "compile_key": ("hashable, or None", _hashable),

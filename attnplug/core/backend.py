@@ -13,7 +13,6 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import FEATURES, Feature
-from attnplug.core.overrides import overrides
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
@@ -61,12 +60,7 @@ class AttentionBackend(ABC):
     accept_output_buffer: ClassVar[bool] = True
     """Always True: `attend` writes the output that it is given."""
     depends_on_capability: ClassVar[bool] = False
-    """Whether it serves only some GPUs; set for each class that overrides `supports_compute_capability`."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Note whether the class says which GPUs it serves."""
-        super().__init_subclass__(**kwargs)
-        cls.depends_on_capability = overrides(cls, "supports_compute_capability")
+    """Whether it serves only some GPUs; a class that overrides `supports_compute_capability` does without this."""
 
     @staticmethod
     @abstractmethod

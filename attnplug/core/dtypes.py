@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import Self
 
 from attnplug.core.errors import SpecError
 
@@ -23,10 +24,25 @@ _TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3"}
 class DtypeName(str):
     """The name of a dtype that also equals the torch dtype of that name.
 
-    Overrides of `supports_dtype` ported from vLLM compare with torch dtypes, and core imports no torch.
+    Overrides of `supports_dtype` ported from vLLM compare with torch dtypes, and core imports no torch. A set finds it
+    by its hash alone, which is that of the name unless another is given.
+
+    Args:
+        name: of the dtype.
+        own_hash: the hash, such as that of the torch dtype.
     """
 
-    __slots__ = ()
+    __slots__ = ("_own_hash", "was_hashed")
+    _own_hash: int
+    was_hashed: bool
+    """Whether it was looked up in a set, a dict or a cache."""
+
+    def __new__(cls, name: str, own_hash: int | None = None) -> Self:
+        """The text, with its hash."""
+        made = super().__new__(cls, name)
+        made._own_hash = str.__hash__(made) if own_hash is None else own_hash
+        made.was_hashed = False
+        return made
 
     def __eq__(self, other: object) -> bool:
         return str(other) == f"torch.{self}" if _is_torch_dtype(other) else str.__eq__(self, other)
@@ -34,7 +50,9 @@ class DtypeName(str):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        self.was_hashed = True
+        return self._own_hash
 
 
 def _is_torch_dtype(value: object) -> bool:

@@ -8,7 +8,7 @@ AttnplugError
 │   └── UnknownBackendError (LookupError)   a name that no loaded plugin offers
 ├── ModelConfigError (ValueError)       a model configuration that cannot be read
 ├── MatrixFileError (ValueError)        a file of the compatibility matrix that cannot be read or written
-├── BackendFaultError                   a backend that broke the contract while running (debug mode)
+├── BackendFaultError                   a backend that broke the contract while running
 ├── RankFailureError                    a rank that died, hangs, or decided otherwise than the others
 ├── PluginError                         a plugin asked for by name, or under strict mode, that did not load
 └── NoBackendError                      no backend serves a layer; carries the Decision
@@ -114,7 +114,7 @@ class MatrixFileError(AttnplugError, ValueError):
 
 
 class BackendFaultError(AttnplugError):
-    """A backend that wrote another shape, another dtype or NaN; debug mode finds and names it."""
+    """A backend whose builder gave no metadata; or, found in debug mode, that wrote another shape or dtype, or NaN."""
 
 
 class RankFailureError(AttnplugError):

@@ -68,6 +68,11 @@ def class_fault(backend: type, base: type) -> str | None:
     return None
 
 
+def is_own(cls: type) -> bool:
+    """Whether a class is attnplug's own, and not one that says it is."""
+    return cls.__module__.startswith("attnplug.") and is_found(cls)
+
+
 def is_found(cls: type) -> bool:
     """Whether a class is the one that its module has under its name."""
     found: object = sys.modules.get(cls.__module__)

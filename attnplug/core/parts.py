@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attnplug.core.config import BuilderConfig
-from attnplug.core.errors import PluginError
+from attnplug.core.errors import AttnplugError, BackendFaultError, PluginError
+from attnplug.core.guarded import class_name, describe, guarded_call, mro_of
 from attnplug.core.impl import AttentionImpl
 from attnplug.core.interface import builder_faults, constructor_faults, impl_faults
-from attnplug.core.metadata import AttentionMetadataBuilder
+from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.ported_names import BUILDER_INSTANCE_NAMES
-from attnplug.core.text import shown
+from attnplug.core.text import shortened, shown
 
 if TYPE_CHECKING:
-    import torch
-
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.kv_cache_spec import KVCacheSpec
     from attnplug.core.spec import LayerSpec
@@ -26,10 +27,13 @@ _HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 def part_faults(impl: type, builder: type) -> list[str]:
     """What the classes that `get_impl_cls` and `get_builder_cls` gave write that attnplug would not read."""
-    faults = impl_faults(impl, AttentionImpl) if issubclass(impl, AttentionImpl) else ()
-    if issubclass(builder, AttentionMetadataBuilder):
-        return [*faults, *builder_faults(builder, AttentionMetadataBuilder)]
-    return list(faults)
+    return [
+        *(_base_fault("get_impl_cls", impl, AttentionImpl) or impl_faults(impl, AttentionImpl)),
+        *(
+            _base_fault("get_builder_cls", builder, AttentionMetadataBuilder)
+            or builder_faults(builder, AttentionMetadataBuilder)
+        ),
+    ]
 
 
 def make_impl(backend: type[AttentionBackend], spec: LayerSpec, **arguments: Any) -> AttentionImpl[Any]:
@@ -41,7 +45,14 @@ def make_impl(backend: type[AttentionBackend], spec: LayerSpec, **arguments: Any
     """
     impl = backend.get_impl_cls()
     _check_base(backend, "get_impl_cls", impl, AttentionImpl)
-    return impl.from_spec(spec, backend=backend, **arguments)
+    made, error = guarded_call(impl.from_spec, spec, backend=backend, **arguments)
+    where = f"{backend.get_name()} cannot run layer {shown(arguments.get('layer_name'))}"
+    _raise_of(error, f"{where}: {class_name(impl)} raised")
+    if AttentionImpl not in mro_of(type(made)):
+        raise PluginError(
+            f"{where}: from_spec of {class_name(impl)} returned {shown(made)}, which is no AttentionImpl"
+        )
+    return made  # type: ignore[no-any-return]
 
 
 def make_builder(
@@ -60,16 +71,46 @@ def make_builder(
     _check_base(backend, "get_builder_cls", builder, AttentionMetadataBuilder)
     if faults := builder_faults(builder, AttentionMetadataBuilder):
         raise PluginError(f"{backend.get_name()} cannot build metadata: {'; '.join(faults)}")
-    try:
-        made = builder(kv_cache_spec, layer_names, config, device)
-    except (AttributeError, TypeError) as error:
+    made, error = guarded_call(builder, kv_cache_spec, layer_names, config, device)
+    where = f"{backend.get_name()} cannot build metadata"
+    remedy = ""
+    if isinstance(error, (AttributeError, TypeError)):
         fields = ", ".join(field.name for field in dataclasses.fields(BuilderConfig))
-        raise PluginError(
-            f"{backend.get_name()} cannot build metadata: {builder.__name__} raised {type(error).__name__}: {error}; "
-            f"its third argument is attnplug's BuilderConfig, with {fields}"
-        ) from error
+        remedy = f"; its third argument is attnplug's BuilderConfig, with {fields}"
+    layers = f" (layers {shortened(', '.join(map(str, layer_names)), 200)})"
+    _raise_of(error, f"{where}: {builder.__name__} raised", remedy + layers)
+    if AttentionMetadataBuilder not in mro_of(type(made)):
+        what = f"its constructor returned {shown(made)}, which is no AttentionMetadataBuilder"
+        raise PluginError(f"{where}: {builder.__name__} cannot be made, {what}{layers}")
     if wrong := constructor_faults(made, BUILDER_INSTANCE_NAMES, {}) or _wrong_value(made):
         raise PluginError(f"{backend.get_name()} cannot build metadata: {wrong}")
+    return made  # type: ignore[no-any-return]
+
+
+def _raise_of(error: BaseException | None, what: str, remedy: str = "") -> None:
+    """Raise what a constructor of a plugin raised: attnplug's own errors as they are, others with `what` before.
+
+    Errors of memory and of devices stay as they are too, because callers make room and try again.
+    """
+    if error is None:
+        return
+    if isinstance(error, (AttnplugError, MemoryError, torch.OutOfMemoryError, GeneratorExit)):
+        raise error
+    raise PluginError(f"{what} {describe(error)}{remedy}") from error
+
+
+def is_metadata(value: object) -> bool:
+    """Whether a value can be a step's metadata; that of ported backends is a dataclass of their own."""
+    return isinstance(value, AttentionMetadata) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def checked_metadata(backend: type[AttentionBackend], method: str, made: Any) -> Any:
+    """The metadata that a `method` of a backend's builder gave; BackendFaultError for anything else."""
+    if not is_metadata(made):
+        what = f"{backend.get_name()}: {method} of its builder returned {shown(made)}"
+        raise BackendFaultError(f"{what}, which is no metadata; return an instance of AttentionMetadata")
     return made
 
 
@@ -88,6 +129,12 @@ def _wrong_value(builder: AttentionMetadataBuilder[Any]) -> str | None:
 
 
 def _check_base(backend: type[AttentionBackend], getter: str, part: object, base: type) -> None:
-    if not (isinstance(part, type) and issubclass(part, base)):
-        what = f"{backend.get_name()}.{getter} gives {part!r}"
-        raise PluginError(f"{what}; subclass {base.__name__} of attnplug.core")
+    for fault in _base_fault(getter, part, base):
+        raise PluginError(f"{backend.get_name()}.{fault}")
+
+
+def _base_fault(getter: str, part: object, base: type) -> tuple[str, ...]:
+    """What is wrong with a part that is no subclass of `base`; the part's metaclass is not asked."""
+    if isinstance(part, type) and base in mro_of(part):
+        return ()
+    return (f"{getter} gives {shown(part)}; subclass {base.__name__} of attnplug.core",)

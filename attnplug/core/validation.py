@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attnplug.core.answers import answer, declared
+from attnplug.core.answers import HookError, answer, declared
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import ComputeCapability
 from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
@@ -61,7 +62,7 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
         size = getattr(spec, field)
         if not answer(backend, "supports_head_size", size):
             yield _outside(field, size, answer(backend, "get_supported_head_sizes"), code="head_size")
-    if not answer(backend, "supports_dtype", DtypeName(spec.dtype)):
+    if not _serves_dtype(backend, spec.dtype):
         names = declared(backend, "supported_dtypes")
         dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in names]
         yield _outside("dtype", spec.dtype, _limit(backend, "supports_dtype", dtypes))
@@ -71,6 +72,32 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
     # With direct K and V there are no pages, so there is no block size to refuse.
     if spec.block_size is not None and not spec.direct_kv:
         yield from _block_size(backend, spec, spec.block_size, device)
+
+
+def _serves_dtype(backend: type[AttentionBackend], dtype: str) -> bool:
+    """Whether `supports_dtype` accepts a dtype, also where it looks in a set or dict of names or of torch dtypes."""
+    name = DtypeName(dtype)
+    found, error = _asked_of_dtype(backend, name)
+    torch_dtype = getattr(sys.modules.get("torch"), dtype, None)
+    # Without torch nothing has torch dtypes, and without a hash nothing was looked up.
+    if name.was_hashed and torch_dtype is not None:
+        other, failure = _asked_of_dtype(backend, DtypeName(dtype, hash(torch_dtype)))
+        if error is not None and failure is None:
+            return other
+        if error is None and failure is None and other != found:
+            # One of the two was found. A hash that nothing has tells which: its answer is the other one's.
+            absent, _ = _asked_of_dtype(backend, DtypeName(dtype, hash((DtypeName, dtype))))
+            return not absent
+    if error is not None:
+        raise error
+    return found
+
+
+def _asked_of_dtype(backend: type[AttentionBackend], dtype: DtypeName) -> tuple[bool, HookError | None]:
+    try:
+        return answer(backend, "supports_dtype", dtype), None
+    except HookError as error:
+        return False, error
 
 
 def _block_size(
@@ -172,13 +199,19 @@ def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]
         if not answer(backend, "supports_compute_capability", ComputeCapability(*device.capability)):
             found, what = "{}.{}".format(*device.capability), "compute capability"
             yield _outside("device.capability", found, None, what=what, code="compute_capability")
-    elif device.type in ("cuda", "rocm") and declared(backend, "depends_on_capability"):
+    elif device.type in ("cuda", "rocm") and depends_on_capability(backend):
         yield Reason(
             "compute capability not known",
             code="compute_capability",
             field="device.capability",
             remedy=f"name the device with one, such as {'sm90' if device.type == 'cuda' else 'rocm:9.4'}",
         )
+
+
+def depends_on_capability(backend: type[AttentionBackend]) -> bool:
+    """Whether a backend serves only some GPUs: it says so, or has its own method that knows which."""
+    # The method may have been set after the class was made, so it is looked for at each question.
+    return overrides(backend, "supports_compute_capability") or declared(backend, "depends_on_capability")
 
 
 def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None) -> Iterator[Reason]:

@@ -11,7 +11,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.core.parts import make_builder, make_impl
+from attnplug.core.parts import checked_metadata, make_builder, make_impl
 from attnplug.registry.decision import Decision
 
 
@@ -80,7 +80,7 @@ class Binding:
             cache: Any = kv_cache_spec_for(spec, spec.block_size or 1)  # None with direct K and V
             backend = self.decision.get_backend_cls()
             builder = self._builder = make_builder(backend, cache, [self.name], config, self.device)
-        return builder.build(0, common)
+        return checked_metadata(self.decision.get_backend_cls(), "build", builder.build(0, common))
 
 
 def version_of(tensor: torch.Tensor | None) -> Any:

@@ -17,7 +17,7 @@ from attnplug.core.errors import BatchError, PluginError
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
-from attnplug.core.parts import make_builder
+from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
@@ -223,7 +223,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         chunks = plan_context_chunks(context.tolist(), self.context_chunk_rows, block_size)
         return MLAPrefillMetadata(
             tokens,
-            prefill.build(0, new),
+            self._built_by(prefill, new),
             key_rows,
             common.slot_mapping[:tokens],
             tuple(self._chunk(prefill, common, chunk, lens) for chunk in chunks),
@@ -249,8 +249,11 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             common.block_table_tensor[requests],
             key_starts[1],
             self._on_device(np.array(chunk.starts)),
-            prefill.build(0, step),
+            self._built_by(prefill, step),
         )
+
+    def _built_by(self, prefill: AttentionMetadataBuilder[Any], step: CommonAttentionMetadata) -> Any:
+        return checked_metadata(self.backend.prefill or self.backend, "build", prefill.build(0, step))
 
     def _step(
         self,

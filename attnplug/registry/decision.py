@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from attnplug.core.answers import declared
+from attnplug.core.composite.references import class_of, reference_of
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
+from attnplug.core.guarded import describe, guarded_call
 from attnplug.core.json_reading import parse_json, reading, texts, typed
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.text import shown
 from attnplug.registry.measured_choice import Measured
+from attnplug.registry.option_values import as_tuples, make_options
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -148,7 +151,7 @@ class Decision:
         measured: the comparison of measured times that decided; None if none did.
         block_size: tokens per KV page; None without a backend or pages.
         kv_cache_layout: "NHD" or "HND"; None without a backend or pages.
-        options: the chosen backend's options by name, if it has any.
+        options: the chosen backend's options by name, if it has any, as JSON has them: an enumeration's value.
         assumed: versions assumed instead of the installed ones: "all", pairs, or None.
         allow_refuted: the names of backends that may serve although runs here refuted them, or "all".
         notes: errors that did not change the choice, and evidence that the user overrode.
@@ -175,6 +178,19 @@ class Decision:
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The chosen class; None without one, or if the decision was read from JSON."""
 
+    def __reduce__(self) -> tuple[object, tuple[Any, ...]]:
+        """Pickled with its class where another process finds that or its halves, and else without it, as in JSON."""
+        values = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
+        values["backend_cls"] = None if self.backend_cls is None else reference_of(self.backend_cls)
+        return _unpickled, (values,)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        # It never changes, and keeps a class that pickle would not find.
+        return self
+
     def __bool__(self) -> bool:
         return self.backend is not None
 
@@ -195,9 +211,18 @@ class Decision:
         return self.backend_cls
 
     def get_options(self) -> Any:
-        """The chosen backend's `Options` with the values of the user; None if it has none."""
+        """The chosen backend's `Options` with the values of the user; None if it has none.
+
+        Raises:
+            NoBackendError, PluginError: as `get_backend_cls`; PluginError too for a class with other options.
+        """
         options = declared(self.get_backend_cls(), "Options")
-        return None if options is None else options(**dict(self.options or ()))
+        if options is None:
+            return None
+        made, error = guarded_call(make_options, options, dict(self.options or ()))
+        if error is not None:
+            raise PluginError(f"the Options of {self.backend} cannot be made: {describe(error)}") from error
+        return made
 
     @property
     def chosen(self) -> Candidate | None:
@@ -290,6 +315,8 @@ class Decision:
             measured = typed(data, "measured", dict, None)
             if options is not None:
                 fields["options"] = tuple(sorted((k, as_tuples(v)) for k, v in options.items()))
+                # Such as an object within a list: no option is one, and a decision is hashable.
+                hash(fields["options"])
             return cls(
                 spec=LayerSpec.from_dict(typed(data, "spec", dict)),
                 device=Device.from_dict(typed(data, "device", dict)),
@@ -304,6 +331,10 @@ class Decision:
         """The decision that `to_json` wrote. SpecError as `from_dict`."""
         with reading("decision"):
             return cls.from_dict(parse_json(text))
+
+
+def _unpickled(values: dict[str, Any]) -> Decision:
+    return Decision(**{**values, "backend_cls": class_of(values["backend_cls"])})
 
 
 def check_schema(data: Mapping[str, Any], schema: str) -> None:
@@ -323,8 +354,3 @@ def as_text(renderable: RenderableType, width: int = 100) -> str:
     console = SafeConsole(file=text, width=width, color_system=None, markup=False, highlight=False)
     console.print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
-def as_tuples(value: Any) -> Any:
-    """A value read from JSON, with tuples for lists: options have no lists, because they must be hashable."""
-    return tuple(map(as_tuples, value)) if isinstance(value, list) else value

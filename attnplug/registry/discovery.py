@@ -22,7 +22,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import PluginError
 from attnplug.core.guarded import class_name, describe, guarded_call, mro_of, plain_list
 from attnplug.core.interface import backend_faults
-from attnplug.core.overrides import class_fault, is_found
+from attnplug.core.overrides import class_fault, is_own
 from attnplug.core.text import shortened, shown
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.installed import check_requirements
@@ -303,7 +303,7 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
 
 def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
     # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
-    return _is_own_module(backend.__module__) and is_found(backend) and record.distribution in (PROJECT, None)
+    return is_own(backend) and record.distribution in (PROJECT, None)
 
 
 def _is_backend(value: object) -> TypeGuard[type[AttentionBackend]]:

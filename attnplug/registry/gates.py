@@ -14,7 +14,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.guarded import class_name, class_title, describe, guarded_call
 from attnplug.core.interface import backend_faults
-from attnplug.core.overrides import overrides
+from attnplug.core.overrides import is_own, overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase
 from attnplug.core.text import shortened, shown
@@ -137,11 +137,42 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
+    # The classes of a composite are attnplug's own, and they call those of its members.
+    if not issubclass(backend, CompositeBackend):
+        return _parts_fault(backend, backend)
+    for member in backend.members().values():
+        if reason := _parts_fault(member, backend):
+            return reason
+    parts = _parts(backend, backend)
+    return parts if isinstance(parts, Reason) else None
+
+
+def _parts_fault(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> Reason | None:
+    """What is wrong with the parts of `owner`, which is `backend` or a member of it."""
+    parts = _parts(owner, backend)
+    if isinstance(parts, Reason):
+        return parts
+    # This module imports torch, as the parts have done by now.
+    from attnplug.core.parts import part_faults
+
+    faults, error = guarded_call(part_faults, *parts)
+    if error is not None:
+        return fault(owner, f"raised {describe(error)} when its impl and builder were examined")
+    if owner is not backend and overrides(parts[0], "forward"):
+        faults.append(f"{class_name(parts[0])}.forward is not called in a composite; override attend alone")
+    if faults:
+        text = shortened("; ".join(faults), _LONGEST_FAULTS)
+        return fault(owner, f"does not follow the interface: {text}")
+    return None
+
+
+def _parts(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> tuple[type, ...] | Reason:
+    """The impl and the builder of `owner`, or why they cannot be imported."""
     parts: list[type] = []
     name: str = answer(backend, "get_name")
     for getter in ("get_impl_cls", "get_builder_cls"):
-        announce(f"in {getter} of {class_title(backend)}")
-        part, error = guarded_call(operator.methodcaller(getter), backend)
+        announce(f"in {getter} of {class_title(owner)}")
+        part, error = guarded_call(operator.methodcaller(getter), owner)
         announce()
         if error is not None or not isinstance(part, type):
             did = (
@@ -156,23 +187,7 @@ def import_parts(backend: type[AttentionBackend]) -> Reason | None:
                 remedy=f"attnplug doctor {name} shows more",
             )
         parts.append(part)
-    # This module imports torch, as the parts have done by now.
-    from attnplug.core.parts import part_faults
-
-    checked = [(backend, *parts)]
-    if issubclass(backend, CompositeBackend):
-        # The classes of a composite are attnplug's own, and they call those of its members.
-        checked = [(each, each.get_impl_cls(), each.get_builder_cls()) for each in backend.members().values()]
-    for owner, impl, builder in checked:
-        faults, error = guarded_call(part_faults, impl, builder)
-        if error is not None:
-            return fault(owner, f"raised {describe(error)} when its impl and builder were examined")
-        if owner is not backend and overrides(impl, "forward"):
-            faults.append(f"{class_name(impl)}.forward is not called in a composite; override attend alone")
-        if faults:
-            text = shortened("; ".join(faults), _LONGEST_FAULTS)
-            return fault(owner, f"does not follow the interface: {text}")
-    return None
+    return tuple(parts)
 
 
 def preferred_pages(
@@ -203,11 +218,20 @@ def _priority(offer: Offer, placement: Placement) -> int | Reason:
     priority, error = guarded_call(answer, backend, hook, *asked)
     if error is not None:
         return blame(backend, error, hook)
-    # A composite may name two distributions.
-    lowest = 0 if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR) else 1
+    lowest = 0 if _is_of_attnplug(offer) else 1
     if not lowest <= priority <= 999:
         return fault(backend, f"has priority {shown(priority)}; it must be an integer from {lowest} to 999")
     return int(priority)
+
+
+def _is_of_attnplug(offer: Offer) -> bool:
+    """Whether attnplug ships the backend or a member of it."""
+    # A composite may name two distributions. A module of attnplug may be registered in code, without one.
+    if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR):
+        return True
+    backend = offer.backend
+    every = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
+    return any(is_own(each) for each in every)
 
 
 def _declarations(

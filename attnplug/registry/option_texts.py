@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from attnplug.core.errors import PolicyError
+from attnplug.registry.option_values import as_tuples
 
 VARIABLE = "ATTNPLUG_OPTIONS"
 _FORM = "must be NAME.option=value, or option=value for the one backend asked for"
@@ -55,4 +56,4 @@ def _value(text: str) -> Any:
     except (ValueError, RecursionError):
         return text
     # An option must be hashable, and a list is not.
-    return tuple(value) if isinstance(value, list) else value
+    return as_tuples(value)

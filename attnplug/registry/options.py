@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +11,14 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
 from attnplug.core.guarded import class_name, describe, guarded_call, plain_text
 from attnplug.core.text import shortened, shown
-from attnplug.registry.decision import as_tuples
+from attnplug.registry.option_values import (
+    alike,
+    fields_of,
+    make_options,
+    plain_value,
+    read_value,
+    round_trips,
+)
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -122,40 +125,51 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
         if given:
             raise PolicyError("options", given, f"{name} has no options")
         return None
-    if _is_of(given, kind):
-        return given
-    if given is not None and not isinstance(given, Mapping):
-        limit = f"must be the {class_name(kind)} of {name}, or a mapping"
-        raise PolicyError("options", given, limit)
-    fields, error = guarded_call(_fields_of, kind)
+    fields, error = guarded_call(fields_of, kind)
     if error is not None or fields is None:
         why = "it is not a dataclass" if error is None else describe(error)
         raise PluginError(f"the Options of {name} cannot be read: {why}") from error
+    made = given if _is_of(given, kind) else None
+    if made is not None:
+        # The values of an instance are checked as those of a mapping are.
+        given, error = guarded_call(lambda: {f.name: getattr(made, f.name) for f in _init_fields(made)})
+        if error is not None:
+            raise PolicyError("options", made, f"cannot be read: {describe(error)}") from error
+    if given is not None and not isinstance(given, Mapping):
+        limit = f"must be the {class_name(kind)} of {name}, or a mapping"
+        raise PolicyError("options", given, limit)
     exists = ", ".join(f"{field}: {_type_name(hint)}" for field, hint in fields.items()) or "none"
+    read: dict[str, Any] = {}
     for option, value in (given or {}).items():
         if option not in fields:
             limit = f"{name} has no such option; there are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
         # A type of a plugin may raise where a value is compared with it.
-        if not guarded_call(_fits, value, fields[option])[0]:
+        read[option], error = guarded_call(read_value, value, fields[option])
+        if error is not None:
             limit = f"must be {_type_name(fields[option])}; options of {name} are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
-    built, error = guarded_call(kind, **(given or {}))
+    # An instance may have the value of an enumeration in place of its member.
+    is_kept = (
+        type(made) is kind
+        and guarded_call(lambda: all(alike(value, getattr(made, each)) for each, value in read.items()))[0]
+    )
+    built, error = (made, None) if is_kept else guarded_call(kind, **read)
     if error is not None:
         raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
-    for option in fields:
-        _check_value(name, option, built, given or {})
+    for option, hint in fields.items():
+        _check_value(name, option, hint, built, given or {})
+    _check_rebuilt(name, kind, fields, built, given)
     return built
 
 
-# Python evaluates the annotations anew at each call, which takes longer than all else of a selection's options.
-@functools.lru_cache(maxsize=256)
-def _fields_of(kind: type) -> Mapping[str, Any] | None:
-    """The type of each option; None for a class that is no dataclass."""
-    if not dataclasses.is_dataclass(kind):
-        return None
-    hints = typing.get_type_hints(kind)
-    return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
+def plain_options(options: Any) -> tuple[tuple[str, Any], ...]:
+    """The fields of an instance that `build_options` made, by name, as a decision keeps them."""
+    return tuple(sorted((f.name, plain_value(getattr(options, f.name))) for f in _init_fields(options)))
+
+
+def _init_fields(options: Any) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(options) if field.init]
 
 
 def _is_of(value: object, kind: type | None) -> bool:
@@ -163,44 +177,31 @@ def _is_of(value: object, kind: type | None) -> bool:
     return any(each is kind for each in type(value).__mro__)
 
 
-def _check_value(name: str, option: str, options: Any, given: Mapping[str, Any]) -> None:
+def _check_value(name: str, option: str, hint: Any, options: Any, given: Mapping[str, Any]) -> None:
     """Refuse a value that a decision could not be written with as JSON."""
     value, error = guarded_call(getattr, options, option)
-    fits = error is None and guarded_call(_round_trips, value)[0]
+    fits = error is None and guarded_call(round_trips, value, hint)[0]
     if not fits:
-        limit = "cannot be written as JSON and read back; options are numbers, text, flags, None and tuples of these"
+        limit = "cannot be written as JSON and read back; options are numbers, text, flags, enumerations, None and tuples of these"
         if option in given:
             raise PolicyError(f"options[{option!r}]", value, f"of {name} {limit}")
         raise PluginError(f"the option {option} of {name}, which is {shown(value)} by default, {limit}")
 
 
-def _round_trips(value: object) -> bool:
-    """Whether a decision with this option can be written as JSON, and equals the one that is read."""
-    try:
-        return bool(as_tuples(json.loads(json.dumps(value, allow_nan=False))) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
-def _fits(value: object, hint: Any) -> bool:
-    hint = getattr(hint, "__supertype__", hint)  # the type behind a NewType
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Literal:
-        # 1 == True, so the types are compared too.
-        return any(type(value) is type(each) and value == each for each in arguments)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, each) for each in arguments)
-    if hint is None or hint is type(None):
-        return value is None
-    if hint is Any:
-        return True
-    if isinstance(value, bool) and hint is not bool:
-        return False
-    if hint is float:
-        return isinstance(value, (int, float))
-    kind = origin or hint
-    # A hint that is no class cannot be checked here; Options may still refuse the value.
-    return not isinstance(kind, type) or isinstance(value, kind)
+def _check_rebuilt(name: str, kind: type[Any], fields: Iterable[str], built: Any, given: Any) -> None:
+    """Refuse Options that change their own values: a decision read from JSON makes them anew from these values."""
+    again, error = guarded_call(lambda: make_options(kind, dict(plain_options(built))))
+    for option in fields:
+        value = getattr(built, option)
+        later, failure = guarded_call(getattr, again, option)
+        if error is None and failure is None and guarded_call(alike, later, value)[0]:
+            continue
+        did = f"raises {describe(error)}" if error is not None else f"gives {option}={shown(later)}"
+        words = f"made anew from its own values, with {option}={shown(value)}, the {class_name(kind)} of {name} {did}"
+        remedy = "let __post_init__ keep the fields, and compute from them in field(init=False)"
+        if given:
+            raise PolicyError("options", given, words, remedy)
+        raise PluginError(f"{words}; {remedy}")
 
 
 def _type_name(hint: Any) -> str:

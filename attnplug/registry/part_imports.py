@@ -31,6 +31,13 @@ class PartImports:
         self._lock = threading.Lock()
         self._found: dict[type[AttentionBackend], tuple[int, Future[Reason | None]]] = {}
 
+    def under_way(self) -> PartImports:
+        """A new record that knows only the imports that other threads have begun, and begins no second one of these."""
+        made = PartImports()
+        with self._lock:
+            made._found = {each: known for each, known in self._found.items() if not known[1].done()}
+        return made
+
     def failure(self, backend: type[AttentionBackend]) -> Reason | Pending | None:
         """Why the parts of a backend do not import, or None. The first thread that asks imports them.
 
@@ -56,7 +63,7 @@ class PartImports:
         except BaseException:
             # Such as KeyboardInterrupt: nothing is known, so the next call tries again, and those who wait see it.
             with self._lock:
-                del self._found[backend]
+                self._found.pop(backend, None)
             result.set_result(None)
             raise
         result.set_result(reason)

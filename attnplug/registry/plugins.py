@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.core.guarded import class_name, describe, guarded_call, plain_text
+from attnplug.core.text import shown
 from attnplug.registry.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.gates import conflicting, not_loaded
 from attnplug.registry.part_imports import PartImports, Pending
@@ -49,10 +50,13 @@ class PluginSet:
             self._discover()
         elif isinstance(plugins, Mapping):
             for name, plugin in plugins.items():
-                self._register(plugin, str(name))
+                # Names that are equal as text would replace each other.
+                if not isinstance(name, str) or not name:
+                    raise PluginError(f"the name {shown(name)} of a plugin must be text, and not empty")
+                self._register(plugin, plain_text(name))
         else:
             for plugin in plugins:
-                self._register(plugin)
+                self._register(plugin, self._free_name(plugin))
         self._index()
         # The user left out blocked plugins on purpose, so strict mode accepts them.
         kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
@@ -100,11 +104,18 @@ class PluginSet:
     def _copy(self) -> PluginSet:
         made = copy.copy(self)
         made._host, made._loaded, made._in_code = self._host.copy(), dict(self._loaded), list(self._in_code)
+        # The parts of a plugin that is registered again may import by now.
+        made._imports = self._imports.under_way()
         return made
 
+    def _free_name(self, plugin: object) -> str:
+        """The default name of a plugin in a list, with a number if another one has it: neither replaces the other."""
+        title = _default_name(plugin)
+        numbered = (f"{title}-{number}" for number in itertools.count(2))
+        return next(each for each in itertools.chain((title,), numbered) if each not in self._loaded)
+
     def _register(self, plugin: object, name: str | None = None) -> PluginRecord:
-        named, _ = guarded_call(lambda: plain_text(plugin.__name__))  # type: ignore[attr-defined]
-        title = name or named or class_name(type(plugin))
+        title = name or _default_name(plugin)
         if title in self._loaded and title not in self._in_code:
             raise PluginError(f"{title} is the name of an installed plugin; give another name")
         replaced = self._loaded.pop(title, None)
@@ -277,3 +288,8 @@ class PluginSet:
             joined(offer.distribution for offer in both),
             joined(offer.version for offer in both),
         )
+
+
+def _default_name(plugin: object) -> str:
+    named, _ = guarded_call(lambda: plain_text(plugin.__name__))  # type: ignore[attr-defined]
+    return named or class_name(type(plugin))

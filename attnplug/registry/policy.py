@@ -7,8 +7,9 @@ import dataclasses
 import fnmatch
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
 
 from attnplug.core.errors import PolicyError
 from attnplug.core.scopes import Scopes
@@ -149,8 +150,7 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
     )
 
 
-@contextlib.contextmanager
-def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) -> Iterator[None]:
+def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) -> _Use:
     """Ask for a backend, or rules, for every selection made inside the block.
 
     A context variable keeps the rules, so other threads and tasks do not see them, except a task that begins inside.
@@ -164,5 +164,27 @@ def use(backend: str | Mapping[str, str] | None = None, *, options: Any = None) 
     Raises:
         PolicyError: rules that cannot be parsed.
     """
-    with USE_BLOCKS.block(_UseBlock(parse_rules(backend, USE), options)):
-        yield
+    return _Use(backend, options)
+
+
+class _Use(contextlib.ContextDecorator, AbstractContextManager[None]):
+    """The block of one call of `use`; as a decorator, each call of the function is a block of its own."""
+
+    def __init__(self, backend: str | Mapping[str, str] | None, options: Any) -> None:
+        self._backend, self._options = backend, options
+        self._block: AbstractContextManager[Any] | None = None
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(self._backend, self._options)
+
+    def __enter__(self) -> None:
+        if self._block is not None:
+            remedy = "call attnplug.use anew for each block"
+            raise PolicyError(USE, self._backend, "is the call of a block that has begun before", remedy)
+        block = USE_BLOCKS.block(_UseBlock(parse_rules(self._backend, USE), self._options))
+        self._block = block
+        block.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._block is not None:
+            self._block.__exit__(*raised)

@@ -15,7 +15,7 @@ from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.json_reading import whole_json
 from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
-from attnplug.registry.shared_files import locked, read_document, told, unwritable
+from attnplug.registry.shared_files import locked, read_document, remedy_for, told, unwritable
 from attnplug.registry.switches import EVIDENCE
 
 SCHEMA = "attnplug.refuted"
@@ -150,7 +150,7 @@ def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
 def _read(path: Path) -> Cells:
     """The contents of a file, empty if there is no file; MatrixFileError for other contents."""
     try:
-        data = read_document(path, SCHEMA, VERSION, _DELETE)
+        data = read_document(path, SCHEMA, VERSION, remedy_for(path, _DELETE, _RENAME))
     except FileNotFoundError:
         return {}
     try:
@@ -159,7 +159,9 @@ def _read(path: Path) -> Cells:
             for run in data["runs"]
         }
     except _MALFORMED as problem:
-        raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", _DELETE) from None
+        raise MatrixFileError(
+            path, f"cannot be made sense of: {told(problem)}", remedy_for(path, _DELETE, _RENAME)
+        ) from None
 
 
 def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, RefutedCell]]]:

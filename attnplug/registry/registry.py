@@ -23,6 +23,7 @@ from attnplug.registry.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.negotiation import negotiated
 from attnplug.registry.option_texts import VARIABLE as OPTIONS
 from attnplug.registry.option_texts import parse_options, split_options
+from attnplug.registry.option_values import types_within
 from attnplug.registry.options import by_backend, check_options, freeze
 from attnplug.registry.plugins import PluginSet
 from attnplug.registry.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
@@ -307,7 +308,9 @@ class Registry:
         check_options(merged, self.plugins)
         rule = rule_for(sets, spec, phase, layer_name)
         assumed = freeze_assumed(assume_installed)
-        return Policy(rule, freeze(merged), assumed, allowed_names(allow_refuted))
+        frozen = freeze(merged)
+        allowed = allowed_names(allow_refuted)
+        return Policy(rule, frozen, assumed, allowed, option_types=types_within(frozen))
 
     def environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
         """The options in ATTNPLUG_OPTIONS, by backend; `rules` are those of ATTNPLUG_BACKEND."""

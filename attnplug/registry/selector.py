@@ -16,7 +16,7 @@ from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate
 from attnplug.registry.gates import Examined, blame, examine
 from attnplug.registry.measured import rank_by_tables
-from attnplug.registry.options import build_options, options_of
+from attnplug.registry.options import build_options, options_of, plain_options
 from attnplug.registry.part_imports import PENDING
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ class Policy:
     assumed: Assumed = None
     allow_refuted: tuple[str, ...] | None = None
     tuned: Tables | None = None
+    option_types: Any = ()
+    """The types of the options: 1 and True are equal and have one hash, but are other options."""
 
 
 AUTOMATIC = Policy()
@@ -94,7 +96,7 @@ def decide(
         serves = examined[offer]
         reason = plugins.import_failure(serves.backend) if try_parts else None
         if reason is None or reason is PENDING:
-            options, error = guarded_call(_options, offer, policy)
+            options, error = guarded_call(_options, offer, serves.backend, policy)
             if error is None:
                 winner, level = offer, "usable" if try_parts and reason is None else "declared"
                 winning, spec, pages = serves.backend, serves.spec, serves.pages
@@ -193,10 +195,11 @@ def _ranked(
         if unknown:
             notes.append(f"{name} ranks {shortened(', '.join(unknown))}, no candidate here; ignored")
             continue
-        ranked_by.append(name)
         # Names left out get -1 and come last; sorted is stable, so they keep their order.
         place = {item: index for index, item in enumerate(reversed(names))}
         order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
+        if tuple(offer.name for offer in order) != before:
+            ranked_by.append(name)
     return order, ranked_by, notes
 
 
@@ -250,11 +253,11 @@ def _distance(candidate: Candidate, spec: LayerSpec) -> tuple[int, int]:
     return max((far.get(code, _LAYER) for code in candidate.codes), default=_FAULT), len(candidate.codes)
 
 
-def _options(winner: Offer, policy: Policy) -> tuple[tuple[str, Any], ...] | None:
-    built = build_options(winner.backend, options_of(winner, dict(policy.options)))
-    if built is None:
-        return None
-    return tuple(sorted((f.name, getattr(built, f.name)) for f in dataclasses.fields(built) if f.init))
+def _options(
+    winner: Offer, serving: type[AttentionBackend], policy: Policy
+) -> tuple[tuple[str, Any], ...] | None:
+    built = build_options(serving, options_of(winner, dict(policy.options)))
+    return None if built is None else plain_options(built)
 
 
 def refusal(decision: Decision, rule: Rule | None, plugins: PluginSet) -> NoBackendError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core import files
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _SECONDS = 60
+_OF_SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr")
+"""Folders whose files are not the user's, although root may delete them."""
 
 
 def read_document(path: Path, schema: str, version: int, remedy: str) -> dict[str, Any]:
@@ -36,6 +39,17 @@ def read_document(path: Path, schema: str, version: int, remedy: str) -> dict[st
         raise MatrixFileError(path, f"has the schema {found}, not {schema!r}, version {version}", remedy)
     document: dict[str, Any] = data
     return document
+
+
+def remedy_for(path: Path, delete: str, rename: str) -> str:
+    """`delete`, which says to delete the file, for a plain file that the user may delete; else `rename`."""
+    try:
+        is_plain = path.is_file()
+        here = path.resolve()
+    except (OSError, RuntimeError):
+        return rename
+    is_of_system = any(here.is_relative_to(each) for each in _OF_SYSTEM)
+    return delete if is_plain and not is_of_system and os.access(here.parent, os.W_OK) else rename
 
 
 def told(problem: Exception) -> str:

@@ -16,7 +16,7 @@ from attnplug.core.json_reading import typed, whole_json
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.evidence import Subject
 from attnplug.registry.records import COMPOSITE_SEPARATOR
-from attnplug.registry.shared_files import locked, read_document, told, unreadable, unwritable
+from attnplug.registry.shared_files import locked, read_document, remedy_for, told, unreadable, unwritable
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import SCHEMA, VERSION, Row, RowStatus, TunedLayer, TunedTable, layer_key
 
@@ -91,7 +91,7 @@ def table_to_update(path: Path, device: Device) -> TunedTable | None:
 
 
 def _current(path: Path) -> TunedTable | None:
-    return read_table(path, _INSTEAD) if files.may_exist(path) else None
+    return read_table(path, remedy_for(path, _INSTEAD, _OTHER_FILE)) if files.may_exist(path) else None
 
 
 def table_text(table: TunedTable) -> str:

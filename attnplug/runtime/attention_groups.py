@@ -28,7 +28,7 @@ from attnplug.core.metadata import (
     CommonAttentionMetadata,
     own_build_key,
 )
-from attnplug.core.parts import make_builder
+from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision
@@ -206,6 +206,7 @@ def build_attn_metadata(
     Raises:
         BatchError: the batch is out of date, or has another number of KV groups, or other cross groups; a draft step is
             captured.
+        BackendFaultError: a builder gave no metadata.
     """
     check_groups(batch, kv_cache_config)
     if for_capture and draft_index is not None:
@@ -237,13 +238,15 @@ def build_attn_metadata(
                     commons[where] = _for_group(batch, at, pages[at], group.kv_cache_spec, causal)
                 parts = commons[where].block_table_tensor, commons[where].slot_mapping
             made: AttentionMetadata = group.builder.update_block_table(built[twin], *parts)
+            made = checked_metadata(group.backend, "update_block_table", made)
         else:
             if where not in commons:
                 commons[where] = _for_group(batch, at, pages[at], group.kv_cache_spec, causal)
             if for_capture:
                 made = group.builder.build_for_cudagraph_capture(commons[where])
+                made = checked_metadata(group.backend, "build_for_cudagraph_capture", made)
             else:
-                made = build_step(group.builder, commons[where], draft_index, prefix)
+                made = build_step(group, commons[where], draft_index, prefix)
             if not prefix:
                 built[twin] = made
         metadata.update(dict.fromkeys(group.layer_names, made))
@@ -284,17 +287,22 @@ def _wanting_all(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
 
 
 def build_step(
-    builder: AttentionMetadataBuilder[Any],
+    group: AttentionGroup,
     common: CommonAttentionMetadata,
     draft_index: int | None,
     common_prefix_len: int = 0,
 ) -> AttentionMetadata:
-    """One builder's metadata of a step, or of draft step `draft_index` if that is given."""
+    """The metadata of a step by a group's builder, or of draft step `draft_index` if that is given.
+
+    Raises:
+        BackendFaultError: the builder gave no metadata.
+    """
     made: AttentionMetadata
     if draft_index is None:
-        made = builder.build(common_prefix_len, common)
+        made = checked_metadata(group.backend, "build", group.builder.build(common_prefix_len, common))
     else:
-        made = builder.build_for_drafting(common, draft_index)
+        drafted = group.builder.build_for_drafting(common, draft_index)
+        made = checked_metadata(group.backend, "build_for_drafting", drafted)
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -10,6 +9,7 @@ from typing import NamedTuple
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.parts import is_metadata
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.attention_groups import AttentionGroup, build_attn_metadata, build_step
 from attnplug.runtime.step_batch import StepBatch
@@ -79,7 +79,7 @@ def direct_steps(
         keys = int(known[direct.num_reqs])
     steps: dict[str, LayerStep] = {}
     for group in groups:
-        made = build_step(group.builder, direct.for_layers(group.specs), draft_index)
+        made = build_step(group, direct.for_layers(group.specs), draft_index)
         steps.update(dict.fromkeys(group.layer_names, LayerStep(made, direct.num_actual_tokens, keys)))
     return steps
 
@@ -90,10 +90,7 @@ def _built(
     instance("metadata", metadata, Mapping)  # type: ignore[type-abstract]
     for name in itertools.chain.from_iterable(group.layer_names for group in groups):
         made = metadata.get(name)
-        # Those of ported backends are dataclasses of their own.
-        if isinstance(made, type) or not (
-            isinstance(made, AttentionMetadata) or dataclasses.is_dataclass(made)
-        ):
+        if not is_metadata(made):
             limit = "must be the metadata that the layer's builder made"
             raise BatchError(f"metadata[{name!r}]", made, limit, "build it by build_attn_metadata")
     return metadata

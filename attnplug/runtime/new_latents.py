@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from attnplug.core.backend import AttentionBackend
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.core.parts import checked_metadata
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
@@ -34,7 +36,9 @@ class NewLatents:
         layers: Mapping[str, RuntimeLayer],
         specs: Mapping[str, LayerSpec],
     ) -> None:
-        self._builders: list[tuple[AttentionMetadataBuilder[Any], tuple[str, ...]]] = []
+        self._builders: list[
+            tuple[type[AttentionBackend], AttentionMetadataBuilder[Any], tuple[str, ...]]
+        ] = []
         self._impls: dict[str, MLADecodeImpl] = {}
         wanted = {name for name, spec in specs.items() if spec.mla is not None}
         for group in groups:
@@ -42,7 +46,7 @@ class NewLatents:
             found = {name: layers[name].impl for name in names}
             prefill = group.builder.prefill if isinstance(group.builder, MLADecodeBuilder) else None
             if names and prefill is not None:
-                self._builders.append((prefill, names))
+                self._builders.append((group.backend, prefill, names))
                 self._impls |= {n: impl for n, impl in found.items() if isinstance(impl, MLADecodeImpl)}
         # A step has one kind of batch for all of them.
         self.names: Collection[str] = wanted if set(self._impls) == wanted else ()
@@ -50,8 +54,10 @@ class NewLatents:
     def build(self, common: CommonAttentionMetadata) -> dict[str, AttentionMetadata]:
         """The metadata of each layer for new tokens with keys in the call."""
         made: dict[str, AttentionMetadata] = {}
-        for builder, names in self._builders:
-            step: AttentionMetadata = builder.build(0, dataclasses.replace(common, causal=True))
+        for backend, builder, names in self._builders:
+            step = checked_metadata(
+                backend, "build", builder.build(0, dataclasses.replace(common, causal=True))
+            )
             made |= dict.fromkeys(names, step)
         return made
 

@@ -10,6 +10,7 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.parts import checked_metadata
 from attnplug.registry.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup, build_step
 from attnplug.runtime.new_latents import NewLatents
@@ -70,8 +71,9 @@ class NewTokens:
             own = batch.for_layers(group.specs)
             if step.for_capture:
                 made = group.builder.build_for_cudagraph_capture(own)
+                made = checked_metadata(group.backend, "build_for_cudagraph_capture", made)
             else:
-                made = build_step(group.builder, own, draft_index)
+                made = build_step(group, own, draft_index)
             self._metadata.update(dict.fromkeys(group.layer_names, made))
         if step.apart and batch.num_reqs:
             self._metadata.update(self._latents.build(batch))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ pytestmark = pytest.mark.attack("fork or wait")
 SOUND = """
 import concurrent.futures, itertools, os, sys, threading, time
 from attnplug import AttentionBackend, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 ATTNPLUG_API = (1, 1)
 class B(AttentionBackend):
     device_types = ("cpu",)
@@ -26,9 +28,9 @@ class B(AttentionBackend):
     @classmethod
     def get_priority(cls, spec, device, phase): return 900
     @classmethod
-    def get_impl_cls(cls): return object
+    def get_impl_cls(cls): return TorchBackend.get_impl_cls()
     @classmethod
-    def get_builder_cls(cls): return object
+    def get_builder_cls(cls): return TorchBackend.get_builder_cls()
 @hookimpl
 def attnplug_backends(): return [B]
 def ask():
@@ -138,7 +140,7 @@ def parts(cls):
         spec = attnplug.LayerSpec(num_heads=1, num_kv_heads=1, head_size=16)
         levels.append(attnplug.select(spec, "cpu").level)
     t = threading.Thread(target=choose); t.start(); t.join()
-    return object
+    return TorchBackend.get_impl_cls()
 levels = []
 B.get_impl_cls = classmethod(parts)
 """
@@ -167,3 +169,41 @@ def test_no_text_and_no_sequence_is_without_an_end(run, code: str) -> None:
     assert done.returncode == 0, done.stderr
     assert len(done.stdout) < 60_000
     assert json.loads(done.stdout)["backend"] in ("MINE", "TORCH")
+
+
+STAYS = {
+    "thread": "threading.Thread(target=time.sleep, args=(90,)).start()",
+    "busy thread": (
+        "def spin():\n    end = time.time() + 90\n    while time.time() < end: time.sleep(0.01)\n"
+        "threading.Thread(target=spin).start()"
+    ),
+    "pool": "concurrent.futures.ThreadPoolExecutor().submit(time.sleep, 90)",
+    "thread of a thread": (
+        "def begin(): threading.Thread(target=time.sleep, args=(90,)).start()\n"
+        "threading.Thread(target=begin).start()"
+    ),
+    "at exit": "import atexit; atexit.register(time.sleep, 90)",
+}
+
+
+@pytest.mark.parametrize("kind", [*STAYS])
+def test_a_thread_that_a_plugin_leaves_keeps_no_command(run, kind: str) -> None:
+    begun = time.monotonic()
+    done = run(STAYS[kind], *EXPLAIN)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["backend"] == "MINE"
+    assert time.monotonic() - begun < 60
+
+
+def test_a_command_that_fails_keeps_its_exit_code_beside_such_a_thread(run) -> None:
+    done = run(STAYS["thread"], "explain", "--head-size", "64", "--device", "nowhere")
+    assert done.returncode == 2
+    assert "nowhere" in done.stderr
+    done = run(STAYS["thread"], "list")
+    assert "MINE" in done.stdout
+
+
+def test_a_doctor_does_not_wait_for_such_a_thread(run) -> None:
+    done = run(STAYS["thread"], "doctor", "MINE", "--timeout", "50", "--json")
+    (found,) = [each for each in json.loads(done.stdout)["findings"] if each["what"].startswith("MINE")]
+    assert found["state"] == "ok", found

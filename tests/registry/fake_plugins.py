@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnplug import AttentionBackend, Device, Feature, LayerSpec, Registry, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 CPU = Device("cpu")
 H100 = Device("cuda", (9, 0))
@@ -27,11 +28,11 @@ class Serves(AttentionBackend):
 
     @classmethod
     def get_impl_cls(cls) -> type[Any]:
-        return object
+        return TorchBackend.get_impl_cls()
 
     @classmethod
     def get_builder_cls(cls) -> type[Any]:
-        return object
+        return TorchBackend.get_builder_cls()
 
 
 def backend(name: str, priority: object = 50, **attributes: Any) -> type[AttentionBackend]:

@@ -9,6 +9,7 @@ import pytest
 from fake_plugins import CPU, H100, SPEC, backend, raises, registry
 
 from attnplug import AttentionBackend, Reason, Registry
+from attnplug.backends.torch_native import TorchBackend
 from attnplug.errors import BackendUnavailableError, NoBackendError, PluginError
 from attnplug.registry import Candidate, Gate
 
@@ -190,11 +191,11 @@ def test_both_doors_are_opened_once_and_only_down_to_the_first_that_works() -> N
     def made(name: str, priority: int) -> type[AttentionBackend]:
         def impl() -> type[Any]:
             opened.append(f"{name} impl")
-            return object
+            return TorchBackend.get_impl_cls()
 
         def builder() -> type[Any]:
             opened.append(f"{name} builder")
-            return object
+            return TorchBackend.get_builder_cls()
 
         return backend(name, priority, get_impl_cls=impl, get_builder_cls=builder)
 

@@ -15,6 +15,7 @@ from fake_plugins import CPU, H100, SPEC, backend, plugin, registry
 
 import attnplug
 from attnplug import Decision, LayerSpec, Registry, use
+from attnplug.backends.torch_native import TorchBackend
 from attnplug.errors import SpecError
 
 
@@ -97,7 +98,7 @@ def test_threads_that_ask_the_same_at_once_get_one_decision(caplog: pytest.LogCa
 
     def door() -> type[object]:
         opened.append(missed.wait(60))
-        return object
+        return TorchBackend.get_impl_cls()
 
     found = registry(backend("A", get_impl_cls=door))
     found._cache = Watched()

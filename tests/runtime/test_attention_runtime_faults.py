@@ -319,3 +319,17 @@ def test_direct_outputs_are_checked_too():
     runtime.begin_step(direct=batch.common)
     with pytest.raises(BackendFaultError, match="BROKEN left NaN in 3 of 4 rows of output of layer e"):
         runtime.forward("e", batch.query, batch.key, batch.value)
+
+
+@pytest.mark.parametrize("made", [None, {}, "metadata"])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_builder_that_builds_no_metadata_is_named_without_debug_mode(made, alone):
+    class Builder(TorchMetadataBuilder):
+        def build(self, *given: Any, **named: Any) -> Any:
+            return made
+
+    with offered(backend("EMPTY", get_builder_cls=lambda: Builder)):
+        model = ServedModel({"0": FULL}, backend="EMPTY" if alone else "EMPTY+TORCH")
+        model.add("a")
+        with pytest.raises(BackendFaultError, match="EMPTY: build of its builder returned"):
+            model.step(a=21)

@@ -18,7 +18,13 @@ from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
+from attnplug.core.validation import (
+    accepts_blocks,
+    depends_on_capability,
+    reads_blocks,
+    stored_dtypes,
+    validate,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -256,7 +262,7 @@ def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -
         "step_safe": all(both("step_safe")),
         "Options": composite_options(name, members),
     }
-    if any(both("depends_on_capability")):
+    if any(map(depends_on_capability, pair)):
         hook = "supports_compute_capability"
         namespace[hook] = classmethod(
             lambda cls, capability: all(answer(each, hook, capability) for each in pair)

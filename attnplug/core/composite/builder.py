@@ -23,7 +23,7 @@ from attnplug.core.metadata import (
     CommonAttentionMetadata,
     own_build_key,
 )
-from attnplug.core.parts import make_builder
+from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.core.spec import Phase
 
 if TYPE_CHECKING:
@@ -98,9 +98,11 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         if cut.decode is not None:
             shared = common_prefix_len if self._cascades[Phase.DECODE] else 0
             decode = self.decode.build(shared, cut.decode, fast_build)
+            decode = checked_metadata(self.decode_backend, "build", decode)
         if cut.prefill is not None:
             shared = common_prefix_len if self._cascades[Phase.PREFILL] else 0
             prefill = self.prefill.build(shared, cut.prefill, fast_build)
+            prefill = checked_metadata(self.prefill_backend, "build", prefill)
         return self._made(common, cut, decode, prefill)
 
     def use_cascade_attention(
@@ -127,27 +129,32 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             BatchError: requests of both kinds, or prefills that the prefilling builder cannot capture.
         """
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
+        method = "build_for_cudagraph_capture"
         if cut.prefill is None:
-            return self._made(common, cut, self.decode.build_for_cudagraph_capture(common), None)
+            made = self.decode.build_for_cudagraph_capture(common)
+            return self._made(common, cut, checked_metadata(self.decode_backend, method, made), None)
         level = self.prefill.get_cudagraph_support(self.config, self.kv_cache_spec)
         if cut.decode is not None or level < AttentionCGSupport.UNIFORM_BATCH:
             limit = f"is past the {self.reorder_batch_threshold} of a decode"
             who = f"{self.prefill_backend.get_name()} captures {level.name}"
             where = self.decode_backend.get_name()
             raise BatchError("max_query_len", common.max_query_len, f"{limit} on {where}, and {who}")
-        return self._made(common, cut, None, self.prefill.build_for_cudagraph_capture(common))
+        made = self.prefill.build_for_cudagraph_capture(common)
+        return self._made(common, cut, None, checked_metadata(self.prefill_backend, method, made))
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CompositeMetadata:
         """The metadata of a draft step, each part from its builder."""
         common, cut = common_attn_metadata, self._cut(common_attn_metadata)
-        return self._made(
-            common,
-            cut,
-            None if cut.decode is None else self.decode.build_for_drafting(cut.decode, draft_index),
-            None if cut.prefill is None else self.prefill.build_for_drafting(cut.prefill, draft_index),
-        )
+        decode = prefill = None
+        if cut.decode is not None:
+            decode = self.decode.build_for_drafting(cut.decode, draft_index)
+            decode = checked_metadata(self.decode_backend, "build_for_drafting", decode)
+        if cut.prefill is not None:
+            prefill = self.prefill.build_for_drafting(cut.prefill, draft_index)
+            prefill = checked_metadata(self.prefill_backend, "build_for_drafting", prefill)
+        return self._made(common, cut, decode, prefill)
 
     def update_block_table(
         self, metadata: CompositeMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -160,9 +167,11 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         if decode is not None:
             slots = slot_mapping if self._is_cross or prefill is None else slot_mapping[:tokens]
             decode = self.decode.update_block_table(decode, blk_table[:reqs], slots)
+            decode = checked_metadata(self.decode_backend, "update_block_table", decode)
         if prefill is not None:
             slots = slot_mapping if self._is_cross else slot_mapping[tokens:]
             prefill = self.prefill.update_block_table(prefill, blk_table[reqs : metadata.num_reqs], slots)
+            prefill = checked_metadata(self.prefill_backend, "update_block_table", prefill)
         written = slot_mapping if self._is_cross else slot_mapping[: metadata.num_actual_tokens]
         return dataclasses.replace(metadata, slot_mapping=written, decode=decode, prefill=prefill)
 

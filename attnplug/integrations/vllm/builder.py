@@ -13,7 +13,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, Att
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata, own_build_key
-from attnplug.core.parts import make_builder
+from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.vllm.engine_config import (
     SeenLayer,
@@ -68,6 +68,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
         # A prefix is in blocks of its own group.
         key = None if self.common_prefix_len else builder.shared_key(bound, kind)
         if key in built and kind not in builder.captured:
+            method = "update_block_table"
             made = inner.update_block_table(built[key], self.block_table, self.slot_mapping)
         else:
             spec = bound.decision.spec
@@ -75,11 +76,14 @@ class Step(AttentionMetadata):  # type: ignore[misc]
             if how == "capture":
                 # The graph reads what this builder fills, so it builds the later steps too.
                 builder.captured.add(kind)
+                method = "build_for_cudagraph_capture"
                 made = inner.build_for_cudagraph_capture(common)
             else:
+                method = "build"
                 made = inner.build(self.common_prefix_len, common, how == "fast")
             if key is not None:
                 built[key] = made
+        made = checked_metadata(bound.backend, method, made)
         self.made[kind] = made
         return made
 
