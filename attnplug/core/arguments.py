@@ -74,7 +74,8 @@ def unusual_form(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
     # torch has no public test for tensors of vmap, grad and jvp.
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    functorch: Any = getattr(torch._C, "_functorch", None)
+    if functorch is not None and functorch.is_functorch_wrapped_tensor(tensor):
         return "a tensor of a torch.func transform, such as vmap"
     return None
 
@@ -312,10 +313,10 @@ def checked(**declared: Check | type | str | Shape) -> Callable[[_F], _F]:
                 value = bound[name]
                 if value is None and may_be_none:
                     continue
-                if type(check) is Shape:
+                if isinstance(check, Shape):
                     check.check(name, value, known)
                 else:
-                    bound[name] = check(name, value)  # type: ignore[operator]
+                    bound[name] = check(name, value)
             return function(**bound)
 
         return cast("_F", call)

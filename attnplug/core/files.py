@@ -129,6 +129,7 @@ def check_output(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Make a folder and those above it, all or none; OSError if they cannot be made."""
     missing: list[Path] = []
+    folder = path
     with _named(path):
         for folder in (path, *path.parents):
             try:

@@ -99,6 +99,7 @@ def plain_list(values: object, most: int = 1000) -> list[Any]:
     if kind is None:
         raise TypeError(f"{shown(values)} is not a sequence: a tuple or list")
     # The methods of the built-in type, because a subclass may have its own.
-    if kind.__len__(values) > most:
+    built_in: Any = values
+    if kind.__len__(built_in) > most:
         raise TypeError(f"a sequence of more than {most} entries")
-    return list(kind.__iter__(values))
+    return list(kind.__iter__(built_in))

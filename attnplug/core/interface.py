@@ -218,7 +218,8 @@ def _declarations(backend: Any) -> Iterator[str]:
             limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
             yield f"{title}.{field} is {shown(value)}; {limit}"
         elif field in _SEQUENCES:
-            found = ((each, _entry(field, each)) for each in value)
+            entries: Any = value
+            found = ((each, _entry(field, each)) for each in entries)
             yield from (f"{title}.{field} has {shown(each)}, {why}" for each, why in found if why)
 
 

@@ -65,7 +65,8 @@ def _of_class(value: Any, kind: type, hint: Any) -> Any:
         return _member(value, kind)
     _checked(value, isinstance(value, kind))
     if issubclass(kind, tuple) and (arguments or str(hint).endswith("[()]")):
-        return _elements(value, arguments)
+        elements: Any = value
+        return _elements(elements, arguments)
     if arguments and issubclass(kind, collections.abc.Iterable):
         if isinstance(value, _LETTERS):
             raise TypeError  # text is no sequence of options

@@ -53,7 +53,7 @@ def _importer_of(name: str) -> int | None:
     for end in range(1, len(parts) + 1):
         package = ".".join(parts[:end])
         # Python keeps these names private. Without them, nobody is known to import the module.
-        locks: dict[str, Any] = getattr(importlib._bootstrap, "_module_locks", {})
+        locks: dict[str, Any] = getattr(getattr(importlib, "_bootstrap", None), "_module_locks", {})
         lock = locks.get(package, lambda: None)()
         owner = getattr(lock, "owner", None)
         spec = getattr(sys.modules.get(package), "__spec__", None)

@@ -15,6 +15,7 @@ from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.one_commit import NotCopied
+from attnplug.core.precision import without_autocast
 from attnplug.registry.switches import DEBUG, is_on
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.arguments import instance
@@ -398,12 +399,12 @@ class AttentionRuntime(NotCopied):
                 check_values(common, layer.spec)
             layer.poison(output, output_lse, tokens)
         found = output
-        if sharded is not None:
-            sharded.forward(layer, query, key, value, metadata, output, output_lse)
-        else:
-            found = layer.impl.forward(
-                layer, query, key, value, layer.kv_cache, metadata, output, output_lse=output_lse, **scales
-            )
+        with without_autocast(self.device):
+            if sharded is not None:
+                sharded.forward(layer, query, key, value, metadata, output, output_lse)
+            else:
+                call = layer, query, key, value, layer.kv_cache, metadata, output
+                found = layer.impl.forward(*call, output_lse=output_lse, **scales)
         if self.debug:
             layer.check_result(found, output, output_lse, tokens)
         return output

@@ -55,9 +55,8 @@ class NewLatents:
         """The metadata of each layer for new tokens with keys in the call."""
         made: dict[str, AttentionMetadata] = {}
         for backend, builder, names in self._builders:
-            step = checked_metadata(
-                backend, "build", builder.build(0, dataclasses.replace(common, causal=True))
-            )
+            narrowed = dataclasses.replace(common, causal=True)
+            step: Any = checked_metadata(backend, "build", builder.build(0, narrowed))
             made |= dict.fromkeys(names, step)
         return made
 

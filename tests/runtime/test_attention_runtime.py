@@ -284,3 +284,12 @@ def test_the_tokens_of_a_request_do_not_depend_on_its_batch():
     )
     found = together.runtime.forward("0", torch.cat([drawn.query, other.query[7:]]), key, value)
     assert_close(found[:7], drawn.expected, 1e-5)
+
+
+def test_autocast_of_the_engine_does_not_reach_attention():
+    spec, runtime = encoder_runtime()
+    batch = direct_batch(spec, [5, 30], [5, 30])
+    runtime.begin_step(direct=batch.common)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = runtime.forward("e0", batch.query, batch.key, batch.value)
+    assert_close(found, batch.oracle().output, tolerance(spec).output)

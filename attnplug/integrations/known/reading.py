@@ -62,7 +62,7 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         model_type=model_type,
         name=name,
         notes=_family_notes(model_type, name),
-        index_keys=dict.fromkeys(sparse, {**family.defaults, **data}.get("index_head_dim", 0)),
+        index_keys=dict.fromkeys(sparse, int({**family.defaults, **data}.get("index_head_dim") or 0)),
     )
 
 
