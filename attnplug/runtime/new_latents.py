@@ -53,10 +53,10 @@ class NewLatents:
 
     def build(self, common: CommonAttentionMetadata) -> dict[str, AttentionMetadata]:
         """The metadata of each layer for new tokens with keys in the call."""
-        made: dict[str, AttentionMetadata] = {}
+        made: dict[str, Any] = {}
         for backend, builder, names in self._builders:
             narrowed = dataclasses.replace(common, causal=True)
-            step: Any = checked_metadata(backend, "build", builder.build(0, narrowed))
+            step = checked_metadata(backend, "build", builder.build(0, narrowed))
             made |= dict.fromkeys(names, step)
         return made
 
