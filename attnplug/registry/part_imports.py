@@ -28,7 +28,8 @@ class PartImports:
     """Whether the parts of each backend import here. Importing a kernel library is slow, so each is tried once."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        # Reentrant: an interrupt at the end of `with` leaves it held by this thread.
+        self._lock = threading.RLock()
         self._found: dict[type[AttentionBackend], tuple[int, Future[Reason | None]]] = {}
 
     def under_way(self) -> PartImports:
