@@ -9,7 +9,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata
@@ -77,6 +77,8 @@ class BuiltinImpl(AttentionImpl[_M]):
 
     _bind_write: ClassVar[Callable[..., Callable[..., None]]] = staticmethod(bound_kv_write)
     """Makes the function that writes pages, as `attnplug.ops.kv_write.bound_kv_write`."""
+    _reads_adjacent: ClassVar[bool] = False
+    """Whether the kernels read the elements of a head as neighbours."""
     _write_form: object = None
     _bound_write: Callable[..., None]
 
@@ -111,6 +113,13 @@ class BuiltinImpl(AttentionImpl[_M]):
         pages = self._last_pages
         if pages is None or not pages.are_of(kv_cache):
             pages = Pages(kv_cache, *pages_of(self.backend, kv_cache, self.spec), self._forget_pages)
+            if (
+                self._reads_adjacent
+                and pages.k.shape[-1] > 1
+                and (pages.k.stride(-1), pages.v.stride(-1)) != (1, 1)
+            ):
+                limit = "must end in 1: kernels read adjacent elements of a head"
+                raise LayoutError("kv_cache.stride()", kv_cache.stride(), limit, "make the cache contiguous")
             self._last_pages = pages
         return pages
 

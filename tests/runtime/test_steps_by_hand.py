@@ -15,7 +15,7 @@ from model_layers import layer
 from attnplug import plan
 from attnplug.core import BuilderConfig, CommonAttentionMetadata
 from attnplug.core.batch import UBatchSlice, split_attn_metadata
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.parts import make_builder, make_impl
 from attnplug.runtime import AttentionRuntime, StepBatchBuilder
@@ -157,3 +157,18 @@ def test_a_fork_shares_the_pages_of_the_encoder() -> None:
     runtime.forward("self", one, k[:1], v[:1])
     expected = attention_oracle(CROSS, [one], [k], [v], [20]).output
     assert_close(runtime.forward("cross", one), expected, tolerance(CROSS).output)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_whose_heads_are_not_contiguous_is_read_right_or_refused(backend: str) -> None:
+    batch = paged_batch(FULL, [1, 3, 20], [40, 3, 50], block_size=16)
+    cache = batch.kv_cache
+    assert cache is not None
+    spread = torch.zeros(*cache.shape, 2)[..., 0]
+    spread = dataclasses.replace(batch, kv_cache=spread.copy_(cache))
+    if backend == "TORCH":
+        found = by_hand(backend, spread, batch.common)
+        assert_close(found, batch.oracle().output, tolerance(FULL).output)
+        return
+    with pytest.raises(LayoutError, match=r"kv_cache.stride\(\)=.* must end in 1"):
+        by_hand(backend, spread, batch.common)

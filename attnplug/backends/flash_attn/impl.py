@@ -22,6 +22,7 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
     """Attention in FlashAttention's kernels; subclasses name the generation."""
 
     can_return_lse_for_decode = True
+    _reads_adjacent = True
 
     @classmethod
     @functools.cache

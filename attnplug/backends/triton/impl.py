@@ -41,6 +41,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     """
 
     can_return_lse_for_decode = True
+    _reads_adjacent = True
     _bind_write = BoundWrite
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
