@@ -180,7 +180,7 @@ def _in_order(
 def _ranked(
     plugins: PluginSet, order: list[Offer], placement: Placement
 ) -> tuple[list[Offer], list[str], list[str]]:
-    """The order after each plugin that may rank, the plugins that changed it, and a note for each fault."""
+    """The order after each plugin that may rank, the plugins that gave one, and a note for each fault."""
     ranked_by, notes = [], []
     for name, rank in plugins.rankers():
         before = tuple(offer.name for offer in order)
@@ -189,8 +189,8 @@ def _ranked(
         if error is not None:
             notes.append(f"{name} raised {describe(error)} in attnplug_rank; ignored")
             continue
-        if names is None:
-            continue
+        if not names:
+            continue  # it leaves the order to others
         unknown = [item for item in names if item not in before]
         if unknown:
             notes.append(f"{name} ranks {shortened(', '.join(unknown))}, no candidate here; ignored")
@@ -198,8 +198,7 @@ def _ranked(
         # Names left out get -1 and come last; sorted is stable, so they keep their order.
         place = {item: index for index, item in enumerate(reversed(names))}
         order = sorted(order, key=lambda offer: -place.get(offer.name, -1))
-        if tuple(offer.name for offer in order) != before:
-            ranked_by.append(name)
+        ranked_by.append(name)
     return order, ranked_by, notes
 
 

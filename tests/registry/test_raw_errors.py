@@ -143,8 +143,8 @@ def test_a_use_block_begins_once() -> None:
     assert chosen() == chosen() == "attnplug.use"
 
 
-@pytest.mark.parametrize("order", [[], ["A"], ["A", "B"], ()])
-def test_an_order_that_changes_nothing_did_not_rank(order: Any) -> None:
+@pytest.mark.parametrize("order", [[], ()])
+def test_a_plugin_that_names_no_backend_did_not_rank(order: Any) -> None:
     chosen = registry(backend("A", 60), backend("B", 50), rank=lambda candidates: order).select(SPEC, CPU)
     assert (chosen.ranked_by, chosen.chosen_by) == ((), "priority")
     changed = registry(backend("A", 60), backend("B", 50), rank=lambda candidates: ["B"]).select(SPEC, CPU)

@@ -90,12 +90,12 @@ def test_the_same_module_may_be_registered_again_after_a_change() -> None:
 @pytest.mark.parametrize("bad", [object(), plugin(backend("TAKEN"))])
 def test_a_replacement_that_is_refused_leaves_the_one_before(bad: object) -> None:
     found = Registry(
-        {"mine": plugin(backend("A"), rank=lambda names: names[::-1]), "other": plugin(backend("TAKEN"))}
+        {"mine": plugin(backend("A"), rank=lambda names: names), "other": plugin(backend("TAKEN"))}
     )
     with pytest.raises(PluginError):
         found.register(bad, "mine")
     decision = found.select(SPEC, CPU)
-    assert (decision.backend, decision.ranked_by) == ("TAKEN", ("mine",))
+    assert (decision.backend, decision.ranked_by) == ("A", ("mine",))
     assert found.register(plugin(backend("B")), "mine").backends == ("B",)
 
 
