@@ -38,6 +38,13 @@ def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
     return start, start + _bytes(tensor)
 
 
+def allocation(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of the first byte of the memory of which a tensor is a view, and of the byte after the last one."""
+    storage = tensor.untyped_storage()
+    first = storage.data_ptr()
+    return first, first + storage.nbytes()
+
+
 def _bytes(tensor: torch.Tensor) -> int:
     """Bytes from the first to the last of a tensor with elements."""
     # Contiguous tensors are the usual ones, and torch knows their bytes.

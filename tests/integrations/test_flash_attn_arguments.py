@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from attnplug.core.errors import BatchError, PolicyError, SpecError
-from attnplug.core.tensor_memory import overlaps_itself, share_memory
 from attnplug.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
     one_step,
 )
+from attnplug.ops.shared_memory import overlaps_itself, share_memory
 
 
 def ints(*numbers: Any) -> torch.Tensor:

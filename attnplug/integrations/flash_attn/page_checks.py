@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.tensor_memory import allocation, overlaps_itself, share_memory
 from attnplug.integrations.flash_attn.pages import Pages, must_check
 from attnplug.integrations.flash_attn.serving import shared
 from attnplug.integrations.flash_attn.steps import Ints, Lengths
+from attnplug.ops.shared_memory import allocation, overlaps_itself, share_memory
 
 _Places: TypeAlias = npt.NDArray[np.int64]
 _MOST_SHOWN = 20
