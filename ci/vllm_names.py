@@ -1,4 +1,4 @@
-"""Writes attnplug/core/vllm_names.py: the names of vLLM's three base classes, read from its source.
+"""Writes attnplug/core/interface/vllm_names.py: the names of vLLM's three base classes, read from its source.
 
 Unpack the sources of vLLM's releases into one folder, each as `vllm-VERSION`, and name the folder:
 

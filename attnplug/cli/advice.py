@@ -34,7 +34,7 @@ def advice_for(decisions: Iterable[Decision]) -> Advice:
 
 def print_advice(advice: Mapping[tuple[NearMiss, ...], list[Decision]]) -> None:
     """Print the advice below a blank line; nothing without any."""
-    from attnplug.core.whole_words import Paragraph
+    from attnplug._system.terminal_tables import Paragraph
 
     out = console()
     for index, line in enumerate(advice_in_words(advice)):

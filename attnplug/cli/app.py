@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from attnplug._system.files import why
 from attnplug.cli.completion import completion
 from attnplug.cli.conformance import conformance
 from attnplug.cli.doctor import doctor
@@ -43,7 +44,6 @@ from attnplug.core.errors import (
     PolicyError,
     SpecError,
 )
-from attnplug.core.files import why
 
 FAILED, BAD_USAGE, NO_BACKEND = 1, 2, 3
 INTERRUPTED = 130

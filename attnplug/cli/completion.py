@@ -52,7 +52,7 @@ def rules(incomplete: str) -> list[str]:
 
 def devices(incomplete: str) -> list[str]:
     """Devices: types, architectures and GPUs by name, without blanks."""
-    from attnplug.core.device_names import gpu_models
+    from attnplug.core.device import gpu_models
 
     gpus = gpu_models()
     names = [model.name.lower().replace(" ", "") for model in gpus]

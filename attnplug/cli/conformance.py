@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
+from attnplug._system import files
 from attnplug.cli import completion
 from attnplug.cli.arguments import CHECK_SECONDS, AsJson, jobs_option, memory_option, timeout_option
 from attnplug.cli.interrupts import interrupt_on_sigterm
 from attnplug.cli.output import STDOUT, CommandError, check_output, echo, print_json, put
-from attnplug.core import files
 from attnplug.core.errors import PolicyError
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}

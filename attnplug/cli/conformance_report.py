@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from attnplug._system import files
 from attnplug.cli.arguments import CHECK_SECONDS
 from attnplug.cli.run_report import RunReport, counted
-from attnplug.core import files
 from attnplug.testing.isolation.rerun import cli_command
 from attnplug.testing.isolation.results import Outcome, Result, SavedResults
 from attnplug.testing.skips import skip_counts, untested_words

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from attnplug._system.terminal_tables import WordTable
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli import completion
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
@@ -21,7 +22,6 @@ from attnplug.cli.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, end_probes, run_probe
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError, UnknownBackendError
-from attnplug.core.whole_words import WordTable
 
 _CELLS_SHOWN = 3
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from attnplug._system.terminal_tables import WordTable
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json
 from attnplug.core.errors import PolicyError
 from attnplug.core.features import Feature
-from attnplug.core.reason_help import REASON_HELP
-from attnplug.core.whole_words import WordTable
+from attnplug.core.reasons import REASON_HELP
 
 _FEATURE = "feature"
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
-from attnplug.core.whole_words import wrapped
+from attnplug._system.terminal_tables import wrapped
 
 _INDENT, _GAP = 2, 2
 _MOST_LABEL = 30

@@ -9,9 +9,9 @@ from typing import Any
 
 import typer
 
+from attnplug._system.text import shown
 from attnplug.cli.output import CommandError, print_json
 from attnplug.core import errors
-from attnplug.core.text import shown
 
 _OPTION = "--json"
 _STDOUT = "-"

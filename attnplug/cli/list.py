@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnplug._system.terminal_tables import WordTable
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import console, print_json, verdict
-from attnplug.core.guarded import class_title, describe, guarded_call
-from attnplug.core.whole_words import WordTable
+from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer
@@ -156,7 +156,7 @@ def show(
 
 
 def _facts(offer: Offer) -> dict[str, Any]:
-    from attnplug.core.answers import answer
+    from attnplug.core.interface.answers import answer
     from attnplug.core.spec import AttentionType
     from attnplug.registry.installed import missing_requirements
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from attnplug._system.terminal_tables import Paragraph, WordTable
 from attnplug.cli.output import console, layers_in_words
-from attnplug.core.whole_words import Paragraph, WordTable
 
 if TYPE_CHECKING:
     from attnplug.integrations.model_spec import ModelSpec

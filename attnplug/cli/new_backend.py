@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
+from attnplug._system import files
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output import echo, print_json
-from attnplug.core import files
 from attnplug.core.errors import PolicyError
 
 _LONGEST_NAME = 24

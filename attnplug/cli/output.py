@@ -13,14 +13,14 @@ from typing import Any, Literal
 import typer
 from rich.console import Console
 
+from attnplug._system import files
+from attnplug._system.terminal_tables import SafeConsole
+from attnplug._system.terminal_tables import verdict as verdict
+from attnplug._system.text import safe_text
 from attnplug.cli.own_output import own_stream
-from attnplug.core import files
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.core.features import Feature
-from attnplug.core.safe_console import SafeConsole
 from attnplug.core.spec import AttentionType, LayerSpec
-from attnplug.core.text import safe_text
-from attnplug.core.whole_words import verdict as verdict
 
 VERSION = 1
 """The version of every schema of the commands' JSON; docs/reference/json.md describes them."""

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable
 from typing import NoReturn
 
+from attnplug._system.processes import end_with, signal_name
 from attnplug.cli.output import error
-from attnplug.core.processes import end_with, signal_name
 from attnplug.registry.plugin_calls import watch_plugins
 
 _FAILED, _INTERRUPTED = 1, 130

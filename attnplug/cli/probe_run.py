@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnplug.core import files
-from attnplug.core.processes import end, signal_name, start_python
+from attnplug._system import files
+from attnplug._system.processes import end, signal_name, start_python
 
 _TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
 _KINDS: dict[str, tuple[type, ...]] = {

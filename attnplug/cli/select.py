@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from attnplug._system.terminal_tables import Paragraph, WordTable
 from attnplug.cli.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.arguments import (
     AllowRefuted,
@@ -34,7 +35,6 @@ from attnplug.cli.spinner import waiting
 from attnplug.cli.strip import LayerStrip
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.core.whole_words import Paragraph, WordTable
 from attnplug.integrations.model_spec import NOT_READ, Client
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from attnplug.core.safe_console import SafeConsole
+from attnplug._system.terminal_tables import SafeConsole
 
 AFTER = 0.5
 """Seconds after which a user wonders what the command does."""

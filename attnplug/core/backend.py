@@ -8,11 +8,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attnplug.core.answers import answer, declared, serving_class
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import FEATURES, Feature
+from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 

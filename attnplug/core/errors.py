@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.core.text import safe_text, shown
+from attnplug._system.text import safe_text, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

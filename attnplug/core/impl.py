@@ -13,10 +13,10 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
-from attnplug.core.interface import constructor_faults, impl_faults
+from attnplug.core.interface.interface import constructor_faults, impl_faults
+from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.mla_weights import LatentProjection, check_projection
-from attnplug.core.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.spec import AttentionType, LayerSpec
 
 _M = TypeVar("_M", bound=AttentionMetadata)

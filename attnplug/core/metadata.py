@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 import torch
 from typing_extensions import deprecated
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.arguments import integer
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
-from attnplug.core.overrides import owner_of
+from attnplug.core.interface.signatures import owner_of
 from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType
 

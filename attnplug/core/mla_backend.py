@@ -8,12 +8,12 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from attnplug.core.answers import answer, declared, serving_class
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.checks import check_size
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 

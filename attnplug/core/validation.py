@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attnplug.core.answers import HookError, answer, declared
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.device import ComputeCapability
 from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.features import FEATURES, Feature
-from attnplug.core.overrides import overrides
+from attnplug.core.interface.answers import HookError, answer, declared
+from attnplug.core.interface.signatures import overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
 

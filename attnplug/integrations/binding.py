@@ -9,9 +9,9 @@ import torch
 
 from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import AttentionImpl, LayerTensors
+from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.core.parts import checked_metadata, make_builder, make_impl
 from attnplug.registry.decision import Decision
 
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from attnplug._system.text import shown
 from attnplug.core.checks import MOST, short_number
 from attnplug.core.dtypes import dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import ModelConfigError, SpecError
-from attnplug.core.text import shown
 from attnplug.integrations.model_spec import Client, ModelSpec
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.answers import answer, declared
 from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.guarded import guarded_call
+from attnplug.core.interface.answers import answer, declared
+from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.model import Cell
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try

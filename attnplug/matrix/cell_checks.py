@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Iterator
 
-from attnplug.core.answers import serving_class
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
+from attnplug.core.interface.answers import serving_class
 from attnplug.core.spec import LayerSpec
 from attnplug.matrix.axes import spec_of
 from attnplug.matrix.design import design

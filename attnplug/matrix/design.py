@@ -6,11 +6,11 @@ import bisect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.answers import answer
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.guarded import guarded_call
+from attnplug.core.interface.answers import answer
+from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
 from attnplug.matrix.model import Cell

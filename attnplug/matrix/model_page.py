@@ -6,7 +6,7 @@ import collections
 import json
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.device_names import gpu_models
+from attnplug.core.device import gpu_models
 from attnplug.matrix.example_models import ExampleModel, example_models
 from attnplug.matrix.letters import letters
 from attnplug.matrix.which_backend import GPU, KV_CHOICES, Answer, Kind, answers_for

@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnplug.core import files, json_reading
+from attnplug._system import files
+from attnplug._system import json_files as json_reading
+from attnplug._system.json_files import parse_json
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.json_reading import parse_json
 from attnplug.matrix.extent import Extent
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.words import AXIS_NAMES

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from attnplug.core.whole_words import WordTable
+from attnplug._system.terminal_tables import WordTable
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
     BESIDE,

@@ -14,10 +14,10 @@ from attnplug.core.batch.host import is_one_each, query_spans
 from attnplug.core.composite.cut import Cut, cut_at
 from attnplug.core.config import CONTEXT_CHUNK_ROWS, BuilderConfig
 from attnplug.core.errors import BatchError, PluginError
+from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
-from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata

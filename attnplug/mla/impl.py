@@ -10,9 +10,9 @@ import torch
 
 from attnplug.core.errors import BatchError, LayoutError, PluginError, SpecError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors, MLAAttentionImpl
+from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla import MLADims
 from attnplug.core.mla_weights import DenseProjection, LatentProjection, projection_of
-from attnplug.core.parts import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages

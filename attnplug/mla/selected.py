@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.core.one_commit import NotCopied
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
 from attnplug.ops.selection import query_ends, requests_and_ends, table_of_tokens

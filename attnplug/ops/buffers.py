@@ -8,9 +8,9 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.arguments import at_least, instance, integer, listed, number, torch_device
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
 
 # numpy has no such types, so a host buffer of them has no numpy view.
 _NOT_IN_NUMPY = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)

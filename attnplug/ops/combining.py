@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.arguments import at_least, checked, flag, rank_group, sequence_of, torch_device
 from attnplug.core.context_parallel import MOST_SENT_BYTES
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
 from attnplug.ops.checks import check_apart, check_merge, check_written, is_same
 from attnplug.ops.merging import merge_into
 

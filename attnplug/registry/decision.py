@@ -9,23 +9,23 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from attnplug.core.answers import declared
+from attnplug._system.json_files import parse_json, reading, texts, typed
+from attnplug._system.text import shown
 from attnplug.core.composite.references import class_of, reference_of
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
-from attnplug.core.guarded import describe, guarded_call
-from attnplug.core.json_reading import parse_json, reading, texts, typed
+from attnplug.core.interface.answers import declared
+from attnplug.core.interface.guarded import describe, guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.core.text import shown
 from attnplug.registry.measured_choice import Measured
 from attnplug.registry.option_values import as_tuples, make_options
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
+    from attnplug._system.terminal_tables import WordTable
     from attnplug.core.backend import AttentionBackend
-    from attnplug.core.whole_words import WordTable
 
 SCHEMA = "attnplug.decision"
 VERSION = 1
@@ -248,7 +248,7 @@ class Decision:
     def table(self) -> WordTable:
         """A table for rich: candidate, priority, verdict and reasons."""
         # rich is imported only when a decision is printed.
-        from attnplug.core.whole_words import WordTable, verdict
+        from attnplug._system.terminal_tables import WordTable, verdict
 
         columns = ("backend", "priority", "verdict", "why")
         table = WordTable(columns, ("priority",), ("backend", "verdict"), heading="{backend}  {verdict}")
@@ -267,7 +267,7 @@ class Decision:
     def __rich__(self) -> Group:
         from rich.console import Group
 
-        from attnplug.core.whole_words import Paragraph
+        from attnplug._system.terminal_tables import Paragraph
 
         phase = f" in {self.phase}" if self.phase else ""
         layer = f"{self.layer_name}: " if self.layer_name else ""
@@ -348,7 +348,7 @@ def check_schema(data: Mapping[str, Any], schema: str) -> None:
 
 def as_text(renderable: RenderableType, width: int = 100) -> str:
     """The text that rich prints, without colour, markup or trailing spaces."""
-    from attnplug.core.safe_console import SafeConsole
+    from attnplug._system.terminal_tables import SafeConsole
 
     text = io.StringIO()
     console = SafeConsole(file=text, width=width, color_system=None, markup=False, highlight=False)

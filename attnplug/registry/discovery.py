@@ -17,13 +17,13 @@ from typing import Any, TypeGuard, cast
 
 import pluggy
 
-from attnplug.core.answers import DECLARED, NAME_RULE, declared, forget_answers, plain_name
+from attnplug._system.text import shortened, shown
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import PluginError
-from attnplug.core.guarded import class_name, describe, guarded_call, mro_of, plain_list
-from attnplug.core.interface import backend_faults
-from attnplug.core.overrides import class_fault, is_own
-from attnplug.core.text import shortened, shown
+from attnplug.core.interface.answers import DECLARED, NAME_RULE, declared, forget_answers, plain_name
+from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of, plain_list
+from attnplug.core.interface.interface import backend_faults
+from attnplug.core.interface.signatures import class_fault, is_own
 from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.installed import check_requirements
 from attnplug.registry.plugin_calls import announce

@@ -7,7 +7,7 @@ import platform
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.core.device_names import same_gpu_name
+from attnplug.core.device import same_gpu_name
 from attnplug.core.dtypes import stored_dtype_name
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase

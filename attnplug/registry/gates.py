@@ -8,16 +8,16 @@ import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.core.answers import HookError, answer, declared, serving_class
+from attnplug._system.text import shortened, shown
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
-from attnplug.core.guarded import class_name, class_title, describe, guarded_call
-from attnplug.core.interface import backend_faults
-from attnplug.core.overrides import is_own, overrides
+from attnplug.core.interface.answers import HookError, answer, declared, serving_class
+from attnplug.core.interface.guarded import class_name, class_title, describe, guarded_call
+from attnplug.core.interface.interface import backend_faults
+from attnplug.core.interface.signatures import is_own, overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase
-from attnplug.core.text import shortened, shown
 from attnplug.registry.decision import Candidate, Gate, Placement
 from attnplug.registry.hookspecs import PROJECT
 from attnplug.registry.installed import Assumed, missing_requirements
@@ -153,7 +153,7 @@ def _parts_fault(owner: type[AttentionBackend], backend: type[AttentionBackend])
     if isinstance(parts, Reason):
         return parts
     # This module imports torch, as the parts have done by now.
-    from attnplug.core.parts import part_faults
+    from attnplug.core.interface.impl_and_builder import part_faults
 
     faults, error = guarded_call(part_faults, *parts)
     if error is not None:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from attnplug.core.json_reading import typed
+from attnplug._system.json_files import typed
 
 MIN_GAIN = 0.02
 """A backend must be faster than the default by more than this share, and by more than twice the spread."""

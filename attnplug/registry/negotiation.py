@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attnplug.core.answers import answer
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import LayoutError
+from attnplug.core.interface.answers import answer
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.validation import reads_blocks
 

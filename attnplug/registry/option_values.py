@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-from attnplug.core.guarded import guarded_call
+from attnplug.core.interface.guarded import guarded_call
 
 _LETTERS = (str, bytes, bytearray)
 _PLAIN = (bool, int, float, str, type(None))

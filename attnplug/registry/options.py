@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.answers import answer, declared
+from attnplug._system.text import shortened, shown
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
-from attnplug.core.guarded import class_name, describe, guarded_call, plain_text
-from attnplug.core.text import shortened, shown
+from attnplug.core.interface.answers import answer, declared
+from attnplug.core.interface.guarded import class_name, describe, guarded_call, plain_text
 from attnplug.registry.option_values import (
     alike,
     fields_of,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attnplug.core.guarded import describe as describe
-from attnplug.core.guarded import guarded_call as guarded_call
-from attnplug.core.guarded import plain_list as plain_list
-from attnplug.core.guarded import plain_text as plain_text
+from attnplug.core.interface.guarded import describe as describe
+from attnplug.core.interface.guarded import guarded_call as guarded_call
+from attnplug.core.interface.guarded import plain_list as plain_list
+from attnplug.core.interface.guarded import plain_text as plain_text
 
 
 class _Watcher:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from attnplug._system.text import shown
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
-from attnplug.core.guarded import class_name, describe, guarded_call, plain_text
-from attnplug.core.text import shown
+from attnplug.core.interface.guarded import class_name, describe, guarded_call, plain_text
 from attnplug.registry.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.gates import conflicting, not_loaded
 from attnplug.registry.part_imports import PartImports, Pending

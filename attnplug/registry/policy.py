@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
+from attnplug._system.scopes import Scopes
 from attnplug.core.errors import PolicyError
-from attnplug.core.scopes import Scopes
 from attnplug.core.spec import KINDS, LayerSpec, Phase
 from attnplug.registry.switches import BACKEND as ENVIRONMENT
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.answers import Declared, declarations
+from attnplug.core.interface.answers import Declared, declarations
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

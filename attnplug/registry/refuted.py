@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnplug.core import files
+from attnplug._system import files
+from attnplug._system.json_files import locked, read_document, remedy_for, told, unwritable, whole_json
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.json_reading import whole_json
 from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
-from attnplug.registry.shared_files import locked, read_document, remedy_for, told, unwritable
 from attnplug.registry.switches import EVIDENCE
 
 SCHEMA = "attnplug.refuted"

@@ -12,10 +12,10 @@ import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
+from attnplug._system.text import shown
 from attnplug.core.checks import check_member
 from attnplug.core.errors import PluginError, PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase, check_layers
-from attnplug.core.text import shown
 from attnplug.registry.decision import Decision, Placement
 from attnplug.registry.devices import DeviceLike, is_here, resolve_device
 from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.answers import answer
+from attnplug._system.text import shortened, shown
 from attnplug.core.errors import BackendUnavailableError, NoBackendError, PolicyError
-from attnplug.core.guarded import describe, guarded_call, plain_list, plain_text
+from attnplug.core.interface.answers import answer
+from attnplug.core.interface.guarded import describe, guarded_call, plain_list, plain_text
 from attnplug.core.mla_backend import MLADecodeBackend
-from attnplug.core.text import shortened, shown
 from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
 from attnplug.registry.evidence_gate import EvidenceGate

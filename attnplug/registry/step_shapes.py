@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, Self
 
+from attnplug._system.json_files import typed
 from attnplug.core.errors import PolicyError
-from attnplug.core.json_reading import typed
 from attnplug.core.spec import Phase
 
 MOST_TOKENS = 1 << 24

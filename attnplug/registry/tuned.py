@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from attnplug.core.device_names import find_gpu, same_gpu_name
+from attnplug.core.device import find_gpu, same_gpu_name
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.installed import installed_version
 from attnplug.registry.records import canonical_name

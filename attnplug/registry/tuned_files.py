@@ -9,14 +9,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core import files
+from attnplug._system import files
+from attnplug._system.json_files import (
+    locked,
+    read_document,
+    remedy_for,
+    told,
+    typed,
+    unreadable,
+    unwritable,
+    whole_json,
+)
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.json_reading import typed, whole_json
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.evidence import Subject
 from attnplug.registry.records import COMPOSITE_SEPARATOR
-from attnplug.registry.shared_files import locked, read_document, remedy_for, told, unreadable, unwritable
 from attnplug.registry.step_shapes import StepShape
 from attnplug.registry.tuned import SCHEMA, VERSION, Row, RowStatus, TunedLayer, TunedTable, layer_key
 

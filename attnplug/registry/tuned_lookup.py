@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from attnplug.core import files
+from attnplug._system import files
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.registry.switches import TUNED
 from attnplug.registry.tuned import TunedTable, device_slug

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from attnplug.core.answers import answer
 from attnplug.core.arguments import at_least, checked, instance, mapping_of, one_of, subclass_of, torch_device
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import LayoutError
+from attnplug.core.interface.answers import answer
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES

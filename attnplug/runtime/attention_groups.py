@@ -9,12 +9,13 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from attnplug.core.answers import answer
 from attnplug.core.arguments import checked, mapping_of, one_of, sequence_of, torch_device
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.batch.kv_sharing import create_fast_prefill_custom_backend, of_wanted_tokens
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.interface.answers import answer
+from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -28,7 +29,6 @@ from attnplug.core.metadata import (
     CommonAttentionMetadata,
     own_build_key,
 )
-from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision

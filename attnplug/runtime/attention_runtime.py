@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.config import BuilderConfig
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.one_commit import NotCopied
 from attnplug.core.precision import without_autocast
 from attnplug.registry.switches import DEBUG, is_on
 from attnplug.runtime.allocation import init_kv_cache

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
 
 Blocks: TypeAlias = npt.NDArray[Any]
 Held: TypeAlias = int | list[int] | npt.NDArray[np.int32] | None

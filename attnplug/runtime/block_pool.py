@@ -7,9 +7,9 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from attnplug._system.one_commit import OneCommit
 from attnplug.core.checks import short_number
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import OneCommit
 from attnplug.runtime.arguments import integer, listed
 
 _MOST_BLOCKS = 1 << 24

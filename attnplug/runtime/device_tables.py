@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.one_commit import NotCopied
+from attnplug._system.one_commit import NotCopied
 from attnplug.ops.buffers import CpuGpuBuffer
 
 _Ints = npt.NDArray[np.int64]

@@ -8,13 +8,13 @@ from typing import TypeAlias
 
 import torch
 
-from attnplug.core.answers import HookError, answer
+from attnplug._system.text import shown
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import LayoutError
-from attnplug.core.guarded import class_title
+from attnplug.core.interface.answers import HookError, answer
+from attnplug.core.interface.guarded import class_title
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from attnplug.core.spec import LayerSpec
-from attnplug.core.text import shown
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.runtime.allocation import cache_form, view_kv_cache
 from attnplug.runtime.memory_overlap import Blocks, check_overlaps

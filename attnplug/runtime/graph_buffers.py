@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID
-from attnplug.core.one_commit import NotCopied
 from attnplug.core.selection import Selection
 from attnplug.runtime.arguments import integer
 from attnplug.runtime.sharded_graphs import ShardedGraphBuffers

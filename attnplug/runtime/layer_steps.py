@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from attnplug.core.errors import BatchError
+from attnplug.core.interface.impl_and_builder import is_metadata
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.parts import is_metadata
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.attention_groups import AttentionGroup, build_attn_metadata, build_step
 from attnplug.runtime.step_batch import StepBatch

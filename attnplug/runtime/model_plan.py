@@ -8,13 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from attnplug.core.answers import serving_class
+from attnplug._system.json_files import parse_json, reading, texts, typed
 from attnplug.core.checks import check_size
 from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.device import Device
 from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperparameters
-from attnplug.core.json_reading import parse_json, reading, texts, typed
+from attnplug.core.interface.answers import serving_class
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.decision import VERSION, Decision, as_text, check_schema
@@ -27,7 +27,7 @@ from attnplug.runtime.sharing_cost import SharingCost
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from attnplug.core.whole_words import WordTable
+    from attnplug._system.terminal_tables import WordTable
     from attnplug.registry.registry import Registry
 
 SCHEMA = "attnplug.plan"
@@ -145,7 +145,7 @@ class ModelPlan:
 
         It has a column for each phase if phases were decided alone or a composite serves a layer.
         """
-        from attnplug.core.whole_words import WordTable
+        from attnplug._system.terminal_tables import WordTable
 
         split = bool(self.by_phase) or any("+" in name for name in self.backends)
         who = ["prefill", "decode"] if split else ["backend"]
@@ -165,7 +165,7 @@ class ModelPlan:
     def __rich__(self) -> Group:
         from rich.console import Group
 
-        from attnplug.core.whole_words import Paragraph
+        from attnplug._system.terminal_tables import Paragraph
 
         parts = [f"{len(self.decisions)} layers on {self.device}"]
         if self.kv_sharing:

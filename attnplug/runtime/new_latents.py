@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.interface.impl_and_builder import checked_metadata
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.core.parts import checked_metadata
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl

@@ -9,8 +9,8 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import LayerTensors
+from attnplug.core.interface.impl_and_builder import checked_metadata
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.parts import checked_metadata
 from attnplug.registry.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup, build_step
 from attnplug.runtime.new_latents import NewLatents

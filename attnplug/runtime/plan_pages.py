@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from attnplug.core.answers import answer
 from attnplug.core.errors import LayoutError
+from attnplug.core.interface.answers import answer
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.validation import reads_blocks
 from attnplug.registry.decision import Decision

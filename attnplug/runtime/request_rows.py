@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.one_commit import OneCommit
+from attnplug._system.one_commit import OneCommit
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.block_holders import BlockHolders, Held
 from attnplug.runtime.device_tables import DeviceTables

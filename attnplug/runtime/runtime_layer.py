@@ -11,7 +11,7 @@ import torch
 from attnplug.core.dtypes import output_quant_key
 from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, SpecError
 from attnplug.core.impl import AttentionImpl, LayerTensors
-from attnplug.core.parts import make_impl
+from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.shared_memory import byte_span, overlaps_itself, share_memory
 from attnplug.registry.decision import Decision

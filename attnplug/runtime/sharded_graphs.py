@@ -8,9 +8,9 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID
-from attnplug.core.one_commit import NotCopied
 from attnplug.runtime.sharded_step import ShardedStep
 
 _Ints = npt.NDArray[Any]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, RankFailureError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata
-from attnplug.core.one_commit import NotCopied
 from attnplug.ops.combining import ExchangeBuffers, combine_partials, gather_rows, without_nan
 from attnplug.ops.merging import merge_into
 from attnplug.registry.decision import Decision

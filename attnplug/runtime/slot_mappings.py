@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.batch.context_parallel import local_offsets
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID
-from attnplug.core.one_commit import NotCopied
 from attnplug.runtime.request_counts import Ints
 
 

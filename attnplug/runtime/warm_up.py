@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from attnplug.core.answers import answer
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
+from attnplug.core.interface.answers import answer
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.selection import Selection
 from attnplug.core.spec import Phase

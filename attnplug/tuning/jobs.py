@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from attnplug.core import files
+from attnplug._system import files
+from attnplug._system.processes import end, signal_name, start_python
 from attnplug.core.device import Device
-from attnplug.core.processes import end, signal_name, start_python
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.step_shapes import StepShape
 

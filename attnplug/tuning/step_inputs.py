@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
-from attnplug.core.answers import answer
 from attnplug.core.config import BuilderConfig
+from attnplug.core.interface.answers import answer
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase

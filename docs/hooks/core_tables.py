@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from attnplug.core.ported_names import (
+from attnplug.core.interface.ported_names import (
     BACKEND_NAMES,
     BUILDER_NAMES,
     IMPL_NAMES,
     PORTED_PARAMETERS,
     PortedName,
 )
-from attnplug.core.reason_help import REASON_HELP
+from attnplug.core.reasons import REASON_HELP
 
 
 def ported_names() -> str:

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from attnplug.core import files
+from attnplug._system import files
+from attnplug._system.json_files import locked, parse_json
 from attnplug.core.errors import MatrixFileError, ModelConfigError, PolicyError, SpecError
-from attnplug.core.json_reading import parse_json
 from attnplug.matrix.results import read_matrix, write_file
 from attnplug.registry import refuted
 from attnplug.registry.decision import Decision
-from attnplug.registry.shared_files import locked
 from attnplug.testing.conformance.selection import read_known_failures
 
 pytestmark = [
@@ -164,7 +163,7 @@ def test_a_new_file_has_the_permissions_of_any_new_file(tmp_path):
 def test_a_planted_temporary_file_is_not_written(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_text("mine")
-    monkeypatch.setattr("attnplug.core.files.secrets.token_hex", lambda count: "known")
+    monkeypatch.setattr("attnplug._system.files.secrets.token_hex", lambda count: "known")
     (tmp_path / ".attnplug-known").symlink_to(victim)
     with pytest.raises(OSError, match="File exists"):
         files.write_text(tmp_path / "m.json", "new")
@@ -179,7 +178,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnplug.core.files.os.fsync", full)
+    monkeypatch.setattr("attnplug._system.files.os.fsync", full)
     with pytest.raises(MatrixFileError, match="No space left"):
         write_file(path, "new")
     assert [each.name for each in tmp_path.iterdir()] == ["m.json"]

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.core import files
+from attnplug._system import files
+from attnplug._system.json_files import locked, parse_json, whole_json
 from attnplug.core.errors import MatrixFileError, ModelConfigError
-from attnplug.core.json_reading import parse_json, whole_json
 from attnplug.integrations.reader.config_json import config_path, parse
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.results import read_matrix, write_matrix
-from attnplug.registry.shared_files import locked
 from attnplug.testing.isolation.listing import SuiteRequest, list_checks
 
 pytestmark = [

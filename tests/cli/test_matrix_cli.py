@@ -545,7 +545,7 @@ def test_a_file_that_cannot_be_written_is_named(command, monkeypatch):
     def full(path, text):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("attnplug.core.files.write_text", full)
+    monkeypatch.setattr("attnplug._system.files.write_text", full)
     outcome = command("--backend", "TORCH", "--device", "cpu", "--html", "m.html")
     assert (outcome.code, outcome.err) == (2, "attnplug: m.html cannot be written: No space left on device\n")
 

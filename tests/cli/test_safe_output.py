@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from attnplug import LayerSpec, Registry, explain, hookimpl
+from attnplug._system.text import safe_text, shown
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.core import Reason
-from attnplug.core.text import safe_text, shown
 from attnplug.errors import AttnplugError, BatchError, NoBackendError, PluginError
 from attnplug.registry.hookspecs import ENTRY_POINT_GROUP
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.core import Device
-from attnplug.core.device_names import arch_capability, find_gpu, gpu_models, near_gpus, same_gpu_name
+from attnplug.core.device import arch_capability, find_gpu, gpu_models, near_gpus, same_gpu_name
 from attnplug.errors import SpecError
 
 

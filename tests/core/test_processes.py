@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.core.processes import end, python_command, start_python
+from attnplug._system.processes import end, python_command, start_python
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="Linux alone can find the orphans of a process"
@@ -86,7 +86,7 @@ def test_processes_of_a_child_end_with_the_parent_of_it(tmp_path, number):
     """Also where the parent is killed, and can end nothing itself."""
     pids, log = tmp_path / "pids", tmp_path / "log"
     code = f"""
-from attnplug.core.processes import start_python
+from attnplug._system.processes import start_python
 import time
 with open({str(log)!r}, 'wb') as output:
     start_python({STARTS + "import time; time.sleep(600)"!r}, {str(pids)!r}, stdout=output)
@@ -141,7 +141,7 @@ def test_a_child_that_is_ended_again_stays_ended(tmp_path):
 
 def test_the_environment_names_the_supervisor_that_the_parent_sees(tmp_path):
     log = tmp_path / "log"
-    code = "from attnplug.core.processes import own_number; print(own_number())"
+    code = "from attnplug._system.processes import own_number; print(own_number())"
     with log.open("wb") as output:
         child = start_python(code, stdout=output)
     assert child.wait(60) == 0

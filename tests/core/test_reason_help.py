@@ -10,8 +10,7 @@ import pytest
 import attnplug
 from attnplug.core import SparseSpec
 from attnplug.core.device import Device
-from attnplug.core.reason_help import REASON_HELP
-from attnplug.core.reasons import REASON_CODES, Reason
+from attnplug.core.reasons import REASON_CODES, REASON_HELP, Reason
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.gates import conflicting, fault
 from attnplug.registry.installed import missing_requirements

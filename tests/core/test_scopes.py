@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.core.scopes import Scopes
+from attnplug._system.scopes import Scopes
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from attnplug.core import torch_build
-from attnplug.core.torch_build import may_see_gpus
+from attnplug._system import torch_build
+from attnplug._system.torch_build import may_see_gpus
 
 
 @pytest.fixture

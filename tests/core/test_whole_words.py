@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from attnplug.core.safe_console import SafeConsole
-from attnplug.core.whole_words import Paragraph, WordTable, verdict
+from attnplug._system.terminal_tables import Paragraph, SafeConsole, WordTable, verdict
 
 WIDTHS = (20, 60, 69, 70, 80, 120)
 WORD = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30)

@@ -12,8 +12,8 @@ from fences import DOCS
 from scripts import load_script
 
 from attnplug.cli.app import app
-from attnplug.core.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, PORTED_PARAMETERS
-from attnplug.core.reason_help import REASON_HELP
+from attnplug.core.interface.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, PORTED_PARAMETERS
+from attnplug.core.reasons import REASON_HELP
 
 
 def hook(name: str) -> ModuleType:

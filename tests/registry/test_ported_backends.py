@@ -15,7 +15,7 @@ import attnplug
 from attnplug import LayerSpec, Registry
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, AttentionCGSupport, BuilderConfig, FullAttentionSpec
-from attnplug.core.parts import make_builder, make_impl, part_faults
+from attnplug.core.interface.impl_and_builder import make_builder, make_impl, part_faults
 from attnplug.errors import NoBackendError, PluginError
 from attnplug.registry.gates import import_parts
 

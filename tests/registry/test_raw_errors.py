@@ -16,8 +16,8 @@ import attnplug
 from attnplug import Registry, plan, use
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import BuilderConfig, composite_backend
+from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.core.parts import checked_metadata, make_builder, make_impl
 from attnplug.errors import BackendFaultError, BatchError, PluginError, PolicyError, SpecError
 from attnplug.registry.refuted import read_evidence
 

@@ -10,8 +10,8 @@ import pytest
 from fake_plugins import CPU, SPEC, Serves, backend, plugin, registry
 
 from attnplug import AttentionBackend, Feature, Registry, hookimpl
-from attnplug.core.guarded import describe, plain_list
-from attnplug.core.text import shortened
+from attnplug._system.text import shortened
+from attnplug.core.interface.guarded import describe, plain_list
 from attnplug.errors import PluginError
 from attnplug.registry.discovery import Host
 from attnplug.registry.installed import library_versions

@@ -257,7 +257,7 @@ def test_a_disk_that_is_full_leaves_what_was_known(kept: Path, monkeypatch: pyte
 def test_a_writer_that_never_ends_is_not_waited_for(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from filelock import FileLock
 
-    monkeypatch.setattr("attnplug.registry.shared_files._SECONDS", 0.01)
+    monkeypatch.setattr("attnplug._system.json_files._SECONDS", 0.01)
     with (
         FileLock(f"{kept}.lock"),
         pytest.raises(MatrixFileError, match=r"still being written .* after 0.01 s"),

@@ -9,9 +9,14 @@ import pytest
 from vllm_ports import BUILDER, CALLED, IMPL, LATENT, LATENT_IMPL, VALUES, TorchBackend, reads
 
 from attnplug.core import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from attnplug.core.interface import backend_faults, builder_faults, impl_faults
-from attnplug.core.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, LATENT_IMPL_NAMES
-from attnplug.core.vllm_names import VLLM_BACKEND_NAMES, VLLM_BUILDER_NAMES, VLLM_IMPL_NAMES, VLLM_VERSIONS
+from attnplug.core.interface.interface import backend_faults, builder_faults, impl_faults
+from attnplug.core.interface.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, LATENT_IMPL_NAMES
+from attnplug.core.interface.vllm_names import (
+    VLLM_BACKEND_NAMES,
+    VLLM_BUILDER_NAMES,
+    VLLM_IMPL_NAMES,
+    VLLM_VERSIONS,
+)
 
 TABLES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "backend": (VLLM_BACKEND_NAMES, BACKEND_NAMES),
@@ -81,7 +86,7 @@ def test_no_name_is_called_read_that_is_no_name_of_a_release() -> None:
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_name_of_a_later_release_is_refused_too(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = f"attnplug.core.interface.VLLM_{kind.upper()}_NAMES"
+    table = f"attnplug.core.interface.interface.VLLM_{kind.upper()}_NAMES"
     monkeypatch.setattr(table, {**TABLES[kind][0], "prefetch_pages": ("0.34.0", "0.34.0")})
     (fault, *_) = faults_of(kind, "prefetch_pages", reads)
     assert fault == "Acme.prefetch_pages is not read by attnplug; remove it: attnplug has nothing like it"

@@ -26,8 +26,8 @@ from vllm_ports import (
 
 from attnplug import LayerSpec, Registry
 from attnplug.core import AttentionCGSupport, BuilderConfig, ContextParallel, LayerTensors
-from attnplug.core.parts import make_builder, make_impl
-from attnplug.core.ported_names import IMPL_INSTANCE_NAMES, IMPL_NAMES, SET_ON_INSTANCES
+from attnplug.core.interface.impl_and_builder import make_builder, make_impl
+from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES, IMPL_NAMES, SET_ON_INSTANCES
 from attnplug.errors import AttnplugError, PluginError
 from attnplug.runtime import GraphState
 

@@ -10,7 +10,7 @@ import torch
 
 import attnplug
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core.answers import HookError
+from attnplug.core.interface.answers import HookError
 from attnplug.errors import LayoutError
 from attnplug.runtime import AttentionRuntime
 

@@ -18,8 +18,8 @@ from attnplug import LayerSpec, plan
 from attnplug.core import BuilderConfig
 from attnplug.core.batch import UBatchSlice, split_attn_metadata
 from attnplug.core.errors import BatchError
+from attnplug.core.interface.impl_and_builder import make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.core.parts import make_builder, make_impl
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import assert_close, attention_oracle, direct_batch, paged_batch, tolerance
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import attnplug
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.flashinfer.planned_wrapper import PlanSpace
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
 from attnplug.mla.selected import SelectedSteps
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime import AttentionRuntime, BlockPool, CpuGpuBuffer, GraphState, StepBatchBuilder

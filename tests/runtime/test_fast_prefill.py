@@ -17,8 +17,8 @@ from attnplug.backends.triton import TritonBackend
 from attnplug.core import AttentionBackend, BuilderConfig, LayerSpec
 from attnplug.core.batch import KVSharingFastPrefillMetadata, create_fast_prefill_custom_backend
 from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.interface.impl_and_builder import make_builder
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.core.parts import make_builder
 from attnplug.runtime import GraphState, StepBatchBuilder
 
 FULL = layer(dtype="float32")

@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 
+from attnplug._system.scopes import Scopes
 from attnplug.backends.flashinfer.library import Library
 from attnplug.backends.flashinfer.modules import LatentModule, Module
 from attnplug.core.errors import PluginError
-from attnplug.core.scopes import Scopes
 
 _WATCHES: Scopes[list[str]] = Scopes("watches")
 _LOG = logging.getLogger("attnplug.backends.flashinfer")

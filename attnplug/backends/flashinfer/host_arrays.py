@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.flashinfer.step import Ints
-from attnplug.core.one_commit import NotCopied
 
 _BLOCK = 1 << 14
 """Elements of a block: 64 KiB, which malloc reuses."""

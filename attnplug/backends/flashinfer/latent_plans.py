@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.library import Library
 from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlanSpace
 from attnplug.backends.flashinfer.step import Part
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
 from attnplug.ops.page_indices import gather_page_indices
 
 _TILE = 64

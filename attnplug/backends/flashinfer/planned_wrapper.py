@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.modules import Module
 from attnplug.backends.flashinfer.native_plan import NativePlan, native_plan_of
 from attnplug.backends.flashinfer.step import Part
-from attnplug.core.one_commit import NotCopied
 from attnplug.ops.buffers import StagingRing
 
 _FIELDS = ("qo_indptr", "kv_indptr", "last_page_len", "seq_lens")

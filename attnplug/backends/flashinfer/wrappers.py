@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library
@@ -15,7 +16,6 @@ from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlannedWrappe
 from attnplug.backends.flashinfer.workspace import captured_bytes, schedule_bytes, workspace_bytes
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
-from attnplug.core.one_commit import NotCopied
 from attnplug.core.spec import Phase
 
 

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.triton.kernels.shares import plan_shares_kernel
 from attnplug.backends.triton.launch import limit_switches
-from attnplug.core.one_commit import NotCopied
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 

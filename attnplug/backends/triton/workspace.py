@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.backends.triton.kernels.splits import FIELDS, plan_splits_kernel
 from attnplug.backends.triton.launch import limit_switches
 from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.shares import Shares
-from attnplug.core.one_commit import NotCopied
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.core.answers import answer
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.interface.answers import answer
 from attnplug.core.reasons import Reason
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from attnplug.core.answers import answer, declared, serving_class
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
@@ -15,6 +14,7 @@ from attnplug.core.composite.options import composite_options
 from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
+from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase

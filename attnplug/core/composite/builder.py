@@ -15,6 +15,7 @@ from attnplug.core.composite.cut import Cut, cut_step
 from attnplug.core.composite.impl import CompositeMetadata
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
+from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import (
     AttentionCGSupport,
@@ -23,7 +24,6 @@ from attnplug.core.metadata import (
     CommonAttentionMetadata,
     own_build_key,
 )
-from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.core.spec import Phase
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.dtypes import output_quant_key
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors
+from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.metadata import AttentionMetadata
-from attnplug.core.parts import make_impl
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.composite.backend import CompositeBackend, composite_backend
+from attnplug.core.interface.signatures import is_found
 from attnplug.core.mla_backend import MLADecodeBackend
-from attnplug.core.overrides import is_found
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from attnplug.core.answers import answer
 from attnplug.core.errors import BatchError
+from attnplug.core.interface.answers import answer
 from attnplug.core.precision import without_autocast
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.attention.calls import AttentionCall

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from attnplug.core.answers import answer
 from attnplug.core.errors import BatchError, NoBackendError
+from attnplug.core.interface.answers import answer
 from attnplug.core.precision import without_autocast
 from attnplug.integrations.binding import Binding
 from attnplug.integrations.direct_step import direct_step

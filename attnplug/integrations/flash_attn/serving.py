@@ -11,8 +11,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from attnplug._system.scopes import Scopes
 from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.core.scopes import Scopes
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.binding import Binding, version_of
 from attnplug.registry.decision import Decision

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from attnplug.core import files
+from attnplug._system import files
+from attnplug._system.json_files import parse_json
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.json_reading import parse_json
 
 _MOST_BYTES = 16 << 20
 

@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from transformers import PreTrainedConfig
 
+from attnplug._system.text import shown
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.text import shown
 
 _OF_CLASSES: Final = frozenset({"sub_configs", "attribute_map"})
 """Attributes of transformers' classes about the fields. An entry of a file would replace them."""

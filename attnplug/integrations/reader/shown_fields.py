@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from transformers import PreTrainedModel
 
+from attnplug._system.text import shown
 from attnplug.core.spec import LayerSpec
-from attnplug.core.text import shown
 
 CAUSALITY: Final = re.compile(r"^(is_|use_)?(causal|bidirectional)(_(attention|attn|mask|masking))?$")
 _WINDOWS: Final = re.compile(r"sliding|window|(^|_)swa(_|$)")

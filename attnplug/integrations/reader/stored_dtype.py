@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from attnplug._system.text import shown
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.text import shown
 from attnplug.integrations.reader.config_json import parse
 from attnplug.integrations.reader.stored_names import (
     PROJECTION,

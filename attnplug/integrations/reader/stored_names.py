@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from attnplug._system.text import shown
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.text import shown
 
 REMEDY: Final = "give kv_cache_dtype (--kv-cache-dtype), such as bfloat16"
 Caches = Callable[[], Sequence[str]]

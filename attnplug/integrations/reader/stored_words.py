@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from attnplug._system.text import shown
 from attnplug.core.dtypes import KV_CACHE_DTYPES
 from attnplug.core.errors import ModelConfigError
-from attnplug.core.text import shown
 from attnplug.integrations.reader.stored_names import REMEDY, Caches, check_projections
 
 _FORMATS: Final = {(8, "float"): "fp8_e4m3", (8, "int"): "int8"}

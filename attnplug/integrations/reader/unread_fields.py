@@ -12,9 +12,9 @@ from typing import Any, Final
 
 from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
 
+from attnplug._system.text import shown
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
-from attnplug.core.text import shown
 from attnplug.integrations.reader.shown_fields import CAUSALITY, layers_say
 
 _KINDS: Final = frozenset(

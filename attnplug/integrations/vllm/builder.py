@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
+from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata, own_build_key
-from attnplug.core.parts import checked_metadata, make_builder
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.vllm.engine_config import (
     SeenLayer,

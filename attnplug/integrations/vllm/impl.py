@@ -14,7 +14,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
-from attnplug.core.parts import make_impl
+from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.caches import logical
 from attnplug.integrations.vllm.engine_config import drafts_of

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.impl import AttentionImpl
-from attnplug.core.interface import backend_faults, builder_faults, impl_faults
+from attnplug.core.interface.interface import backend_faults, builder_faults, impl_faults
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import LayerSpec

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attnplug.core.features import Feature
-from attnplug.core.overrides import overrides
+from attnplug.core.interface.signatures import overrides
 from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES

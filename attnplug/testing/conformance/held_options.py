@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from attnplug._system.text import shown
 from attnplug.core.errors import AttnplugError
-from attnplug.core.text import shown
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Harness

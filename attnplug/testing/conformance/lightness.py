@@ -15,8 +15,8 @@ from typing import IO, Any
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from attnplug._system.processes import end, start_python
 from attnplug.core.backend import AttentionBackend
-from attnplug.core.processes import end, start_python
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 

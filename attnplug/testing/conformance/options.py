@@ -12,8 +12,8 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from attnplug._system.text import shown
 from attnplug.core.errors import AttnplugError
-from attnplug.core.text import shown
 from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, Level
 from attnplug.testing.conformance.expectations import difference, wrong_answer

@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from attnplug.core import files
+from attnplug._system import files
 from attnplug.core.errors import PolicyError
 
 _TABLE = "known_failures"

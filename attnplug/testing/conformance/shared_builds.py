@@ -8,16 +8,16 @@ import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
+from attnplug._system.text import shown
 from attnplug.core.errors import AttnplugError, SpecError
+from attnplug.core.interface.signatures import overrides
 from attnplug.core.metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     own_build_key,
 )
-from attnplug.core.overrides import overrides
 from attnplug.core.spec import LayerSpec
-from attnplug.core.text import shown
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
 from attnplug.testing.conformance.deviation import deviation

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core.answers import declared
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, PolicyError, SpecError
+from attnplug.core.interface.answers import declared
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import is_here, resolve_device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import AbstractContextManager
 
-from attnplug.core.scopes import Scopes
+from attnplug._system.scopes import Scopes
 
 _SHARE = 0.25
 """Part of the time left that naming may take, so that the failure itself is always reported."""

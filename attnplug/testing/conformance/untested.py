@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnplug.core.features import Feature
+from attnplug.core.interface.signatures import overrides
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
-from attnplug.core.overrides import overrides
 from attnplug.registry.installed import missing_requirements
 from attnplug.registry.plugin_calls import guarded_call
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested

@@ -10,7 +10,7 @@ import sysconfig
 import time
 from pathlib import Path
 
-from attnplug.core.processes import signal_name
+from attnplug._system.processes import signal_name
 
 GPU_LOST = "the GPU's context was lost: "
 """The first words in the log of a worker that ends because it can no longer use its GPU."""

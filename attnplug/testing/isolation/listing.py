@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnplug.core import files
-from attnplug.core.processes import end, signal_name, start_python
+from attnplug._system import files
+from attnplug._system.processes import end, signal_name, start_python
 
 if TYPE_CHECKING:
     from attnplug.registry.records import Offer

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from attnplug.core import files
-from attnplug.core.json_reading import parse_json
+from attnplug._system import files
+from attnplug._system.json_files import parse_json
 
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing

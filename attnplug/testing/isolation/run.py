@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import attnplug
-from attnplug.core import files
-from attnplug.core.processes import supervised
+from attnplug._system import files
+from attnplug._system.processes import supervised
 from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.listing import Listing
 from attnplug.testing.isolation.results import Observer, Result

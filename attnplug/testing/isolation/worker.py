@@ -15,7 +15,7 @@ from types import FrameType
 
 import pytest
 
-from attnplug.core.processes import own_number
+from attnplug._system.processes import own_number
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.time_limit import time_limit
 from attnplug.testing.isolation.deaths import GPU_LOST

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from attnplug.core.text import shortened, shown
+from attnplug._system.text import shortened, shown
 
 _SEQUENCES = (tuple, list, range)
 

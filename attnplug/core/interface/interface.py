@@ -12,12 +12,12 @@ from abc import ABC
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeGuard
 
-from attnplug.core.answers import DECLARED
+from attnplug._system.text import shown
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
 from attnplug.core.features import Feature
-from attnplug.core.guarded import class_name
-from attnplug.core.overrides import overrides, owner_of
-from attnplug.core.ported_names import (
+from attnplug.core.interface.answers import DECLARED
+from attnplug.core.interface.guarded import class_name
+from attnplug.core.interface.ported_names import (
     BACKEND_NAMES,
     BUILDER_NAMES,
     IMPL_NAMES,
@@ -26,17 +26,18 @@ from attnplug.core.ported_names import (
     SET_ON_INSTANCES,
     PortedName,
 )
-from attnplug.core.signatures import (
+from attnplug.core.interface.signatures import (
     cannot_take,
     definition_of,
     interface_signature,
     is_alike,
     methods_of,
+    overrides,
+    owner_of,
     signature_of,
 )
+from attnplug.core.interface.vllm_names import VLLM_BACKEND_NAMES, VLLM_BUILDER_NAMES, VLLM_IMPL_NAMES
 from attnplug.core.spec import Phase
-from attnplug.core.text import shown
-from attnplug.core.vllm_names import VLLM_BACKEND_NAMES, VLLM_BUILDER_NAMES, VLLM_IMPL_NAMES
 
 _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_required_", "can_return_")
 """Beginnings of names that state what a class can do. attnplug reads only those of its interface."""

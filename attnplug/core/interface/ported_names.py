@@ -1,6 +1,6 @@
 """Names that classes ported from vLLM may have, and what to write for each in attnplug.
 
-`attnplug.core.vllm_names` has all names of vLLM's base classes: each is one of attnplug's interface, or is here.
+`attnplug.core.interface.vllm_names` has all names of vLLM's base classes: each is one of attnplug's interface, or is here.
 """
 
 from __future__ import annotations

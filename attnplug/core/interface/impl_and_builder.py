@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnplug._system.text import shortened, shown
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import AttnplugError, BackendFaultError, PluginError
-from attnplug.core.guarded import class_name, describe, guarded_call, mro_of
 from attnplug.core.impl import AttentionImpl
-from attnplug.core.interface import builder_faults, constructor_faults, impl_faults
+from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of
+from attnplug.core.interface.interface import builder_faults, constructor_faults, impl_faults
+from attnplug.core.interface.ported_names import BUILDER_INSTANCE_NAMES
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
-from attnplug.core.ported_names import BUILDER_INSTANCE_NAMES
-from attnplug.core.text import shortened, shown
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

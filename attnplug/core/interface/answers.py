@@ -12,13 +12,13 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from attnplug._system.text import shortened, shown
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import AttnplugError, PluginError
 from attnplug.core.features import Feature
-from attnplug.core.guarded import Forks, class_title, describe, mro_of, plain_list, plain_text
-from attnplug.core.overrides import class_fault
+from attnplug.core.interface.guarded import Forks, class_title, describe, mro_of, plain_list, plain_text
+from attnplug.core.interface.signatures import class_fault
 from attnplug.core.reasons import Reason, plain_reason
-from attnplug.core.text import shortened, shown
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from attnplug.core import supervisor
+from attnplug._system import supervisor
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_END = 15.0

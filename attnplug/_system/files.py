@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from attnplug._system.text import safe_text
 from attnplug.core.errors import MatrixFileError
-from attnplug.core.text import safe_text
 
 if TYPE_CHECKING:
     import tempfile
