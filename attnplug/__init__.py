@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec as LayerSpec
     from attnplug.core.spec import Phase as Phase
     from attnplug.planning import plan as plan
-    from attnplug.registry.decision import Decision as Decision
     from attnplug.registry.default import explain as explain
     from attnplug.registry.default import list_backends as list_backends
     from attnplug.registry.default import register as register
     from attnplug.registry.default import select as select
     from attnplug.registry.default import select_layers as select_layers
-    from attnplug.registry.hookspecs import hookimpl as hookimpl
-    from attnplug.registry.policy import use as use
+    from attnplug.registry.plugins.hookspecs import hookimpl as hookimpl
     from attnplug.registry.registry import Registry as Registry
+    from attnplug.registry.selection.decision import Decision as Decision
+    from attnplug.registry.selection.policy import use as use
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,

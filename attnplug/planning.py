@@ -13,11 +13,11 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.device import Device
 from attnplug.core.errors import LayoutError, PolicyError
 from attnplug.core.spec import LayerSpec, Phase, check_layers
-from attnplug.registry.decision import Decision
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
-from attnplug.registry.negotiation import negotiated
 from attnplug.registry.registry import Registry, SelectKwargs
+from attnplug.registry.selection.decision import Decision
+from attnplug.registry.selection.negotiation import negotiated
 from attnplug.runtime.budget import fit_kv_cache, parse_memory
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_choice import check_served, uniform_choice

@@ -39,7 +39,7 @@ from peers import PEERS
 from serving import SERVING, judge_serving, small
 
 import attnplug
-from attnplug.registry.option_texts import parse_options
+from attnplug.registry.plugins.options import parse_options
 
 LLAMA_8B, LLAMA_70B, LLAMA_70B_TP8 = (32, 8, 128), (64, 8, 128), (8, 1, 128)
 QWEN3_30B, GEMMA_2, GEMMA_3, GPT_OSS = (32, 4, 128), (16, 8, 256), (32, 16, 128), (64, 8, 64)

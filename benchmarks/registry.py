@@ -72,7 +72,7 @@ def make_distributions(folder: Path, count: int) -> None:
 
 DISCOVERY = """
 import importlib, statistics, sys, time
-from attnplug.registry.discovery import Host, installed_plugins
+from attnplug.registry.plugins.discovery import Host, installed_plugins
 import importlib.metadata
 def median(call, rounds=9):
     times = []
@@ -121,8 +121,8 @@ def per_call(call: Callable[[], object], count: int = 20_000, rounds: int = 7) -
 def selections() -> dict[str, float]:
     import attnplug
     from attnplug.core.spec import Phase
-    from attnplug.registry.decision import Placement
-    from attnplug.registry.gates import examine
+    from attnplug.registry.selection.decision import Placement
+    from attnplug.registry.selection.gates import examine
 
     spec = attnplug.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)
     equal = attnplug.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=4096)

@@ -33,8 +33,8 @@ from attnplug.cli.tune_report import TuneReport
 from attnplug.integrations.transformers import read_config
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import is_here, resolve_device
-from attnplug.registry.tuned import TunedTable, layer_key
-from attnplug.registry.tuned_files import read_table, update_table
+from attnplug.registry.measured.tuned import TunedTable, layer_key
+from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.tuning.jobs import Job, run_jobs
 from attnplug.tuning.regret import CellRegret, regrets, summaries, versions_of
 from attnplug.tuning.session import Tuner

@@ -15,7 +15,7 @@ from attnplug.matrix.results import read_matrix
 from attnplug.matrix.summary import CLAIMED, Answer, Summary, summarise, values_of
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, list_in_words, value_in_words
 from attnplug.registry import Registry
-from attnplug.registry.records import Offer
+from attnplug.registry.plugins.records import Offer
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from attnplug.cli.output import console, layers_in_words
 
 if TYPE_CHECKING:
-    from attnplug.registry.decision import Decision
-    from attnplug.registry.nearest import NearMiss
+    from attnplug.registry.selection.decision import Decision
+    from attnplug.registry.selection.nearest import NearMiss
 
 Advice = dict[tuple["NearMiss", ...], list["Decision"]]
 """Decisions for which only the reference, or no backend, serves the layer, by their nearest misses."""
@@ -18,7 +18,7 @@ Advice = dict[tuple["NearMiss", ...], list["Decision"]]
 def advice_for(decisions: Iterable[Decision]) -> Advice:
     """The decisions that want advice, grouped by it."""
     from attnplug.registry.default import get_registry
-    from attnplug.registry.nearest import nearest_misses, only_reference_serves
+    from attnplug.registry.selection.nearest import nearest_misses, only_reference_serves
 
     registry, found = get_registry(), Advice()
     known: dict[Any, tuple[NearMiss, ...]] = {}

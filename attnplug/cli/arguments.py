@@ -12,9 +12,9 @@ from attnplug.cli import completion
 from attnplug.core.dtypes import KV_CACHE_DTYPES, dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import Phase
-from attnplug.registry.installed import AssumeInstalled
-from attnplug.registry.option_texts import parse_options
-from attnplug.registry.policy import parse_rules
+from attnplug.registry.plugins.installed import AssumeInstalled
+from attnplug.registry.plugins.options import parse_options
+from attnplug.registry.selection.policy import parse_rules
 
 _CHOICE = "Which backends"
 
@@ -220,8 +220,8 @@ def assumed(given: Sequence[str] | None) -> AssumeInstalled:
 def _check_distributions(names: Iterable[str]) -> None:
     """PolicyError for a name that changes no answer, such as a module's in place of its distribution's."""
     from attnplug.registry.default import get_registry
-    from attnplug.registry.installed import installed_version, requirement_names
-    from attnplug.registry.records import canonical_name
+    from attnplug.registry.plugins.installed import installed_version, requirement_names
+    from attnplug.registry.plugins.records import canonical_name
 
     offers = get_registry().plugins.offers
     known = {canonical_name(each) for offer in offers for each in requirement_names(offer.declared.requires)}

@@ -128,7 +128,7 @@ def _print_engines(engines: Sequence[EngineState]) -> None:
 
 def refuted_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[Finding]:
     """A warning for an unreadable evidence file, and for each backend refuted on `device`, if that is known."""
-    from attnplug.registry.refuted import read_evidence
+    from attnplug.registry.selection.refuted import read_evidence
 
     evidence = read_evidence()
     if evidence.read_error:
@@ -158,8 +158,8 @@ def _environment() -> dict[str, str]:
 
 
 def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
-    from attnplug.registry.discovery import installed_plugins
-    from attnplug.registry.switches import Switches
+    from attnplug.registry.plugins.discovery import installed_plugins
+    from attnplug.registry.plugins.switches import Switches
 
     switches = Switches.read()
     findings, plugins = [], []

@@ -15,7 +15,7 @@ from attnplug.cli.output import console, print_json, verdict
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
 if TYPE_CHECKING:
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 _MOST_ENTRIES = 100
 _MOST_CHARACTERS = 1000
@@ -72,9 +72,9 @@ def _needs(row: dict[str, Any]) -> str:
 def _backend_rows() -> list[dict[str, Any]]:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.decision import Placement
     from attnplug.registry.default import get_registry
-    from attnplug.registry.gates import examine
+    from attnplug.registry.selection.decision import Placement
+    from attnplug.registry.selection.gates import examine
 
     layer = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     rows = []
@@ -103,8 +103,8 @@ def _backend_rows() -> list[dict[str, Any]]:
 
 
 def _list_entry_points(as_json: bool) -> None:
-    from attnplug.registry.discovery import installed_plugins
-    from attnplug.registry.switches import Switches
+    from attnplug.registry.plugins.discovery import installed_plugins
+    from attnplug.registry.plugins.switches import Switches
 
     switches = Switches.read()
     rows = []
@@ -139,7 +139,7 @@ def show(
 ) -> None:
     """Show all that a backend declares."""
     from attnplug.registry.default import get_registry
-    from attnplug.registry.policy import Rule
+    from attnplug.registry.selection.policy import Rule
 
     offers = get_registry().plugins.resolve(Rule(backend, "default", "*", "BACKEND"))
     facts = [_facts(offer) for offer in offers]
@@ -158,7 +158,7 @@ def show(
 def _facts(offer: Offer) -> dict[str, Any]:
     from attnplug.core.interface.answers import answer
     from attnplug.core.spec import AttentionType
-    from attnplug.registry.installed import missing_requirements
+    from attnplug.registry.plugins.installed import missing_requirements
 
     backend, declared = offer.backend, offer.declared
     facts: dict[str, Callable[[], Any]] = {

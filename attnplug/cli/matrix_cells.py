@@ -13,7 +13,7 @@ from attnplug.matrix.model import Cell, Run
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def pairs_of(backends: Sequence[str] | None, devices: Sequence[str] | None, *, v
     """
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import is_here, resolve_device
-    from attnplug.registry.policy import Rule
+    from attnplug.registry.selection.policy import Rule
 
     plugins = get_registry().plugins
     offers: dict[str, tuple[str, Offer]] = {}

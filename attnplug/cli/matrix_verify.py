@@ -167,7 +167,7 @@ def _run_one(pair: Pair, verification: Verification, options: RunOptions, report
 def _record_refuted(found: Matrix, report: MatrixReport) -> None:
     """Store the refuted cells for the selector, and remove those that are verified now."""
     from attnplug.matrix.results import run_to_dict
-    from attnplug.registry.refuted import record
+    from attnplug.registry.selection.refuted import record
 
     for run in found.runs:
         try:

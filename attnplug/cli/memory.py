@@ -12,7 +12,7 @@ from attnplug.cli.output import console, layers_in_words
 
 if TYPE_CHECKING:
     from attnplug.integrations.model_spec import ModelSpec
-    from attnplug.registry.decision import Decision
+    from attnplug.registry.selection.decision import Decision
     from attnplug.runtime.budget import MemoryBudget
 
 _KINDS = {

@@ -100,7 +100,7 @@ def new_backend(
 def _refuse_taken(name: str, names: PackageNames) -> None:
     """PolicyError if a backend, family or distribution of this name is installed."""
     from attnplug.registry.default import get_registry
-    from attnplug.registry.discovery import RESERVED_NAMES
+    from attnplug.registry.plugins.discovery import RESERVED_NAMES
 
     remedy = "two backends of one name are a conflict: choose another"
     if names.backend in RESERVED_NAMES:

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from attnplug._system.processes import end_with, signal_name
 from attnplug.cli.output import error
-from attnplug.registry.plugin_calls import watch_plugins
+from attnplug.registry.plugins.waiting import watch_plugins
 
 _FAILED, _INTERRUPTED = 1, 130
 _SIZE = 1024

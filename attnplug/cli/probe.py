@@ -16,7 +16,7 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
     if plugin is None:
         _find_device(report)
         return
-    from attnplug.registry.discovery import Host, installed_plugins
+    from attnplug.registry.plugins.discovery import Host, installed_plugins
 
     _note(report, step=f"importing {plugin}")
     found = next(item for item in installed_plugins() if item.record.name == plugin)
@@ -32,7 +32,7 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
     if backend is None:
         return
     chosen, declared = offers[backend].backend, offers[backend].declared
-    from attnplug.registry.installed import missing_requirements
+    from attnplug.registry.plugins.installed import missing_requirements
 
     missing = [str(reason) for reason in missing_requirements(declared.requires)]
     _note(report, step="checking its requirements", unmet=missing)

@@ -40,8 +40,8 @@ from attnplug.integrations.model_spec import NOT_READ, Client
 if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.integrations.transformers import ModelSpec
-    from attnplug.registry.decision import Decision
     from attnplug.registry.registry import SelectKwargs
+    from attnplug.registry.selection.decision import Decision
     from attnplug.runtime.plan_phases import ByPhase
 
 

@@ -22,7 +22,7 @@ from attnplug.core.errors import NoBackendError, PolicyError
 if TYPE_CHECKING:
     from attnplug.cli.tune_report import TuneReport
     from attnplug.core.device import Device
-    from attnplug.registry.tuned import TunedTable
+    from attnplug.registry.measured.tuned import TunedTable
     from attnplug.tuning.session import Tuner
     from attnplug.tuning.workloads import Workload
 
@@ -135,7 +135,7 @@ def _tune(
     tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
 ) -> None:
     from attnplug.cli.tune_report import print_outcome
-    from attnplug.registry.tuned_files import table_to_update, update_table
+    from attnplug.registry.measured.tuned_files import table_to_update, update_table
 
     old = table_to_update(path, tuner.device)
     with report.bar():
@@ -152,8 +152,8 @@ def _regret(
 ) -> None:
     from attnplug.cli.run_report import counted
     from attnplug.cli.tune_report import print_regret
-    from attnplug.registry.tuned_files import table_to_update, update_table
-    from attnplug.registry.tuned_lookup import tables_by_source
+    from attnplug.registry.measured.tuned_files import table_to_update, update_table
+    from attnplug.registry.measured.tuned_lookup import tables_by_source
     from attnplug.tuning.regret import regrets, summaries
 
     if path is not None:
@@ -226,7 +226,7 @@ def _device_here(text: str) -> Device:
 
 
 def _file(output: Path | None, device: Device) -> Path:
-    from attnplug.registry.tuned_lookup import table_file, user_folder
+    from attnplug.registry.measured.tuned_lookup import table_file, user_folder
 
     path = table_file(user_folder(), device) if output is None else output
     if path is None:

@@ -10,12 +10,12 @@ from attnplug._system.terminal_tables import WordTable
 from attnplug.cli.output import console, features_in_words, layers_in_words
 from attnplug.cli.run_report import RunReport, counted, in_words
 from attnplug.core.errors import MatrixFileError
-from attnplug.registry.tuned import Row, RowStatus, layer_key
+from attnplug.registry.measured.tuned import Row, RowStatus, layer_key
 from attnplug.tuning.ceilings import COPY, MATMUL, share_of_ceiling
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.tuned import TunedTable
+    from attnplug.registry.measured.tuned import TunedTable
     from attnplug.tuning.cells import Contender, Outcome, TuneCell
     from attnplug.tuning.regret import Summary
     from attnplug.tuning.session import Tuner

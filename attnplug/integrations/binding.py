@@ -12,7 +12,7 @@ from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 
 
 class EngineLayer:

@@ -12,7 +12,7 @@ from attnplug.matrix.design import answers
 from attnplug.matrix.extent import served_values
 from attnplug.matrix.model import Finding, Run, Status
 from attnplug.registry.devices import resolve_device
-from attnplug.registry.records import Offer
+from attnplug.registry.plugins.records import Offer
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

@@ -14,8 +14,8 @@ from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
 from attnplug.matrix.model import Cell
-from attnplug.registry.decision import Placement
-from attnplug.registry.gates import blame, configuration_reasons, fault
+from attnplug.registry.selection.decision import Placement
+from attnplug.registry.selection.gates import blame, configuration_reasons, fault
 from attnplug.testing.design.search import Axes, Row, Search
 
 if TYPE_CHECKING:

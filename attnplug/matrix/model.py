@@ -6,7 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
-from attnplug.registry.evidence import Cell as Cell
+from attnplug.registry.selection.evidence import Cell as Cell
 
 
 class Status(enum.StrEnum):

@@ -13,8 +13,8 @@ from attnplug.matrix.which_backend import GPU, KV_CHOICES, Answer, Kind, answers
 from attnplug.registry.devices import resolve_device
 
 if TYPE_CHECKING:
-    from attnplug.registry.decision import Decision
     from attnplug.registry.registry import Registry
+    from attnplug.registry.selection.decision import Decision
 
 COMMON_GPUS = ("A100", "H100", "H200", "B200", "L40S", "L4", "T4", "RTX 4090", "RTX 5090", "MI300X")
 """The GPUs that the page lists first."""

@@ -17,7 +17,7 @@ from attnplug.testing.isolation.run import Limits, run_checks
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 INTERRUPTED = "interrupted"
 """The reason of cells that had not run when the user stopped the run."""

@@ -16,8 +16,8 @@ from attnplug.runtime.plan_pages import planned_caches
 if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.matrix.example_models import ExampleModel
-    from attnplug.registry.decision import Decision
     from attnplug.registry.registry import Registry, SelectKwargs
+    from attnplug.registry.selection.decision import Decision
 
 KV_CHOICES: dict[str, tuple[str, ...]] = {
     "auto": ("auto",),

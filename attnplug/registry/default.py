@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Unpack
 
 from attnplug.core.errors import PluginError
 from attnplug.registry.devices import DeviceLike
+from attnplug.registry.plugins.waiting import waited
 from attnplug.registry.registry import Registry, SelectKwargs
-from attnplug.registry.waiting import waited
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.spec import LayerSpec, Phase
-    from attnplug.registry.decision import Decision
-    from attnplug.registry.records import PluginRecord
+    from attnplug.registry.plugins.records import PluginRecord
+    from attnplug.registry.selection.decision import Decision
 
 # Reentrant, so that a plugin that asks the registry while it loads gets an error, not a deadlock.
 _lock = threading.RLock()

@@ -16,27 +16,26 @@ from attnplug._system.text import shown
 from attnplug.core.checks import check_member
 from attnplug.core.errors import PluginError, PolicyError, SpecError
 from attnplug.core.spec import KINDS, LayerSpec, Phase, check_layers
-from attnplug.registry.decision import Decision, Placement
 from attnplug.registry.devices import DeviceLike, is_here, resolve_device
-from attnplug.registry.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
-from attnplug.registry.installed import AssumeInstalled, freeze_assumed
-from attnplug.registry.negotiation import negotiated
-from attnplug.registry.option_texts import VARIABLE as OPTIONS
-from attnplug.registry.option_texts import parse_options, split_options
-from attnplug.registry.option_values import types_within
-from attnplug.registry.options import by_backend, check_options, freeze
-from attnplug.registry.plugins import PluginSet
-from attnplug.registry.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
-from attnplug.registry.selector import AUTOMATIC, Policy, decide, refusal
-from attnplug.registry.switches import BACKEND as ENVIRONMENT
-from attnplug.registry.tuned_lookup import TableLookup, Tables, Tuned
-from attnplug.registry.waiting import waited
+from attnplug.registry.measured.tuned_lookup import TableLookup, Tables, Tuned
+from attnplug.registry.plugin_set import PluginSet
+from attnplug.registry.plugins.installed import AssumeInstalled, freeze_assumed
+from attnplug.registry.plugins.option_values import types_within
+from attnplug.registry.plugins.options import VARIABLE as OPTIONS
+from attnplug.registry.plugins.options import by_backend, check_options, freeze, parse_options, split_options
+from attnplug.registry.plugins.switches import BACKEND as ENVIRONMENT
+from attnplug.registry.plugins.waiting import waited
+from attnplug.registry.selection.decision import Decision, Placement
+from attnplug.registry.selection.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
+from attnplug.registry.selection.negotiation import negotiated
+from attnplug.registry.selection.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
+from attnplug.registry.selection.selector import AUTOMATIC, Policy, decide, refusal
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
-    from attnplug.registry.evidence import Evidence
-    from attnplug.registry.records import PluginRecord
+    from attnplug.registry.plugins.records import PluginRecord
+    from attnplug.registry.selection.evidence import Evidence
 
 Rules: TypeAlias = str | Mapping[str, str] | None
 """One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
@@ -110,7 +109,7 @@ class Registry:
         """The cells refuted on this machine; read once, when first needed."""
         with self._lock:
             if self._evidence is None:
-                from attnplug.registry.refuted import read_evidence
+                from attnplug.registry.selection.refuted import read_evidence
 
                 self._evidence = read_evidence()
                 if self._evidence.read_error:

@@ -31,7 +31,7 @@ from attnplug.core.metadata import (
 )
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.validation import reads_blocks
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.batch_checks import check_groups
 from attnplug.runtime.cascade import cascade_prefix_len
 from attnplug.runtime.step_batch import StepBatch

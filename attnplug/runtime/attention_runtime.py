@@ -16,7 +16,7 @@ from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
-from attnplug.registry.switches import DEBUG, is_on
+from attnplug.registry.plugins.switches import DEBUG, is_on
 from attnplug.runtime.allocation import init_kv_cache
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.attention_groups import (

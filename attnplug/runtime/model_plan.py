@@ -17,7 +17,7 @@ from attnplug.core.hyperparameters import PerLayerParameters, group_by_hyperpara
 from attnplug.core.interface.answers import serving_class
 from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import VERSION, Decision, as_text, check_schema
+from attnplug.registry.selection.decision import VERSION, Decision, as_text, check_schema
 from attnplug.runtime.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
 from attnplug.runtime.grouping import group_kv_caches
 from attnplug.runtime.plan_pages import planned_caches

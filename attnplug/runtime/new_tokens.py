@@ -11,7 +11,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import checked_metadata
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup, build_step
 from attnplug.runtime.new_latents import NewLatents
 from attnplug.runtime.runtime_layer import RuntimeLayer

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import Candidate, Decision
-from attnplug.registry.negotiation import negotiated
-from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, SelectKwargs
+from attnplug.registry.selection.decision import Candidate, Decision
+from attnplug.registry.selection.negotiation import negotiated
+from attnplug.registry.selection.policy import Rule, rule_for, rule_sets
 
-Decisions = Mapping[str, Decision]
+Decisions: TypeAlias = Mapping[str, Decision]
 
 
 def uniform_choice(

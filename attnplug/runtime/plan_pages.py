@@ -9,7 +9,7 @@ from attnplug.core.errors import LayoutError
 from attnplug.core.interface.answers import answer
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.validation import reads_blocks
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.grouping import unify_page_sizes
 from attnplug.runtime.layout import check_kv_cache_layout, requested_kv_cache_layout
 

@@ -9,10 +9,10 @@ from typing import TypeAlias
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import BackendUnavailableError, LayoutError
 from attnplug.core.spec import Phase
-from attnplug.registry.decision import Decision
-from attnplug.registry.measured import better_alone
-from attnplug.registry.policy import Rule, rule_for, rule_sets
 from attnplug.registry.registry import Registry, Rules, SelectKwargs
+from attnplug.registry.selection.decision import Decision
+from attnplug.registry.selection.measured_ranking import better_alone
+from attnplug.registry.selection.policy import Rule, rule_for, rule_sets
 from attnplug.runtime.plan_choice import unambiguous
 
 Decisions: TypeAlias = Mapping[str, Decision]

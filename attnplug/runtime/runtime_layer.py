@@ -14,7 +14,7 @@ from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.shared_memory import byte_span, overlaps_itself, share_memory
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.arguments import instance
 from attnplug.runtime.memory_overlap import NO_CACHES
 from attnplug.runtime.model_plan import ModelPlan

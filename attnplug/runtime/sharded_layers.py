@@ -17,7 +17,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.ops.combining import ExchangeBuffers, combine_partials, gather_rows, without_nan
 from attnplug.ops.merging import merge_into
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.attention_groups import AttentionGroup
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.new_latents import LEAST_QUERIES, NewLatents

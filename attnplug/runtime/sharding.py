@@ -10,7 +10,7 @@ from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackend
 from attnplug.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, kv_cache_spec_for
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec
-from attnplug.registry.decision import Decision, Gate
+from attnplug.registry.selection.decision import Decision, Gate
 
 CODE = "context_parallel"
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.step_shapes import StepShape
+    from attnplug.registry.measured.step_shapes import StepShape
 
 COPY, MATMUL = "copy GB/s", "matmul TFLOP/s"
 """Keys of a table's environment."""

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.evidence import Pages, Subject
-    from attnplug.registry.records import Offer
-    from attnplug.registry.step_shapes import StepShape
-    from attnplug.registry.tuned import Row, TunedTable
+    from attnplug.registry.measured.step_shapes import StepShape
+    from attnplug.registry.measured.tuned import Row, TunedTable
+    from attnplug.registry.plugins.backend_versions import BackendVersions
+    from attnplug.registry.plugins.records import Offer
+    from attnplug.registry.selection.evidence import Pages
     from attnplug.tuning.workloads import Workload
 
 
@@ -20,7 +21,7 @@ class Contender:
     """One backend for one cell: its offer, the versions that its times are valid for, and its pages."""
 
     offer: Offer
-    subject: Subject
+    subject: BackendVersions
     pages: Pages
 
 

@@ -6,16 +6,16 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import Placement
-from attnplug.registry.gates import preferred_pages, serving
+from attnplug.registry.selection.decision import Placement
+from attnplug.registry.selection.gates import preferred_pages, serving
 from attnplug.tuning.cells import Contender
 from attnplug.tuning.subjects import subject_of
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.records import Offer
+    from attnplug.registry.measured.tuned import TunedTable
+    from attnplug.registry.plugins.records import Offer
     from attnplug.registry.registry import Registry
-    from attnplug.registry.tuned import TunedTable
 
 
 def contenders(

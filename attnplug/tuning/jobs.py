@@ -14,7 +14,7 @@ from attnplug._system import files
 from attnplug._system.processes import end, signal_name, start_python
 from attnplug.core.device import Device
 from attnplug.core.spec import LayerSpec
-from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.measured.step_shapes import StepShape
 
 Event: TypeAlias = Mapping[str, Any]
 """A line that a worker wrote, or the end of one that died; `worker.main` lists them."""

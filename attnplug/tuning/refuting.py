@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.registry.refuted import Recorded, record
+from attnplug.registry.selection.refuted import Recorded, record
 from attnplug.testing.isolation.listing import versions
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.tuned import Row
+    from attnplug.registry.measured.tuned import Row
     from attnplug.tuning.cells import Contender
 
 

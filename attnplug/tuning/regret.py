@@ -7,13 +7,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from attnplug.registry.records import COMPOSITE_SEPARATOR
-from attnplug.registry.tuned import TunedLayer, TunedTable
+from attnplug.registry.measured.tuned import TunedLayer, TunedTable
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
-    from attnplug.registry.installed import AssumeInstalled
+    from attnplug.registry.measured.step_shapes import StepShape
+    from attnplug.registry.plugins.installed import AssumeInstalled
     from attnplug.registry.registry import Registry, SelectKwargs
-    from attnplug.registry.step_shapes import StepShape
 
 PRIORITIES = "priorities"
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.decision import Decision
-from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
+from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
+from attnplug.registry.selection.decision import Decision
 from attnplug.tuning.cells import Contender, LayerKind, Observer, Outcome, TuneCell
 from attnplug.tuning.contenders import composites, contenders
 from attnplug.tuning.jobs import Event, Job, events_of, run_jobs
@@ -22,10 +22,10 @@ from attnplug.tuning.workloads import Workload, measurable
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.installed import AssumeInstalled
+    from attnplug.registry.measured.step_shapes import StepShape
+    from attnplug.registry.measured.tuned_lookup import Tuned
+    from attnplug.registry.plugins.installed import AssumeInstalled
     from attnplug.registry.registry import Registry
-    from attnplug.registry.step_shapes import StepShape
-    from attnplug.registry.tuned_lookup import Tuned
 
 _CHECKERS = 4
 """Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""

@@ -16,7 +16,7 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.tuning.timers import least_bytes
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.impl import AttentionImpl, LayerTensors
     from attnplug.core.metadata import AttentionMetadataBuilder
-    from attnplug.registry.evidence import Pages
+    from attnplug.registry.selection.evidence import Pages
 
 SharedCaches: TypeAlias = dict[Hashable, list[torch.Tensor]]
 """Caches of one step by their sizes, strides and dtype."""

@@ -6,25 +6,25 @@ import platform
 import sys
 from typing import TYPE_CHECKING, Any
 
-from attnplug.registry.evidence import Subject
-from attnplug.registry.installed import installed_versions, library_versions
+from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import installed_versions, library_versions
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 
 _CONTEXT = 2 << 30
 """The memory of a GPU that the context and libraries of one process take at most."""
 
 
-def subject_of(offer: Offer, device: Device) -> Subject:
+def subject_of(offer: Offer, device: Device) -> BackendVersions:
     """A backend with the versions of torch, its distribution and the distributions that it requires.
 
     Python's version is not among them: it changes no kernel.
     """
     versions = tuple(sorted(library_versions(offer).items()))
-    return Subject(offer.name, offer.distribution, offer.version, device, versions)
+    return BackendVersions(offer.name, offer.distribution, offer.version, device, versions)
 
 
 def environment() -> dict[str, str]:

@@ -14,9 +14,9 @@ import torch
 
 from attnplug.core.device import Device
 from attnplug.core.metadata import AttentionCGSupport
-from attnplug.registry.decision import Placement
 from attnplug.registry.default import get_registry
-from attnplug.registry.gates import import_parts, preferred_pages, serving
+from attnplug.registry.selection.decision import Placement
+from attnplug.registry.selection.gates import import_parts, preferred_pages, serving
 from attnplug.testing.comparison import tolerance
 from attnplug.tuning.ceilings import measured_ceilings
 from attnplug.tuning.jobs import Job
@@ -29,8 +29,8 @@ from attnplug.tuning.timers import Timer, release, synchronize, timer_for
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-    from attnplug.registry.records import Offer
-    from attnplug.registry.step_shapes import StepShape
+    from attnplug.registry.measured.step_shapes import StepShape
+    from attnplug.registry.plugins.records import Offer
 
     _Candidate = tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any], torch.Tensor]
     """The inputs of a job for one backend, its forward, its builder, and the output of its first call."""

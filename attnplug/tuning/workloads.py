@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.step_shapes import MOST_TOKENS, StepShape, tokens_of
+from attnplug.registry.measured.step_shapes import MOST_TOKENS, StepShape, tokens_of
 
 Workload: TypeAlias = tuple[tuple[StepShape, float], ...]
 """Shapes with their weights."""
@@ -119,7 +119,7 @@ def measurable(spec: LayerSpec, workload: Workload) -> tuple[Workload, str]:
 
 def layers_of(specs: Mapping[str, LayerSpec], block_size: int | None) -> dict[LayerSpec, list[str]]:
     """The layers of a model by kind, each kind with its names; the layers of a kind differ in their scale at most."""
-    from attnplug.registry.tuned import layer_key
+    from attnplug.registry.measured.tuned import layer_key
 
     kinds: dict[object, tuple[LayerSpec, list[str]]] = {}
     for name, spec in specs.items():

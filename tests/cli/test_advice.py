@@ -12,7 +12,7 @@ import attnplug
 from attnplug import Device, LayerSpec
 from attnplug.cli.advice import advice_for
 from attnplug.registry.default import get_registry
-from attnplug.registry.nearest import nearest_misses, only_reference_serves
+from attnplug.registry.selection.nearest import nearest_misses, only_reference_serves
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 GPT_OSS, LLAMA = MODELS / "gpt-oss-20b.json", MODELS / "llama-3.1-8b.json"
@@ -164,7 +164,7 @@ def test_refused_candidates_are_listed_nearest_first():
 
 
 def test_layers_of_one_kind_are_asked_about_once(monkeypatch):
-    from attnplug.registry import nearest
+    from attnplug.registry.selection import nearest
 
     decisions = [
         get_registry().explain(SPEC.replace(kv_cache_dtype="fp8"), "sm80", layer_name=str(n))

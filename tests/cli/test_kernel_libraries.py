@@ -15,7 +15,7 @@ from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.backends.unbound_libraries import UNBOUND_LIBRARIES
 from attnplug.cli.kernel_libraries import library_states, unbound_states, used_by_phase
 from attnplug.core import Device, LayerSpec, MLADims
-from attnplug.registry.installed import installed_version
+from attnplug.registry.plugins.installed import installed_version
 
 MLA = MLADims(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
 H200 = Device("cuda", (9, 0), "NVIDIA H200")

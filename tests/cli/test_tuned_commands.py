@@ -10,11 +10,11 @@ import pytest
 
 from attnplug import Device
 from attnplug.integrations.transformers import read_config
-from attnplug.registry import tuned_lookup
-from attnplug.registry.evidence import Subject
-from attnplug.registry.step_shapes import StepShape
-from attnplug.registry.tuned import Row, TunedLayer, TunedTable
-from attnplug.registry.tuned_files import read_table, update_table
+from attnplug.registry.measured import tuned_lookup
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.measured.tuned import Row, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned_files import read_table, update_table
+from attnplug.registry.plugins.backend_versions import BackendVersions
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 QWEN = MODELS / "qwen3-8b.json"
@@ -28,7 +28,7 @@ def h200_table(path: Path, **times: float) -> Path:
     shape = StepShape.parse("decode 64 x 8k")
     rows = tuple(
         Row(
-            Subject(name, "attnplug", "0.1.0", H200, (("torch", "2.11.0+cu130"), ("triton", "3.6.0"))),
+            BackendVersions(name, "attnplug", "0.1.0", H200, (("torch", "2.11.0+cu130"), ("triton", "3.6.0"))),
             shape, (16, "NHD"), us=us, spread=0.006, rounds=5, date="2026-11-22T02:00:00+00:00",
         )
         for name, us in times.items()

@@ -12,8 +12,8 @@ from attnplug.core import SparseSpec
 from attnplug.core.device import Device
 from attnplug.core.reasons import REASON_CODES, REASON_HELP, Reason
 from attnplug.core.spec import LayerSpec
-from attnplug.registry.gates import conflicting, fault
-from attnplug.registry.installed import missing_requirements
+from attnplug.registry.plugins.installed import missing_requirements
+from attnplug.registry.selection.gates import conflicting, fault
 
 SPEC = LayerSpec(num_heads=8, num_kv_heads=8, head_size=128)
 ASKED = {

@@ -10,7 +10,7 @@ from scripts import load_script
 
 import attnplug
 from attnplug.core.reasons import REASON_CODES
-from attnplug.registry.decision import Gate
+from attnplug.registry.selection.decision import Gate
 
 
 @pytest.fixture(scope="module")

@@ -343,7 +343,7 @@ def test_overlaps_are_those_of_the_bytes() -> None:
 def test_a_debug_mode_that_is_neither_on_nor_off_is_refused(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnplug.registry.switches import DEBUG, is_on
+    from attnplug.registry.plugins.switches import DEBUG, is_on
 
     monkeypatch.setenv("ATTNPLUG_DEBUG", text)
     with pytest.raises(PolicyError, match="ATTNPLUG_DEBUG"):

@@ -18,7 +18,7 @@ from attnplug.matrix.cell_checks import cases_of, cell_checks
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Status
 from attnplug.matrix.verify import Extent, Verification
-from attnplug.registry.records import Offer
+from attnplug.registry.plugins.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.compiling import compile_key

@@ -15,8 +15,8 @@ from fake_plugins import CPU, SPEC, backend, plugin, raises, registry
 from attnplug import AttentionBackend, Registry, hookimpl
 from attnplug.errors import PluginError
 from attnplug.registry import PluginStatus
-from attnplug.registry.discovery import Host, Installed, installed_plugins
-from attnplug.registry.records import PluginRecord
+from attnplug.registry.plugins.discovery import Host, Installed, installed_plugins
+from attnplug.registry.plugins.records import PluginRecord
 
 See = Callable[..., None]
 RECORD = PluginRecord("acme:fast", "acme", "1.0", PluginStatus.BLOCKED)

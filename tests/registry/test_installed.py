@@ -8,7 +8,7 @@ import pytest
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug.errors import PolicyError
-from attnplug.registry.installed import freeze_assumed, installed_version, missing_requirements
+from attnplug.registry.plugins.installed import freeze_assumed, installed_version, missing_requirements
 
 ASSUMED = (("flash-attn", "2.6.3"), ("flash-attn-4", "4.0.0b20"), ("flashinfer-python", "0.5.1"))
 

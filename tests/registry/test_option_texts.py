@@ -7,7 +7,7 @@ import pytest
 import attnplug
 from attnplug import LayerSpec
 from attnplug.errors import PolicyError
-from attnplug.registry.option_texts import parse_options, split_options
+from attnplug.registry.plugins.options import parse_options, split_options
 
 SPEC = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64)
 HERE = {"assume_installed": "all"}

@@ -14,7 +14,7 @@ from fake_plugins import CPU, SPEC, backend, registry
 from attnplug import Decision, Registry, plan
 from attnplug.core import AttentionBackend
 from attnplug.errors import PolicyError, SpecError
-from attnplug.registry.option_texts import parse_options
+from attnplug.registry.plugins.options import parse_options
 from attnplug.runtime import ModelPlan
 
 

@@ -12,7 +12,7 @@ from fake_plugins import CPU, H100, SPEC, backend, registry
 from attnplug import Registry, use
 from attnplug.core import AttentionBackend
 from attnplug.errors import PolicyError
-from attnplug.registry.options import build_options
+from attnplug.registry.plugins.options import build_options
 
 Tokens = NewType("Tokens", int)
 

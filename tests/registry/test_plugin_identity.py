@@ -10,7 +10,7 @@ from fake_plugins import CPU, SPEC
 from attnplug import Registry
 from attnplug.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.registry import PluginStatus
-from attnplug.registry.discovery import installed_plugins
+from attnplug.registry.plugins.discovery import installed_plugins
 
 pytestmark = pytest.mark.attack("identity")
 

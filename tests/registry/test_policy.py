@@ -14,7 +14,7 @@ from attnplug import Decision, LayerSpec, Registry, use
 from attnplug.core import MLADims
 from attnplug.errors import BackendUnavailableError, PolicyError, UnknownBackendError
 from attnplug.registry import Rule, parse_rules
-from attnplug.registry.policy import rule_for
+from attnplug.registry.selection.policy import rule_for
 
 MLA = MLADims(q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
 ENCODER = LayerSpec(num_heads=2, num_kv_heads=2, head_size=64, attn_type="encoder", window=(8, 8))

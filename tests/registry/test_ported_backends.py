@@ -17,7 +17,7 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, AttentionCGSupport, BuilderConfig, FullAttentionSpec
 from attnplug.core.interface.impl_and_builder import make_builder, make_impl, part_faults
 from attnplug.errors import NoBackendError, PluginError
-from attnplug.registry.gates import import_parts
+from attnplug.registry.selection.gates import import_parts
 
 TORCH_IMPL: Any = TorchBackend.get_impl_cls()
 TORCH_BUILDER: Any = TorchBackend.get_builder_cls()

@@ -13,9 +13,9 @@ from attnplug import AttentionBackend, Feature, Registry, hookimpl
 from attnplug._system.text import shortened
 from attnplug.core.interface.guarded import describe, plain_list
 from attnplug.errors import PluginError
-from attnplug.registry.discovery import Host
-from attnplug.registry.installed import library_versions
-from attnplug.registry.records import PluginRecord, PluginStatus
+from attnplug.registry.plugins.discovery import Host
+from attnplug.registry.plugins.installed import library_versions
+from attnplug.registry.plugins.records import PluginRecord, PluginStatus
 
 pytestmark = pytest.mark.attack("read once")
 

@@ -12,7 +12,7 @@ from fake_plugins import CPU, SPEC, backend, plugin, registry
 
 from attnplug import Decision, Registry, hookimpl
 from attnplug.errors import PluginError, UnknownBackendError
-from attnplug.registry import waiting
+from attnplug.registry.plugins import waiting
 
 pytestmark = pytest.mark.attack("deadlock")
 

@@ -13,7 +13,7 @@ import attnplug
 from attnplug import Registry
 from attnplug.errors import PluginError, PolicyError
 from attnplug.registry import PluginStatus
-from attnplug.registry.switches import Switches, is_on
+from attnplug.registry.plugins.switches import Switches, is_on
 
 See = Callable[..., None]
 ACME = "attnplug-acme-decode"

@@ -17,10 +17,10 @@ from test_tuned_selection import DECODE, LONG, row, table
 
 from attnplug import Device, Phase
 from attnplug.errors import MatrixFileError, PolicyError
-from attnplug.registry.step_shapes import StepShape
-from attnplug.registry.tuned import TunedTable, device_slug, merged
-from attnplug.registry.tuned_files import read_table, table_to_update, update_table
-from attnplug.registry.tuned_lookup import table_file
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.measured.tuned import TunedTable, device_slug, merged
+from attnplug.registry.measured.tuned_files import read_table, table_to_update, update_table
+from attnplug.registry.measured.tuned_lookup import table_file
 
 TABLE = table(
     row("A", 131.0),

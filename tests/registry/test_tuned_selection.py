@@ -14,13 +14,14 @@ from fake_plugins import CPU, H100, SPEC, backend, registry
 
 from attnplug import Decision, Device, LayerSpec, Phase, Registry
 from attnplug.errors import MatrixFileError, PolicyError, SpecError
-from attnplug.registry import tuned_lookup
-from attnplug.registry.evidence import Pages, Subject
-from attnplug.registry.refuted import record
-from attnplug.registry.standings import PhaseTimes
-from attnplug.registry.step_shapes import StepShape
-from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable
-from attnplug.registry.tuned_files import read_table, table_text, update_table
+from attnplug.registry.measured import tuned_lookup
+from attnplug.registry.measured.standings import PhaseTimes
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned_files import read_table, table_text, update_table
+from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.selection.evidence import Pages
+from attnplug.registry.selection.refuted import record
 
 DECODE, LONG = StepShape.parse("decode 64 x 8k"), StepShape.parse("decode 1 x 32k")
 PREFILL = StepShape.parse("prefill 4 x 4k")
@@ -33,7 +34,7 @@ NAMES = {"A": 90, "B": 50, "C": 10}
 def row(name: str, us: float, shape: StepShape = DECODE, **facts: Any) -> Row:
     """A measurement of a backend that nobody ships."""
     versions = tuple(facts.pop("versions", {}).items())
-    subject = Subject(name, None, None, facts.pop("device", CPU), versions)
+    subject = BackendVersions(name, None, None, facts.pop("device", CPU), versions)
     given = {"pages": (16, "NHD"), "build_us": 0.0, "spread": 0.004, "rounds": 5, "date": DATE, **facts}
     return Row(subject, shape, us=us, **given)
 

@@ -18,7 +18,7 @@ from attnplug.core import (
     MultipleOf,
 )
 from attnplug.core.spec import Phase
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 
 CPU = Device("cpu")
 

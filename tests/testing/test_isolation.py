@@ -15,7 +15,7 @@ from catching import variant
 
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
-from attnplug.registry.records import Offer
+from attnplug.registry.plugins.records import Offer
 from attnplug.testing.conformance import conformance_checks, suites
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run

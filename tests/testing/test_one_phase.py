@@ -16,7 +16,7 @@ from wrong_numbers import WRONG_NUMBERS
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Phase, Reason
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance import Check, CheckSkipped, ConformanceError, correctness
 from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.check import CheckUntested

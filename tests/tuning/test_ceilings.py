@@ -7,7 +7,7 @@ import torch
 
 from attnplug import LayerSpec
 from attnplug.core.mla import MLADims
-from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.tuning.ceilings import COPY, MATMUL, measured_ceilings, share_of_ceiling, step_bytes, step_flops
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from planted import plant
 
-from attnplug.registry.tuned import RowStatus
-from attnplug.registry.tuned_files import read_table
+from attnplug.registry.measured.tuned import RowStatus
+from attnplug.registry.measured.tuned_files import read_table
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +175,7 @@ def test_a_new_version_leaves_exactly_its_rows_out_and_is_measured_again(machine
 @pytest.mark.rare
 def test_a_composite_of_the_phases_winners_is_measured_in_mixed_steps(machine: Machine) -> None:
     """One is slow in decodes and the other in prefills, so a plan by phase takes the fast half of each."""
-    from attnplug.registry.step_shapes import StepShape
+    from attnplug.registry.measured.step_shapes import StepShape
 
     slow = "import time; time.sleep(0.02 * (args[1].shape[0] {} 4))"
     plant(machine.plugins, "PREFILLS", priority=900, attend=slow.format("<="))

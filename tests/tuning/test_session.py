@@ -12,8 +12,8 @@ import pytest
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug import LayerSpec, Phase
-from attnplug.registry.tuned import Row, RowStatus, TunedTable
-from attnplug.registry.tuned_files import read_table, update_table
+from attnplug.registry.measured.tuned import Row, RowStatus, TunedTable
+from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.tuning.jobs import Event, Job
 from attnplug.tuning.session import Tuner
 from attnplug.tuning.workloads import workload_of

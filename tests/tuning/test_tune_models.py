@@ -14,10 +14,10 @@ import tune_models
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug.registry.default import get_registry
-from attnplug.registry.evidence import Subject
-from attnplug.registry.tuned import Row, RowStatus, TunedLayer, TunedTable
-from attnplug.registry.tuned_files import read_table, update_table
-from attnplug.registry.tuned_lookup import PACKAGED
+from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned_files import read_table, update_table
+from attnplug.registry.measured.tuned_lookup import PACKAGED
+from attnplug.registry.plugins.backend_versions import BackendVersions
 from attnplug.tuning.workloads import workload_of
 
 TABLE, HELD = workload_of("decode 8 x 1k, decode 1 x 8k"), workload_of("decode 4 x 2k")
@@ -27,7 +27,9 @@ FAKES = [backend(name, priority) for name, priority in (("A", 90), ("B", 50))]
 def measured(**times: float) -> TunedTable:
     """A table of every step, in which each backend takes equally long at all of them."""
     rows = tuple(
-        Row(Subject(name, None, None, CPU, ()), shape, (16, "NHD"), us=us, rounds=5, date="2026-11-22")
+        Row(
+            BackendVersions(name, None, None, CPU, ()), shape, (16, "NHD"), us=us, rounds=5, date="2026-11-22"
+        )
         for name, us in times.items()
         for shape, _ in (*TABLE, *HELD)
     )

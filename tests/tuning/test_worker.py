@@ -18,11 +18,11 @@ from attnplug import Device, LayerSpec
 from attnplug.cli.tune_report import TuneReport
 from attnplug.core.mla import MLADims
 from attnplug.registry.default import list_backends
-from attnplug.registry.evidence import Subject
-from attnplug.registry.records import Offer
-from attnplug.registry.refuted import read_evidence
-from attnplug.registry.step_shapes import StepShape
-from attnplug.registry.tuned import Row, RowStatus
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.measured.tuned import Row, RowStatus
+from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.records import Offer
+from attnplug.registry.selection.refuted import read_evidence
 from attnplug.tuning import jobs, timers
 from attnplug.tuning.cells import Contender
 from attnplug.tuning.jobs import Event, Job, run_jobs
@@ -133,7 +133,7 @@ def test_other_mistakes_are_found_too() -> None:
 def test_a_wrong_output_is_a_refuted_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path / "refuted.json"))
     offer = Offer("TORCH", list_backends()["TORCH"], "", "attnplug", "0.1.0")
-    subject = Subject("TORCH", "attnplug", "0.1.0", HERE, ())
+    subject = BackendVersions("TORCH", "attnplug", "0.1.0", HERE, ())
     row = Row(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
               date="2026-11-22T00:00:00+00:00", why="off by 1")  # fmt: skip
     sliding = LAYERS["sliding"]
@@ -152,7 +152,7 @@ def test_only_a_wrong_check_is_remembered_for_selections(
 ) -> None:
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path / "refuted.json"))
     offer = Offer("TORCH", list_backends()["TORCH"], "", "attnplug", "0.1.0")
-    subject = Subject("TORCH", "attnplug", "0.1.0", HERE, ())
+    subject = BackendVersions("TORCH", "attnplug", "0.1.0", HERE, ())
     row = Row(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
               date="2026-11-22T00:00:00+00:00", why="off by 1")  # fmt: skip
     report = TuneReport()

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug import LayerSpec, Phase
 from attnplug.errors import PolicyError
-from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.tuning.workloads import NAMES, layers_of, shapes_for, workload_from_lists, workload_of
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)

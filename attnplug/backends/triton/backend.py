@@ -88,7 +88,7 @@ class TritonBackend(AttentionBackend):
         0.84 of FlashAttention 4's time, and further parts of prompts 1.09. Others have 210: they take 1.08 of
         FlashInfer's time. Both phases together have the mean, rounded up.
 
-        These are geometric means of kernels and builders over the steps of `attnplug/registry/tuned_tables/h200.json`
+        These are geometric means of kernels and builders over the steps of `attnplug/registry/measured/tuned_tables/h200.json`
         and `benchmarks/results/regret-h200.json`, and of `benchmarks/results/attention-core-h200.json`.
 
         On other GPUs it has 100: it comes after the vendors' kernels and before TORCH. Interpreted on a CPU it comes

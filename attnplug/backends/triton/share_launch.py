@@ -48,7 +48,7 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
     """
     if itemsize == 4:
         # Products in float32 have no tensor cores: with more rows, all of a tile would be in registers.
-        launch = _FLOAT32[head_size > 128]
+        launch = _SHARES_FLOAT32[head_size > 128]
     else:
         launches = (_LAUNCHES_8_BIT if itemsize == 1 else _LAUNCHES)[head_bytes(head_size, 2)]
         launch = launches[min(tile_side(rows), 128)]
@@ -94,5 +94,5 @@ _LAUNCHES = {
 }
 _8_BIT = ShareLaunch(16, 64, 4, 3, 4, 4, 4, 128)
 _LAUNCHES_8_BIT = {**_LAUNCHES, 128: _LAUNCHES[128] | {16: _8_BIT}, 256: _LAUNCHES[256] | {16: _8_BIT}}
-_FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
+_SHARES_FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
 """For heads of up to 128 elements, and of more."""

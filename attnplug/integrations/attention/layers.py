@@ -14,9 +14,9 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.attention.packing import Packing
 from attnplug.integrations.attention.step_mask import StepMask
 from attnplug.integrations.binding import Binding, version_of
-from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
-from attnplug.registry.policy import phase_rule_for, rule_sets
+from attnplug.registry.selection.decision import Decision
+from attnplug.registry.selection.policy import phase_rule_for, rule_sets
 
 _log = logging.getLogger("attnplug")
 _ATTRIBUTE = "_attnplug"

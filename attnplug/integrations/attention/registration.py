@@ -14,7 +14,7 @@ from attnplug.integrations.attention.continuous import serve_continuous_batching
 from attnplug.integrations.attention.functions import attention, attention_mask
 from attnplug.integrations.attention.layers import layer_state
 from attnplug.integrations.attention.model_hooks import NAME, attention_modules, uses_attnplug, watch
-from attnplug.registry.decision import Decision
+from attnplug.registry.selection.decision import Decision
 
 _ORIGINAL = "_attnplug_original"
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.registry.switches import DEBUG, is_on
+from attnplug.registry.plugins.switches import DEBUG, is_on
 
 _BLOCK_SIZES = (256, 128, 64, 32, 16, 8, 4, 2, 1)
 

@@ -15,9 +15,9 @@ from attnplug._system.scopes import Scopes
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.binding import Binding, version_of
-from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
-from attnplug.registry.policy import phase_rule_for, rule_sets
+from attnplug.registry.selection.decision import Decision
+from attnplug.registry.selection.policy import phase_rule_for, rule_sets
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

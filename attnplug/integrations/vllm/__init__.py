@@ -10,7 +10,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnplug.registry.decision import Decision
+    from attnplug.registry.selection.decision import Decision
 
 __all__ = ["decisions", "register"]
 

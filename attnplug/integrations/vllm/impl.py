@@ -19,9 +19,9 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.caches import logical
 from attnplug.integrations.vllm.engine_config import drafts_of
 from attnplug.integrations.vllm.names import AUTOMATIC
-from attnplug.registry.decision import Decision
 from attnplug.registry.default import get_registry, select
 from attnplug.registry.devices import resolve_device
+from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.plan_choice import check_served
 from attnplug.runtime.plan_phases import phase_choices, phase_notes
 

@@ -17,8 +17,8 @@ from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
 from attnplug.integrations.vllm.caches import logical
 from attnplug.integrations.vllm.impl import Bound
-from attnplug.registry.decision import Decision
 from attnplug.registry.default import select
+from attnplug.registry.selection.decision import Decision
 
 
 class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]

@@ -10,7 +10,7 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.ops.output_quant import FP8_OUTPUTS
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
 from attnplug.testing.conformance.expectations import expect_correct, expect_correct_step
 from attnplug.testing.conformance.harness import Harness, blank_answer, raw_bytes

@@ -12,7 +12,7 @@ from attnplug.core.interface.signatures import overrides
 from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.case_axes import KINDS, samples_of
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases import Case
 from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target

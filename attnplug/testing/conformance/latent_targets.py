@@ -10,7 +10,7 @@ from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.default import get_registry
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.latent_sizes import fields_of
 from attnplug.testing.conformance.target import Target
 

@@ -20,7 +20,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.testing.conformance.import_effects import ImportEffects
 
 _ATTRIBUTES = (

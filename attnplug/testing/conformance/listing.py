@@ -10,8 +10,8 @@ from typing import Any
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
-from attnplug.registry.options import build_options
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.plugins.options import build_options
+from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.testing.conformance import (
     acceptance,
     afterwards,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.harness import Harness, blank_answer

@@ -14,7 +14,7 @@ from typing import Any
 
 from attnplug._system.text import shown
 from attnplug.core.errors import AttnplugError
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, Level
 from attnplug.testing.conformance.expectations import difference, wrong_answer
 from attnplug.testing.conformance.harness import Answer, run_batch

@@ -9,7 +9,7 @@ import torch
 
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
-from attnplug.registry.plugin_calls import describe, guarded_call
+from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import (
     Check,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.expectations import expect_correct

@@ -9,7 +9,7 @@ import torch
 
 from attnplug.ops.output_quant import FP8_OUTPUTS
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from attnplug.core.context_parallel import ContextParallel
-from attnplug.registry.plugin_calls import describe
+from attnplug.registry.plugins.waiting import describe
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.conformance.harness import make_impl
 from attnplug.testing.conformance.target import Target

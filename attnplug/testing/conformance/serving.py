@@ -13,9 +13,9 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_cache_spec import SlidingWindowSpec
 from attnplug.core.spec import LayerSpec
-from attnplug.registry.decision import Decision
-from attnplug.registry.gates import preferred_pages
-from attnplug.registry.negotiation import negotiated
+from attnplug.registry.selection.decision import Decision
+from attnplug.registry.selection.gates import preferred_pages
+from attnplug.registry.selection.negotiation import negotiated
 from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.model_plan import ModelPlan
 from attnplug.runtime.plan_pages import with_equal_pages

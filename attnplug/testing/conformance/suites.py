@@ -15,12 +15,18 @@ from attnplug.core.interface.answers import declared
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import is_here, resolve_device
-from attnplug.registry.gates import import_parts
-from attnplug.registry.installed import missing_requirements
-from attnplug.registry.option_texts import parse_options
-from attnplug.registry.options import build_options, by_backend, check_options, freeze, options_of
-from attnplug.registry.plugin_calls import describe, guarded_call
-from attnplug.registry.policy import Rule
+from attnplug.registry.plugins.installed import missing_requirements
+from attnplug.registry.plugins.options import (
+    build_options,
+    by_backend,
+    check_options,
+    freeze,
+    options_of,
+    parse_options,
+)
+from attnplug.registry.plugins.waiting import describe, guarded_call
+from attnplug.registry.selection.gates import import_parts
+from attnplug.registry.selection.policy import Rule
 from attnplug.testing.conformance.check import Check, Level
 from attnplug.testing.conformance.designs import Designs
 from attnplug.testing.conformance.listing import target_checks
@@ -28,7 +34,7 @@ from attnplug.testing.conformance.selection import known_reasons, read_known_fai
 from attnplug.testing.conformance.target import Target
 
 if TYPE_CHECKING:
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

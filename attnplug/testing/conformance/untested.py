@@ -8,8 +8,8 @@ from typing import Any
 from attnplug.core.features import Feature
 from attnplug.core.interface.signatures import overrides
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
-from attnplug.registry.installed import missing_requirements
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.installed import missing_requirements
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.claims import block_sizes, head_sizes
 from attnplug.testing.conformance.gpu import GPU_TYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.waiting import guarded_call
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

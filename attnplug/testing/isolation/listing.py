@@ -21,7 +21,7 @@ from attnplug._system import files
 from attnplug._system.processes import end, signal_name, start_python
 
 if TYPE_CHECKING:
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 _CODE = {".py", ".so", ".pyd", ".dylib", ".cu", ".cpp", ".h", ".json", ".toml"}
 _LARGE = 2**20
@@ -175,7 +175,7 @@ def option_words(options: Any) -> str:
 
 def versions(offer: Offer) -> dict[str, str]:
     """Versions of Python, attnplug, torch, the backend's distribution and the distributions it requires."""
-    from attnplug.registry.installed import installed_versions, library_versions
+    from attnplug.registry.plugins.installed import installed_versions, library_versions
 
     python = {"Python": platform.python_version()}
     return python | installed_versions(["attnplug"]) | library_versions(offer)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.registry.option_texts import VARIABLE
+from attnplug.registry.plugins.options import VARIABLE
 
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import SuiteRequest

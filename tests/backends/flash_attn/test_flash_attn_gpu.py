@@ -6,8 +6,8 @@ import pytest
 
 from attnplug.backends.flash_attn import FlashAttn2Backend, FlashAttn3Backend, FlashAttn4Backend
 from attnplug.core import AttentionBackend, Device, LayerSpec
-from attnplug.registry.gates import import_parts
-from attnplug.registry.installed import missing_requirements
+from attnplug.registry.plugins.installed import missing_requirements
+from attnplug.registry.selection.gates import import_parts
 from attnplug.testing import (
     assert_close,
     assert_lse_close,

@@ -19,7 +19,7 @@ from attnplug.backends.flash_attn import (
 )
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
 from attnplug.errors import BackendUnavailableError
-from attnplug.registry.gates import import_parts
+from attnplug.registry.selection.gates import import_parts
 
 FORWARD = f"def _flash_attn_fwd({', '.join(fa4.FORWARD)}): ...\n"
 CUTE = {"flash_attn/cute/__init__.py": "", "flash_attn/cute/interface.py": FORWARD}

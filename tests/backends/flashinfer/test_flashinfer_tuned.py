@@ -8,8 +8,8 @@ import pytest
 from flashinfer_on_cpu import FlashInferOnCpu
 
 from attnplug import Device, LayerSpec
-from attnplug.registry.records import Offer
-from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.plugins.records import Offer
 from attnplug.tuning.jobs import Job
 from attnplug.tuning.timers import HostTimer
 from attnplug.tuning.worker import Runner

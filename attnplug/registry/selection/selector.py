@@ -11,25 +11,25 @@ from attnplug.core.errors import BackendUnavailableError, NoBackendError, Policy
 from attnplug.core.interface.answers import answer
 from attnplug.core.interface.guarded import describe, guarded_call, plain_list, plain_text
 from attnplug.core.mla_backend import MLADecodeBackend
-from attnplug.registry.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.devices import is_here
-from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import Examined, blame, examine
-from attnplug.registry.measured import rank_by_tables
-from attnplug.registry.options import build_options, options_of, plain_options
-from attnplug.registry.part_imports import PENDING
+from attnplug.registry.plugins.options import build_options, options_of, plain_options
+from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement
+from attnplug.registry.selection.evidence_gate import EvidenceGate
+from attnplug.registry.selection.gates import Examined, blame, examine
+from attnplug.registry.selection.measured_ranking import rank_by_tables
+from attnplug.registry.selection.part_imports import PENDING
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.evidence import Evidence
-    from attnplug.registry.installed import Assumed
-    from attnplug.registry.measured_choice import Measured
-    from attnplug.registry.plugins import PluginSet
-    from attnplug.registry.policy import Rule
-    from attnplug.registry.records import Offer
-    from attnplug.registry.tuned_lookup import Tables
+    from attnplug.registry.measured.measured_reason import Measured
+    from attnplug.registry.measured.tuned_lookup import Tables
+    from attnplug.registry.plugin_set import PluginSet
+    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.plugins.records import Offer
+    from attnplug.registry.selection.evidence import Evidence
+    from attnplug.registry.selection.policy import Rule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from attnplug.core.errors import PolicyError
 from attnplug.core.reasons import Reason
-from attnplug.registry.records import COMPOSITE_SEPARATOR, canonical_name
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, canonical_name
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.records import Offer
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: all that count, "all" for any, or None for the installed ones."""

@@ -1,4 +1,7 @@
-"""Waits of one thread for another that runs code of plugins, which may itself wait for the first: none lasts for ever."""
+"""Waits of one thread for another that runs code of plugins, which may itself wait for the first: none lasts for ever.
+
+Guarded calls into plugins, and a watcher that hears which of their code runs next.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,11 @@ import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Final
+
+from attnplug.core.interface.guarded import describe as describe
+from attnplug.core.interface.guarded import guarded_call as guarded_call
+from attnplug.core.interface.guarded import plain_list as plain_list
+from attnplug.core.interface.guarded import plain_text as plain_text
 
 WAIT_IN_IMPORT: Final = 10.0
 """Seconds for which a thread waits where the other one seems to wait too, or may wait for a module that this one imports."""
@@ -94,3 +102,20 @@ def _joins_me(frame: FrameType | None) -> bool:
 def _is_waiting(frame: FrameType | None) -> bool:
     """Whether a thread is in a wait of Python's own: for another thread, an event, a condition or a queue."""
     return frame is not None and frame.f_code.co_filename == threading.__file__
+
+
+class _Watcher:
+    """The function that hears what plugin code runs next; one process has one."""
+
+    hears: Callable[[str], None] | None = None
+
+
+def watch_plugins(hears: Callable[[str], None]) -> None:
+    """Call `hears` with "while it imported the plugin ..." before such code runs, and with "" after it."""
+    _Watcher.hears = hears
+
+
+def announce(step: str = "") -> None:
+    """Tell the watcher, if there is one, what the process does next; "" for attnplug's own code."""
+    if _Watcher.hears is not None:
+        _Watcher.hears(step)

@@ -18,12 +18,12 @@ from attnplug.core.interface.interface import backend_faults
 from attnplug.core.interface.signatures import is_own, overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase
-from attnplug.registry.decision import Candidate, Gate, Placement
-from attnplug.registry.hookspecs import PROJECT
-from attnplug.registry.installed import Assumed, missing_requirements
-from attnplug.registry.options import build_options
-from attnplug.registry.plugin_calls import announce
-from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
+from attnplug.registry.plugins.hookspecs import PROJECT
+from attnplug.registry.plugins.installed import Assumed, missing_requirements
+from attnplug.registry.plugins.options import build_options
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
+from attnplug.registry.plugins.waiting import announce
+from attnplug.registry.selection.decision import Candidate, Gate, Placement
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device

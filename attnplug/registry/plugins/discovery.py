@@ -24,11 +24,10 @@ from attnplug.core.interface.answers import DECLARED, NAME_RULE, declared, forge
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of, plain_list
 from attnplug.core.interface.interface import backend_faults
 from attnplug.core.interface.signatures import class_fault, is_own
-from attnplug.registry.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
-from attnplug.registry.installed import check_requirements
-from attnplug.registry.plugin_calls import announce
-from attnplug.registry.records import Offer, PluginRecord, PluginStatus, canonical_name
-from attnplug.registry.waiting import module_is_free
+from attnplug.registry.plugins.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
+from attnplug.registry.plugins.installed import check_requirements
+from attnplug.registry.plugins.records import Offer, PluginRecord, PluginStatus, canonical_name
+from attnplug.registry.plugins.waiting import announce, module_is_free
 
 RESERVED_NAMES = frozenset(
     {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}

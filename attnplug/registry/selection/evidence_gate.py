@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import LayoutError, PolicyError
-from attnplug.registry.decision import Candidate, Decision, Gate, Placement
-from attnplug.registry.evidence import Evidence, RefutedCell, reason_of
-from attnplug.registry.gates import preferred_pages
-from attnplug.registry.policy import Rule
-from attnplug.registry.records import Offer
-from attnplug.registry.switches import ALLOW_REFUTED
+from attnplug.registry.plugins.records import Offer
+from attnplug.registry.plugins.switches import ALLOW_REFUTED
+from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement
+from attnplug.registry.selection.evidence import Evidence, RefutedCell, reason_of
+from attnplug.registry.selection.gates import preferred_pages
+from attnplug.registry.selection.policy import Rule
 
 if TYPE_CHECKING:
     from attnplug.core.reasons import Reason
-    from attnplug.registry.evidence import Pages
-    from attnplug.registry.installed import Assumed
-    from attnplug.registry.plugins import PluginSet
+    from attnplug.registry.plugin_set import PluginSet
+    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.selection.evidence import Pages
 
 AllowRefuted: TypeAlias = str | Collection[str] | None
 """Names of backends with commas between, or one by one; "all"; None leaves it to ATTNPLUG_ALLOW_REFUTED."""

@@ -8,8 +8,8 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from attnplug.core.reasons import Reason
-from attnplug.registry.gates import import_parts
-from attnplug.registry.waiting import is_joined_by_import, waited
+from attnplug.registry.plugins.waiting import is_joined_by_import, waited
+from attnplug.registry.selection.gates import import_parts
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

@@ -9,12 +9,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.spec import Phase
-from attnplug.registry.measured_choice import Measured, least_gain
-from attnplug.registry.records import COMPOSITE_SEPARATOR
+from attnplug.registry.measured.measured_reason import Measured, least_gain
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
-    from attnplug.registry.evidence import Pages, Subject
-    from attnplug.registry.tuned import Row, TunedLayer
+    from attnplug.registry.measured.tuned import Row, TunedLayer
+    from attnplug.registry.plugins.backend_versions import BackendVersions
+    from attnplug.registry.selection.evidence import Pages
 
 _MOST_PREPARED = 16
 Owner: TypeAlias = tuple[str, str | None]
@@ -35,7 +36,7 @@ class Run:
     """
 
     number: int
-    subject: Subject
+    subject: BackendVersions
     pages: Pages
     rows: dict[int, Row] = dataclasses.field(default_factory=dict)
     costs: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -183,7 +184,7 @@ class PhaseTimes:
 
 def _runs(layer: TunedLayer, phase: Phase | None) -> list[Run]:
     places: Mapping[object, int] = {shape: place for place, (shape, _) in enumerate(layer.workload)}
-    runs: dict[tuple[Subject, Pages], Run] = {}
+    runs: dict[tuple[BackendVersions, Pages], Run] = {}
     for row in layer.rows:
         key = (row.subject, row.pages)
         run = runs.setdefault(key, Run(len(runs), *key))

@@ -1,8 +1,13 @@
-"""Options that a user sets for a backend, checked against what the backend declares."""
+"""Options that a user sets for a backend, checked against what the backend declares.
+
+Options as text: `NAME.option=value` in ATTNPLUG_OPTIONS and on the command line.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +16,9 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import PluginError, PolicyError
 from attnplug.core.interface.answers import answer, declared
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, plain_text
-from attnplug.registry.option_values import (
+from attnplug.registry.plugins.option_values import (
     alike,
+    as_tuples,
     fields_of,
     make_options,
     plain_value,
@@ -22,8 +28,8 @@ from attnplug.registry.option_values import (
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
-    from attnplug.registry.plugins import PluginSet
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugin_set import PluginSet
+    from attnplug.registry.plugins.records import Offer
 
 
 def by_backend(options: Any, asked: str | None, plugins: PluginSet) -> dict[str, Any]:
@@ -207,3 +213,52 @@ def _check_rebuilt(name: str, kind: type[Any], fields: Iterable[str], built: Any
 def _type_name(hint: Any) -> str:
     text, _ = guarded_call(lambda: plain_text(str(hint)).replace("typing.", ""))
     return class_name(hint) if isinstance(hint, type) else shortened(text or "unreadable", 200)
+
+
+VARIABLE = "ATTNPLUG_OPTIONS"
+_FORM = "must be NAME.option=value, or option=value for the one backend asked for"
+# A comma inside a value, such as [1, 2], is followed by no name and no equals sign.
+_BETWEEN = re.compile(r",(?=\s*[A-Za-z_][\w.+@-]*=)")
+
+
+def parse_options(texts: Iterable[str], source: str, asked: str | None) -> dict[str, dict[str, Any]]:
+    """Options by backend name, as `attnplug.select` takes them.
+
+    Args:
+        texts: each one option. The value is read as JSON, such as 4, true, null or [1, 2], and else as text.
+        source: the variable or option that gave the texts, for messages.
+        asked: the one backend that is asked for, or None.
+
+    Raises:
+        PolicyError: text of another form, an option given twice, or none that says which backend is meant.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        name, equals, value = text.strip().partition("=")
+        backend, dot, option = name.rpartition(".")
+        if not equals or not option.isidentifier() or (dot and not backend):
+            raise PolicyError(source, text, _FORM)
+        backend = backend or asked or ""
+        if not backend:
+            raise PolicyError(
+                source, text, "names no backend, and no single one is asked for", f"write NAME.{text}"
+            )
+        given = found.setdefault(backend, {})
+        if option in given:
+            raise PolicyError(source, text, f"sets {backend}.{option} a second time")
+        given[option] = _value(value)
+    return found
+
+
+def split_options(text: str) -> list[str]:
+    """The options in the text of ATTNPLUG_OPTIONS, which has commas between them."""
+    return _BETWEEN.split(text) if text.strip() else []
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    # An option must be hashable, and a list is not.
+    return as_tuples(value)

@@ -14,8 +14,9 @@ from attnplug._system import files
 from attnplug._system.json_files import locked, read_document, remedy_for, told, unwritable, whole_json
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
-from attnplug.registry.evidence import Cell, Evidence, RefutedCell, Subject
-from attnplug.registry.switches import EVIDENCE
+from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.switches import EVIDENCE
+from attnplug.registry.selection.evidence import Cell, Evidence, RefutedCell
 
 SCHEMA = "attnplug.refuted"
 VERSION = 1
@@ -27,7 +28,7 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 _DELETE = f"delete it and verify again, or name another file in {EVIDENCE}"
 _RENAME = f"name another file in {EVIDENCE}"
 
-Cells = dict[Subject, dict[Cell, RefutedCell]]
+Cells = dict[BackendVersions, dict[Cell, RefutedCell]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ def _write(path: Path, known: Cells) -> None:
         raise unwritable(path, problem, _RENAME) from None
 
 
-def _text(subject: Subject, cells: Mapping[Cell, RefutedCell]) -> str:
+def _text(subject: BackendVersions, cells: Mapping[Cell, RefutedCell]) -> str:
     about = {
         **{name: getattr(subject, name) for name in ("backend", "distribution", "version")},
         "device": str(subject.device),
@@ -163,7 +164,7 @@ def _read(path: Path) -> Cells:
         ) from None
 
 
-def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, RefutedCell]]]:
+def _run(path: Path, run: Mapping[str, Any]) -> tuple[BackendVersions, list[tuple[str, RefutedCell]]]:
     """The subject of a run, and the status of each cell that was run."""
     try:
         was_run = [each for each in run["cells"] if each["status"] in (*_WRONG, *_RIGHT)]
@@ -172,9 +173,9 @@ def _run(path: Path, run: Mapping[str, Any]) -> tuple[Subject, list[tuple[str, R
         raise MatrixFileError(path, f"cannot take the run in: {told(problem)}") from None
 
 
-def _subject(data: Mapping[str, Any]) -> Subject:
+def _subject(data: Mapping[str, Any]) -> BackendVersions:
     device = Device.parse(data["device"])
-    return Subject(
+    return BackendVersions(
         backend=_typed(data, "backend", str),
         distribution=_optional(data, "distribution"),
         version=_optional(data, "version"),

@@ -15,17 +15,17 @@ from attnplug._system.text import shown
 from attnplug.core.composite import CompositeBackend, composite_backend
 from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, plain_text
-from attnplug.registry.discovery import Host, Loaded, installed_plugins
-from attnplug.registry.gates import conflicting, not_loaded
-from attnplug.registry.part_imports import PartImports, Pending
-from attnplug.registry.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
-from attnplug.registry.switches import Switches
+from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
+from attnplug.registry.plugins.switches import Switches
+from attnplug.registry.selection.gates import conflicting, not_loaded
+from attnplug.registry.selection.part_imports import PartImports, Pending
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
-    from attnplug.registry.decision import Candidate
-    from attnplug.registry.policy import Rule
+    from attnplug.registry.selection.decision import Candidate
+    from attnplug.registry.selection.policy import Rule
 
 
 class PluginSet:

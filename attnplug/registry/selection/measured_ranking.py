@@ -6,19 +6,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from attnplug.registry.decision import Placement
 from attnplug.registry.devices import is_here
-from attnplug.registry.tuned import layer_key
+from attnplug.registry.measured.tuned import layer_key
+from attnplug.registry.selection.decision import Placement
 
 if TYPE_CHECKING:
-    from attnplug.registry.decision import Candidate, Decision
-    from attnplug.registry.evidence import Pages
-    from attnplug.registry.installed import Assumed
-    from attnplug.registry.measured_choice import Measured
-    from attnplug.registry.records import Offer
-    from attnplug.registry.standings import PhaseTimes, Run
-    from attnplug.registry.tuned import TunedTable
-    from attnplug.registry.tuned_lookup import Tables
+    from attnplug.registry.measured.measured_reason import Measured
+    from attnplug.registry.measured.standings import PhaseTimes, Run
+    from attnplug.registry.measured.tuned import TunedTable
+    from attnplug.registry.measured.tuned_lookup import Tables
+    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.plugins.records import Offer
+    from attnplug.registry.selection.decision import Candidate, Decision
+    from attnplug.registry.selection.evidence import Pages
 
 
 # Not frozen, because making a frozen one takes twice as long.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from attnplug.core.errors import PolicyError
 
 if TYPE_CHECKING:
-    from attnplug.registry.records import PluginRecord
+    from attnplug.registry.plugins.records import PluginRecord
 
 BACKEND = "ATTNPLUG_BACKEND"
 ALLOW = "ATTNPLUG_PLUGINS"

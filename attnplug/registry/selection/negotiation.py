@@ -14,7 +14,7 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.validation import reads_blocks
 
 if TYPE_CHECKING:
-    from attnplug.registry.decision import Decision
+    from attnplug.registry.selection.decision import Decision
 
 _K = TypeVar("_K")
 

@@ -15,15 +15,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.device import find_gpu, same_gpu_name
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.installed import installed_version
-from attnplug.registry.records import canonical_name
-from attnplug.registry.standings import PhaseTimes
-from attnplug.registry.step_shapes import StepShape
+from attnplug.registry.measured.standings import PhaseTimes
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.plugins.installed import installed_version
+from attnplug.registry.plugins.records import canonical_name
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.evidence import Pages, Subject
-    from attnplug.registry.installed import Assumed
+    from attnplug.registry.plugins.backend_versions import BackendVersions
+    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.selection.evidence import Pages
 
 SCHEMA = "attnplug.tuned"
 VERSION = 1
@@ -77,7 +78,7 @@ class Row:
         why: why it was not measured, or why its time is uncertain; else "".
     """
 
-    subject: Subject
+    subject: BackendVersions
     shape: StepShape
     pages: Pages
     status: RowStatus = RowStatus.MEASURED
@@ -277,7 +278,7 @@ def _distance(wanted: StepShape, other: StepShape) -> tuple[float, str]:
     return far, str(other)
 
 
-def other_version(subject: Subject, *, here: bool, assumed: Assumed) -> str | None:
+def other_version(subject: BackendVersions, *, here: bool, assumed: Assumed) -> str | None:
     """The first version that is not the one measured: "flashinfer-python 0.6.13, and 0.7.2 is installed".
 
     Args:

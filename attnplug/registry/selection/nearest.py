@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.core.dtypes import DTYPES, is_quantized_kv_cache
 from attnplug.core.errors import SpecError
-from attnplug.registry.decision import Candidate, Decision, Placement
-from attnplug.registry.evidence_gate import EvidenceGate
-from attnplug.registry.gates import examine, serving
-from attnplug.registry.installed import missing_requirements
-from attnplug.registry.plugin_calls import guarded_call
+from attnplug.registry.plugins.installed import missing_requirements
+from attnplug.registry.plugins.waiting import guarded_call
+from attnplug.registry.selection.decision import Candidate, Decision, Placement
+from attnplug.registry.selection.evidence_gate import EvidenceGate
+from attnplug.registry.selection.gates import examine, serving
 
 if TYPE_CHECKING:
-    from attnplug.registry.installed import Assumed
-    from attnplug.registry.records import Offer
+    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.plugins.records import Offer
     from attnplug.registry.registry import Registry
 
 _KV_DTYPES: Final = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", *DTYPES)

@@ -23,13 +23,21 @@ from attnplug._system.json_files import (
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.spec import LayerSpec
-from attnplug.registry.evidence import Subject
-from attnplug.registry.records import COMPOSITE_SEPARATOR
-from attnplug.registry.step_shapes import StepShape
-from attnplug.registry.tuned import SCHEMA, VERSION, Row, RowStatus, TunedLayer, TunedTable, layer_key
+from attnplug.registry.measured.step_shapes import StepShape
+from attnplug.registry.measured.tuned import (
+    SCHEMA,
+    VERSION,
+    Row,
+    RowStatus,
+    TunedLayer,
+    TunedTable,
+    layer_key,
+)
+from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
-    from attnplug.registry.evidence import Pages
+    from attnplug.registry.selection.evidence import Pages
 
 
 _LEAST_US, _MOST_US = 1e-3, 1e12
@@ -157,7 +165,7 @@ def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
     )
 
 
-def _subject(data: Mapping[str, Any], device: Device) -> Subject:
+def _subject(data: Mapping[str, Any], device: Device) -> BackendVersions:
     _only(data, _SUBJECT, "a subject")
     versions = typed(data, "versions", dict)
     if not all(type(value) is str for value in versions.values()):
@@ -165,7 +173,7 @@ def _subject(data: Mapping[str, Any], device: Device) -> Subject:
     backend = typed(data, "backend", str)
     if backend.count(COMPOSITE_SEPARATOR) > 1:
         raise ValueError(f"{backend!r:.60} is no backend: a composite has two halves")
-    return Subject(
+    return BackendVersions(
         backend,
         typed(data, "distribution", str, None),
         typed(data, "version", str, None),
@@ -189,7 +197,7 @@ def _layer(data: Mapping[str, Any]) -> TunedLayer:
     return TunedLayer(spec, count, tuple(workload), ())
 
 
-def _row(data: Mapping[str, Any], subjects: list[Subject]) -> Row:
+def _row(data: Mapping[str, Any], subjects: list[BackendVersions]) -> Row:
     _only(data, _ROW, "a cell")
     size, layout = typed(data, "block_size", int, None), typed(data, "layout", str, None)
     if (size is None) is not (layout is None) or layout not in (None, "NHD", "HND") or (size or 1) < 1:

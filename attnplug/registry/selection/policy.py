@@ -14,7 +14,7 @@ from typing import Any, Self
 from attnplug._system.scopes import Scopes
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
-from attnplug.registry.switches import BACKEND as ENVIRONMENT
+from attnplug.registry.plugins.switches import BACKEND as ENVIRONMENT
 
 ARGUMENT = "backend"
 """The source of a rule: the argument, or --backend."""
