@@ -18,18 +18,19 @@ from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.registry import Registry, SelectKwargs
 from attnplug.registry.selection.decision import Decision
 from attnplug.registry.selection.negotiation import negotiated
-from attnplug.runtime.budget import fit_kv_cache, parse_memory
-from attnplug.runtime.model_plan import ModelPlan
-from attnplug.runtime.plan_choice import check_served, uniform_choice
-from attnplug.runtime.plan_pages import other_pages, with_equal_pages, with_layout
-from attnplug.runtime.plan_phases import (
+from attnplug.runtime.plan.budget import fit_kv_cache, parse_memory
+from attnplug.runtime.plan.model_plan import ModelPlan
+from attnplug.runtime.plan.plan_choice import (
     LayerChoices,
+    check_served,
     has_phase_rules,
     phase_choices,
     phase_notes,
+    uniform_choice,
     without_composites,
 )
-from attnplug.runtime.sharding import (
+from attnplug.runtime.plan.plan_pages import other_pages, with_equal_pages, with_layout
+from attnplug.runtime.plan.sharding import (
     check_interleave,
     checked_place,
     context_spec,

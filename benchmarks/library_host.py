@@ -31,7 +31,7 @@ import attnplug
 from attnplug.core import BuilderConfig
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.registry import Decision
-from attnplug.runtime.runtime_layer import RuntimeLayer
+from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 
 GOAL, CONTEXT, DECODES, PREFILLS = 10.0, 97, (1, 16, 256), (512,) * 4
 DISTRIBUTIONS = ("flash-attn", "flash-attn-4", "flashinfer-python")

@@ -93,7 +93,7 @@ def conformance(
     """
     require_the_extra()
     from attnplug.cli.conformance_report import Report
-    from attnplug.runtime.budget import parse_memory
+    from attnplug.runtime.plan.budget import parse_memory
     from attnplug.testing.conformance.selection import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 

@@ -129,7 +129,7 @@ def matrix(
     from attnplug.cli.interrupts import interrupt_on_sigterm
     from attnplug.cli.matrix_verify import RunOptions, run_cells
     from attnplug.matrix.verify import Extent
-    from attnplug.runtime.budget import parse_memory
+    from attnplug.runtime.plan.budget import parse_memory
 
     allowed = None if memory is None else parse_memory(memory)
     options = RunOptions(Extent(unclaimed, compile_limit), resume, jobs, timeout, allowed)

@@ -13,7 +13,7 @@ from attnplug.cli.output import console, layers_in_words
 if TYPE_CHECKING:
     from attnplug.integrations.model_spec import ModelSpec
     from attnplug.registry.selection.decision import Decision
-    from attnplug.runtime.budget import MemoryBudget
+    from attnplug.runtime.plan.budget import MemoryBudget
 
 _KINDS = {
     "FullAttentionSpec": "full",
@@ -46,9 +46,9 @@ def budget_for(decisions: Mapping[str, Decision], model: ModelSpec, memory: str)
         LayoutError: `memory` cannot be parsed or is too small, or pages cannot be made equal.
     """
     from attnplug.core.config import CONTEXT_CHUNK_ROWS
-    from attnplug.runtime.budget import fit_kv_cache, index_key_bytes, most_workspace_bytes, parse_memory
-    from attnplug.runtime.grouping import group_kv_caches, unify_page_sizes
-    from attnplug.runtime.plan_pages import planned_caches
+    from attnplug.runtime.plan.budget import fit_kv_cache, index_key_bytes, most_workspace_bytes, parse_memory
+    from attnplug.runtime.plan.grouping import group_kv_caches, unify_page_sizes
+    from attnplug.runtime.plan.plan_pages import planned_caches
 
     size = parse_memory(memory)
     if not all(decisions.values()):

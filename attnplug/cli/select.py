@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from attnplug.integrations.transformers import ModelSpec
     from attnplug.registry.registry import SelectKwargs
     from attnplug.registry.selection.decision import Decision
-    from attnplug.runtime.plan_phases import ByPhase
+    from attnplug.runtime.plan.plan_choice import ByPhase
 
 
 _DTYPE_CODES = frozenset({"dtype", "kv_cache_dtype"})
@@ -89,8 +89,8 @@ def select(
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
-    from attnplug.runtime.plan_pages import with_layout
-    from attnplug.runtime.plan_phases import has_phase_rules
+    from attnplug.runtime.plan.plan_choice import has_phase_rules
+    from attnplug.runtime.plan.plan_pages import with_layout
 
     if per_phase and phase is not None:
         raise PolicyError(

@@ -7,67 +7,66 @@ from typing import TYPE_CHECKING
 from attnplug.core._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from attnplug.runtime.allocation import allocate_kv_cache as allocate_kv_cache
-    from attnplug.runtime.allocation import bind_kv_cache as bind_kv_cache
-    from attnplug.runtime.allocation import init_kv_cache as init_kv_cache
-    from attnplug.runtime.allocation import reshape_kv_cache as reshape_kv_cache
-    from attnplug.runtime.allocation import view_kv_cache as view_kv_cache
-    from attnplug.runtime.attention_groups import AttentionGroup as AttentionGroup
-    from attnplug.runtime.attention_groups import WorkspaceUser as WorkspaceUser
-    from attnplug.runtime.attention_groups import build_attn_metadata as build_attn_metadata
-    from attnplug.runtime.attention_groups import cross_metadata as cross_metadata
-    from attnplug.runtime.attention_groups import init_attn_backend as init_attn_backend
     from attnplug.runtime.attention_runtime import AttentionRuntime as AttentionRuntime
-    from attnplug.runtime.block_pool import BlockPool as BlockPool
-    from attnplug.runtime.budget import MemoryBudget as MemoryBudget
-    from attnplug.runtime.budget import blocks_needed as blocks_needed
-    from attnplug.runtime.budget import bytes_per_block as bytes_per_block
-    from attnplug.runtime.budget import fit_kv_cache as fit_kv_cache
-    from attnplug.runtime.budget import parse_memory as parse_memory
-    from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
+    from attnplug.runtime.batch.placeholders import PlaceholderMap as PlaceholderMap
+    from attnplug.runtime.batch.staging import CpuGpuBuffer as CpuGpuBuffer
+    from attnplug.runtime.batch.staging import StagingRing as StagingRing
+    from attnplug.runtime.batch.step_batch import StepBatch as StepBatch
+    from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder as StepBatchBuilder
+    from attnplug.runtime.caches.allocation import allocate_kv_cache as allocate_kv_cache
+    from attnplug.runtime.caches.allocation import bind_kv_cache as bind_kv_cache
+    from attnplug.runtime.caches.allocation import init_kv_cache as init_kv_cache
+    from attnplug.runtime.caches.allocation import reshape_kv_cache as reshape_kv_cache
+    from attnplug.runtime.caches.allocation import view_kv_cache as view_kv_cache
+    from attnplug.runtime.caches.block_pool import BlockPool as BlockPool
     from attnplug.runtime.graph_state import GraphState as GraphState
-    from attnplug.runtime.grouping import get_kv_cache_spec as get_kv_cache_spec
-    from attnplug.runtime.grouping import group_kv_caches as group_kv_caches
-    from attnplug.runtime.grouping import num_padding_layers as num_padding_layers
-    from attnplug.runtime.grouping import unify_page_sizes as unify_page_sizes
-    from attnplug.runtime.grouping import with_num_blocks as with_num_blocks
-    from attnplug.runtime.layout import KVCacheLayoutType as KVCacheLayoutType
-    from attnplug.runtime.layout import get_kv_cache_layout as get_kv_cache_layout
-    from attnplug.runtime.layout import is_valid_kv_cache_layout as is_valid_kv_cache_layout
-    from attnplug.runtime.layout import set_kv_cache_layout as set_kv_cache_layout
-    from attnplug.runtime.model_plan import ModelPlan as ModelPlan
-    from attnplug.runtime.placeholders import PlaceholderMap as PlaceholderMap
-    from attnplug.runtime.rank_groups import check_same_plan as check_same_plan
-    from attnplug.runtime.rank_groups import context_parallel as context_parallel
-    from attnplug.runtime.rank_watch import RankWatch as RankWatch
-    from attnplug.runtime.sharing_cost import SharingCost as SharingCost
-    from attnplug.runtime.staging import CpuGpuBuffer as CpuGpuBuffer
-    from attnplug.runtime.staging import StagingRing as StagingRing
-    from attnplug.runtime.step_batch import StepBatch as StepBatch
-    from attnplug.runtime.step_batch_builder import StepBatchBuilder as StepBatchBuilder
-    from attnplug.runtime.warm_up import WarmUpReport as WarmUpReport
-    from attnplug.runtime.warm_up import WarmUpStep as WarmUpStep
+    from attnplug.runtime.plan.budget import MemoryBudget as MemoryBudget
+    from attnplug.runtime.plan.budget import blocks_needed as blocks_needed
+    from attnplug.runtime.plan.budget import bytes_per_block as bytes_per_block
+    from attnplug.runtime.plan.budget import fit_kv_cache as fit_kv_cache
+    from attnplug.runtime.plan.budget import parse_memory as parse_memory
+    from attnplug.runtime.plan.grouping import get_kv_cache_spec as get_kv_cache_spec
+    from attnplug.runtime.plan.grouping import group_kv_caches as group_kv_caches
+    from attnplug.runtime.plan.grouping import num_padding_layers as num_padding_layers
+    from attnplug.runtime.plan.grouping import unify_page_sizes as unify_page_sizes
+    from attnplug.runtime.plan.grouping import with_num_blocks as with_num_blocks
+    from attnplug.runtime.plan.model_plan import ModelPlan as ModelPlan
+    from attnplug.runtime.plan.plan_pages import KVCacheLayoutType as KVCacheLayoutType
+    from attnplug.runtime.plan.plan_pages import get_kv_cache_layout as get_kv_cache_layout
+    from attnplug.runtime.plan.plan_pages import is_valid_kv_cache_layout as is_valid_kv_cache_layout
+    from attnplug.runtime.plan.plan_pages import set_kv_cache_layout as set_kv_cache_layout
+    from attnplug.runtime.plan.sharding import SharingCost as SharingCost
+    from attnplug.runtime.ranks.rank_groups import RankWatch as RankWatch
+    from attnplug.runtime.ranks.rank_groups import check_same_plan as check_same_plan
+    from attnplug.runtime.ranks.rank_groups import context_parallel as context_parallel
+    from attnplug.runtime.steps.attention_groups import AttentionGroup as AttentionGroup
+    from attnplug.runtime.steps.attention_groups import WorkspaceUser as WorkspaceUser
+    from attnplug.runtime.steps.attention_groups import build_attn_metadata as build_attn_metadata
+    from attnplug.runtime.steps.attention_groups import cross_metadata as cross_metadata
+    from attnplug.runtime.steps.attention_groups import init_attn_backend as init_attn_backend
+    from attnplug.runtime.steps.graph_buffers import GraphInputBuffers as GraphInputBuffers
+    from attnplug.runtime.steps.warm_up import WarmUpReport as WarmUpReport
+    from attnplug.runtime.steps.warm_up import WarmUpStep as WarmUpStep
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "allocation": "allocate_kv_cache bind_kv_cache init_kv_cache reshape_kv_cache view_kv_cache",
-        "attention_groups": "AttentionGroup WorkspaceUser build_attn_metadata cross_metadata init_attn_backend",
+        "caches.allocation": "allocate_kv_cache bind_kv_cache init_kv_cache reshape_kv_cache view_kv_cache",
+        "steps.attention_groups": "AttentionGroup WorkspaceUser build_attn_metadata cross_metadata init_attn_backend",
         "attention_runtime": "AttentionRuntime",
-        "block_pool": "BlockPool",
-        "budget": "MemoryBudget blocks_needed bytes_per_block fit_kv_cache parse_memory",
-        "graph_buffers": "GraphInputBuffers",
+        "caches.block_pool": "BlockPool",
+        "plan.budget": "MemoryBudget blocks_needed bytes_per_block fit_kv_cache parse_memory",
+        "steps.graph_buffers": "GraphInputBuffers",
         "graph_state": "GraphState",
-        "grouping": "get_kv_cache_spec group_kv_caches num_padding_layers unify_page_sizes with_num_blocks",
-        "layout": "KVCacheLayoutType get_kv_cache_layout is_valid_kv_cache_layout set_kv_cache_layout",
-        "model_plan": "ModelPlan",
-        "placeholders": "PlaceholderMap",
-        "rank_groups": "check_same_plan context_parallel",
-        "rank_watch": "RankWatch",
-        "sharing_cost": "SharingCost",
-        "staging": "CpuGpuBuffer StagingRing",
-        "step_batch": "StepBatch",
-        "step_batch_builder": "StepBatchBuilder",
-        "warm_up": "WarmUpReport WarmUpStep",
+        "plan.grouping": "get_kv_cache_spec group_kv_caches num_padding_layers unify_page_sizes with_num_blocks",
+        "plan.plan_pages": "KVCacheLayoutType get_kv_cache_layout is_valid_kv_cache_layout set_kv_cache_layout",
+        "plan.model_plan": "ModelPlan",
+        "batch.placeholders": "PlaceholderMap",
+        "ranks.rank_groups": "RankWatch check_same_plan context_parallel",
+        "plan.sharding": "SharingCost",
+        "batch.staging": "CpuGpuBuffer StagingRing",
+        "batch.step_batch": "StepBatch",
+        "batch.step_batch_builder": "StepBatchBuilder",
+        "steps.warm_up": "WarmUpReport WarmUpStep",
     },
 )

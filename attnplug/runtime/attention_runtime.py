@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from attnplug._system.one_commit import NotCopied
+from attnplug.core.arguments import instance
 from attnplug.core.config import BuilderConfig
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
@@ -17,19 +18,12 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
 from attnplug.registry.plugins.switches import DEBUG, is_on
-from attnplug.runtime.allocation import init_kv_cache
-from attnplug.runtime.arguments import instance
-from attnplug.runtime.attention_groups import (
-    AttentionGroup,
-    init_attn_backend,
-    init_direct_groups,
-    share_workspace,
-)
-from attnplug.runtime.batch_checks import check_device, check_groups, check_pool
-from attnplug.runtime.block_pool import BlockPool
-from attnplug.runtime.cascade import may_cascade
-from attnplug.runtime.device_comparison import DeviceComparison
-from attnplug.runtime.engine_caches import (
+from attnplug.runtime.batch.cascade import may_cascade
+from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
+from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder
+from attnplug.runtime.caches.allocation import init_kv_cache
+from attnplug.runtime.caches.block_pool import BlockPool
+from attnplug.runtime.caches.engine_caches import (
     Allocator,
     check_halves,
     check_kv_caches,
@@ -38,34 +32,43 @@ from attnplug.runtime.engine_caches import (
     engine_memory,
     groups_share_memory,
 )
-from attnplug.runtime.grouping import cross_groups
-from attnplug.runtime.layer_steps import LayerStep, direct_steps, paged_steps
-from attnplug.runtime.memory_overlap import NO_CACHES, CacheMemory
-from attnplug.runtime.model_plan import ModelPlan
-from attnplug.runtime.plan_limits import (
+from attnplug.runtime.caches.memory_overlap import NO_CACHES, CacheMemory
+from attnplug.runtime.plan.grouping import cross_groups
+from attnplug.runtime.plan.model_plan import ModelPlan
+from attnplug.runtime.plan.plan_limits import (
     check_sharing,
     context_chunk_rows,
     device_of,
     last_readers,
     longest_sequence,
 )
-from attnplug.runtime.runtime_layer import RuntimeLayer, tensors_of_layers
-from attnplug.runtime.selections import check_given, check_values, first_sparse, widest_topk
-from attnplug.runtime.step_batch import StepBatch
-from attnplug.runtime.step_batch_builder import StepBatchBuilder
-from attnplug.runtime.step_consistency import check_groups_of, check_step
-from attnplug.runtime.step_refusals import (
+from attnplug.runtime.steps.attention_groups import (
+    AttentionGroup,
+    init_attn_backend,
+    init_direct_groups,
+    share_workspace,
+)
+from attnplug.runtime.steps.layer_steps import LayerStep, direct_steps, paged_steps
+from attnplug.runtime.steps.runtime_layer import RuntimeLayer, tensors_of_layers
+from attnplug.runtime.steps.step_checks import (
+    check_device,
     check_draft,
+    check_given,
+    check_groups,
     check_kinds,
     check_order,
+    check_pool,
     check_spans,
+    check_values,
+    first_sparse,
     first_with_spans,
+    widest_topk,
 )
-from attnplug.runtime.step_serial import Stamp, check_current
-from attnplug.runtime.warm_up import WarmUpReport, warm_up
+from attnplug.runtime.steps.step_consistency import DeviceComparison, check_groups_of, check_step
+from attnplug.runtime.steps.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
-    from attnplug.runtime.sharded_layers import ShardedLayers
+    from attnplug.runtime.ranks.sharded_layers import ShardedLayers
 
 
 class AttentionRuntime(NotCopied):
@@ -157,7 +160,7 @@ class AttentionRuntime(NotCopied):
         self._sharded: ShardedLayers | None = None
         if plan.context_parallel is not None:
             # Only here, because torch may be built without torch.distributed.
-            from attnplug.runtime.sharded_layers import ShardedLayers
+            from attnplug.runtime.ranks.sharded_layers import ShardedLayers
 
             most = self.config.max_num_batched_tokens, self.config.max_num_seqs
             made = tensors_by_layer, self.device, *most, context_parallel, make_direct

@@ -11,22 +11,21 @@ import numpy.typing as npt
 import torch
 
 from attnplug._system.one_commit import NotCopied
+from attnplug.core.arguments import instance, integer
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import MLAAttentionSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
-from attnplug.runtime.arguments import instance, integer
-from attnplug.runtime.attention_groups import build_attn_metadata
 from attnplug.runtime.attention_runtime import AttentionRuntime
-from attnplug.runtime.batch_checks import check_groups
-from attnplug.runtime.graph_buffers import GraphInputBuffers as GraphInputBuffers
-from attnplug.runtime.grouping import cross_groups
-from attnplug.runtime.plan_limits import longest_sequence
-from attnplug.runtime.sharded_graphs import ShardedGraphBuffers
-from attnplug.runtime.sharded_step import ShardedStep
-from attnplug.runtime.sharding import shares_tokens
-from attnplug.runtime.step_batch import StepBatch
-from attnplug.runtime.step_serial import Stamp, check_current
+from attnplug.runtime.batch.sharded_step import ShardedStep
+from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
+from attnplug.runtime.plan.grouping import cross_groups
+from attnplug.runtime.plan.plan_limits import longest_sequence
+from attnplug.runtime.plan.sharding import shares_tokens
+from attnplug.runtime.steps.attention_groups import build_attn_metadata
+from attnplug.runtime.steps.graph_buffers import GraphInputBuffers as GraphInputBuffers
+from attnplug.runtime.steps.graph_buffers import ShardedGraphBuffers
+from attnplug.runtime.steps.step_checks import check_groups
 
 _Lengths = npt.NDArray[np.int32]
 

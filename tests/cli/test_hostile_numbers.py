@@ -10,9 +10,9 @@ import pytest
 from attnplug.core import Device
 from attnplug.core.errors import BatchError, LayoutError, ModelConfigError, SpecError
 from attnplug.registry.devices import resolve_device
-from attnplug.runtime.block_pool import BlockPool
-from attnplug.runtime.budget import parse_memory
-from attnplug.runtime.step_batch_builder import StepBatchBuilder
+from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder
+from attnplug.runtime.caches.block_pool import BlockPool
+from attnplug.runtime.plan.budget import parse_memory
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 HUGE = 10**12

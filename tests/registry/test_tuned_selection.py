@@ -507,7 +507,7 @@ def test_a_plan_has_the_digest(written: Path) -> None:
 def test_ranks_with_unlike_tables_have_unlike_plans() -> None:
     from attnplug import plan
     from attnplug.errors import RankFailureError
-    from attnplug.runtime.rank_groups import compare_digests
+    from attnplug.runtime.ranks.rank_groups import compare_digests
 
     def made(us: float) -> Any:
         return plan(

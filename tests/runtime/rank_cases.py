@@ -24,10 +24,10 @@ from attnplug.runtime import (
     RankWatch,
     check_same_plan,
     context_parallel,
-    new_latents,
-    split_queries,
 )
-from attnplug.runtime.new_latents import NewLatents
+from attnplug.runtime.batch import sharded_step
+from attnplug.runtime.ranks import new_tokens
+from attnplug.runtime.ranks.new_tokens import NewLatents
 
 Case = Callable[[dist.ProcessGroup], None]
 
@@ -157,8 +157,8 @@ def _equals_one_rank(model: str, interleave: int, group: dist.ProcessGroup) -> N
 def _serves_equal_chunks(model: str, group: dist.ProcessGroup) -> None:
     alone = _outputs(model, None, CHUNKS)
     with pytest.MonkeyPatch.context() as patch:
-        for least in (1, split_queries._LEAST_CPU_PAIRS):
-            patch.setattr(split_queries, "_LEAST_CPU_PAIRS", least)
+        for least in (1, sharded_step._LEAST_CPU_PAIRS):
+            patch.setattr(sharded_step, "_LEAST_CPU_PAIRS", least)
             shared = _outputs(model, context_parallel(group), CHUNKS)
             for one, many in zip(alone, shared, strict=True):
                 torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
@@ -169,7 +169,7 @@ def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
 
     Rows that see later tokens stay whole, because they need the keys of all ranks.
     """
-    seen, limit = [], split_queries._LEAST_CPU_PAIRS
+    seen, limit = [], sharded_step._LEAST_CPU_PAIRS
     attend = TorchImpl.attend
 
     def counted(self: TorchImpl, layer: Any, query: torch.Tensor, *given: Any, **named: Any) -> Any:
@@ -182,7 +182,7 @@ def _splits_rows(model: str, group: dist.ProcessGroup) -> None:
         patch.setattr(TorchImpl, "attend", counted)
         for least in (1, limit):
             seen.clear()
-            patch.setattr(split_queries, "_LEAST_CPU_PAIRS", least)
+            patch.setattr(sharded_step, "_LEAST_CPU_PAIRS", least)
             shared = _outputs(model, context_parallel(group))
             for one, many in zip(alone, shared, strict=True):
                 torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-5)
@@ -201,11 +201,11 @@ def _attends_new_latents_apart(group: dist.ProcessGroup) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NewLatents, "attend", counted)
-        patch.setattr(split_queries, "_LEAST_CPU_PAIRS", 1 << 20)
+        patch.setattr(sharded_step, "_LEAST_CPU_PAIRS", 1 << 20)
         outputs = [_outputs("latents", place)]
         # The steps of 20 and of 30 new tokens of a request; the first has no computed ones.
         assert longest[-2:] == [26, 31]
-        assert [rows for rows in longest[:-2] if rows < new_latents.LEAST_QUERIES] == []
+        assert [rows for rows in longest[:-2] if rows < new_tokens.LEAST_QUERIES] == []
         longest.clear()
         found = NewLatents.__init__
 

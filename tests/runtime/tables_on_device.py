@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from attnplug.runtime import StepBatchBuilder
-from attnplug.runtime.device_tables import DeviceTables
+from attnplug.runtime.batch.staging import DeviceTables
 
 
 def keep_tables_on_device(builder: StepBatchBuilder, few: int | None = None) -> None:

@@ -21,7 +21,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.runtime import GraphState, StepBatchBuilder
-from attnplug.runtime.cascade import may_cascade, shared_prefix_lens
+from attnplug.runtime.batch.cascade import may_cascade, shared_prefix_lens
 from attnplug.testing import paged_batch
 
 FULL = layer(dtype="float32")

@@ -19,7 +19,7 @@ from attnplug.core.errors import BatchError
 from attnplug.mla.selected import SelectedSteps
 from attnplug.ops.buffers import StagingRing
 from attnplug.runtime import AttentionRuntime, BlockPool, CpuGpuBuffer, GraphState, StepBatchBuilder
-from attnplug.runtime.staging import PackedBuffer, StepFields
+from attnplug.runtime.batch.staging import PackedBuffer, StepFields
 
 SPEC = LayerSpec(num_heads=1, num_kv_heads=1, head_size=16, dtype="float32")
 CPU = torch.device("cpu")

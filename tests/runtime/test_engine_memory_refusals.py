@@ -16,7 +16,7 @@ from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, kv_cache_spec_for
 from attnplug.core.mla import MLADims
 from attnplug.runtime import AttentionRuntime, ModelPlan
-from attnplug.runtime.engine_caches import check_kv_caches
+from attnplug.runtime.caches.engine_caches import check_kv_caches
 
 FULL = layer(dtype="float32")
 PAGE = 16 * 2 * 2 * 8 * 4

@@ -10,7 +10,7 @@ from attnplug.core import BuilderConfig, ContextParallel, MLADims, SparseSpec
 from attnplug.core.reasons import REASON_CODES
 from attnplug.errors import BatchError, LayoutError, NoBackendError, RankFailureError, SpecError
 from attnplug.runtime import AttentionRuntime, ModelPlan, StepBatchBuilder
-from attnplug.runtime.rank_groups import compare_digests
+from attnplug.runtime.ranks.rank_groups import compare_digests
 
 FULL = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")
 PLACE = ContextParallel(2, 1)

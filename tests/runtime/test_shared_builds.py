@@ -18,7 +18,8 @@ from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import own_build_key
 from attnplug.ops.triton.launch import BoundKernel
-from attnplug.runtime import AttentionRuntime, GraphState, StepBatchBuilder, attention_groups
+from attnplug.runtime import AttentionRuntime, GraphState, StepBatchBuilder
+from attnplug.runtime.steps import attention_groups
 
 PAGE, LONGEST = 4, 48
 BASE = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32", block_size=PAGE)

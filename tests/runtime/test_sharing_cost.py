@@ -11,7 +11,7 @@ import attnplug
 from attnplug import Device, LayerSpec
 from attnplug.core import ContextParallel, MLADims
 from attnplug.runtime import ModelPlan
-from attnplug.runtime.sharing_cost import SharingCost
+from attnplug.runtime.plan.sharding import SharingCost
 
 H200 = Device("cuda", (9, 0))
 LLAMA = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")

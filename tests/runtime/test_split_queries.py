@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnplug.core import ContextParallel
 from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.runtime.split_queries import SplitQueries, most_rows, pays_to_split
+from attnplug.runtime.batch.sharded_step import SplitQueries, most_rows, pays_to_split
 
 
 def step(lens: list[int]) -> CommonAttentionMetadata:

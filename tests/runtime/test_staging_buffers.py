@@ -8,7 +8,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.runtime import CpuGpuBuffer, StagingRing
-from attnplug.runtime.staging import PackedBuffer
+from attnplug.runtime.batch.staging import PackedBuffer
 
 
 def test_on_the_cpu_buffer_numpy_view_and_twin_are_one():

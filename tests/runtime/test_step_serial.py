@@ -12,7 +12,7 @@ from served_model import ServedModel
 
 from attnplug.core.errors import BatchError
 from attnplug.runtime import StepBatch
-from attnplug.runtime.attention_groups import build_attn_metadata
+from attnplug.runtime.steps.attention_groups import build_attn_metadata
 
 FULL = layer(dtype="float32")
 SLIDING = layer(dtype="float32", sliding_window=20)

@@ -19,7 +19,7 @@ from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.interface.impl_and_builder import make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.runtime import AttentionRuntime, StepBatchBuilder
-from attnplug.runtime.attention_groups import cross_metadata
+from attnplug.runtime.steps.attention_groups import cross_metadata
 from attnplug.testing import assert_close, attention_oracle, direct_batch, paged_batch, tolerance
 from attnplug.testing.batches import Batch
 

@@ -22,8 +22,7 @@ from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.default import get_registry, select
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.selection.decision import Decision
-from attnplug.runtime.plan_choice import check_served
-from attnplug.runtime.plan_phases import phase_choices, phase_notes
+from attnplug.runtime.plan.plan_choice import check_served, phase_choices, phase_notes
 
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""

@@ -9,8 +9,8 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata
+from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.graph_state import GraphState
-from attnplug.runtime.step_batch import StepBatch
 from attnplug.testing.captures import captured
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.check import (

@@ -13,7 +13,7 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import describe, guarded_call
-from attnplug.runtime.allocation import view_kv_cache
+from attnplug.runtime.caches.allocation import view_kv_cache
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,

@@ -17,9 +17,9 @@ from attnplug.registry.selection.decision import Decision
 from attnplug.registry.selection.gates import preferred_pages
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.runtime.attention_runtime import AttentionRuntime
-from attnplug.runtime.model_plan import ModelPlan
-from attnplug.runtime.plan_pages import with_equal_pages
-from attnplug.runtime.step_batch import StepBatch
+from attnplug.runtime.batch.step_batch import StepBatch
+from attnplug.runtime.plan.model_plan import ModelPlan
+from attnplug.runtime.plan.plan_pages import with_equal_pages
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.oracle import Spans, attention_oracle, stored_values

@@ -19,7 +19,7 @@ from attnplug.backends.flashinfer.options import Options
 from attnplug.backends.flashinfer.workspace import workspace_bytes
 from attnplug.core import Device, LayerSpec
 from attnplug.errors import BatchError, PolicyError
-from attnplug.runtime.attention_groups import share_workspace
+from attnplug.runtime.steps.attention_groups import share_workspace
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 
 pytestmark = pytest.mark.usefixtures("fake_library")

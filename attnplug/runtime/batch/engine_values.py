@@ -1,0 +1,231 @@
+"""Counts of tokens by request, as an engine gives them: checked, and in the order of the requests.
+
+Block numbers as an engine gives them: checked, and as an array.
+
+Where a request may have null blocks: only in front of the keys that its next query attends.
+
+The limits of a builder of steps: sizes that its buffers can have, and groups that it knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from attnplug.core.arguments import instance, integer, integers, listed
+from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from attnplug.runtime.batch.placeholders import MMPrefix
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Counts: TypeAlias = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int
+"""By request, in the order of the requests, or one number for all."""
+_INT64_MAX = 2**63 - 1
+
+
+def counts_of(field: str, given: Counts, req_ids: Collection[str], tokens: Ints | None = None) -> Ints:
+    """One integer per request, in the order of `req_ids`.
+
+    A mapping may leave out requests, which get 0; with `tokens`, only those of 0 tokens.
+
+    Raises:
+        BatchError: values that are no integers, or of other requests.
+    """
+    values: Any = given
+    if isinstance(given, Mapping):
+        if unknown := given.keys() - set(req_ids):
+            raise BatchError(field, sorted(unknown, key=str), "are not in flight")
+        for name, held in zip(req_ids, () if tokens is None else tokens.tolist(), strict=False):
+            # With 0 or all tokens as the default, a forgotten request would go on with wrong ones.
+            if held and name not in given:
+                limit = f"has no count: every request with tokens needs one, and it has {held}"
+                raise BatchError(field, name, limit)
+        values = [given.get(name, 0) for name in req_ids]
+    # numpy reads True among integers as 1, so values of other types are looked at one by one.
+    try:
+        if isinstance(values, (list, tuple)) and set(map(type, values)) - {int, list, tuple}:
+            values = [integer(field, value) for value in values]
+        counts = np.asarray(values)
+    except Exception:  # noqa: BLE001  (`__array__` is code of the caller)
+        raise BatchError(field, values, "must be integers, one for each request") from None
+    if counts.dtype.kind not in "iu" and counts.size:
+        raise BatchError(field, values, "must be integers")
+    if counts.ndim and counts.shape != (len(req_ids),):
+        raise BatchError(field, counts.shape, f"must be one count for each of {len(req_ids)} requests")
+    if counts.dtype.kind == "u" and counts.max(initial=0) > _INT64_MAX:
+        raise BatchError(field, int(counts.max()), f"must not pass {_INT64_MAX}")
+    if counts.ndim == 0 and counts < 0 and not len(req_ids):
+        raise BatchError(field, int(counts), "must not be negative")
+    if counts.ndim == 0:
+        return np.full(len(req_ids), counts, dtype=np.int64)
+    return counts.astype(np.int64, copy=False)
+
+
+def check_at_most(field: str, counts: Ints, most: Ints, req_ids: Sequence[str], what: str) -> None:
+    """Refuse counts below 0 or above `most`; `what` says what those are, such as "scheduled tokens".
+
+    Raises:
+        BatchError: names the first such request.
+    """
+    bad = (counts < 0) | (counts > most)
+    if bad.any():
+        worst = int(bad.argmax())
+        limit = f"of request {req_ids[worst]} must be in 0 .. {most[worst]}, its {what}"
+        raise BatchError(field, int(counts[worst]), limit)
+
+
+INT32_MAX = 2**31 - 1
+_FEW = 64
+
+
+def block_numbers(field: str, given: Any, num_blocks: int | None) -> npt.NDArray[np.int64]:
+    """The numbers of blocks as int64 `[n]`.
+
+    Args:
+        field: the argument's name, for errors.
+        given: a sequence, array or CPU tensor of integers.
+        num_blocks: blocks of the pool; None if the pool is not known.
+
+    Raises:
+        BatchError: it is not a sequence of integers, or a number is not a block of the pool. Block tables are
+            int32, so no number is larger.
+    """
+    last = INT32_MAX if num_blocks is None else num_blocks - 1
+    # Most calls give a request one block: numpy would take longer for each of its checks than Python for all.
+    is_plain = type(given) in (list, tuple) and len(given) <= _FEW and set(map(type, given)) == {int}
+    if is_plain and min(given) >= 0 and max(given) <= last:
+        return np.array(given, dtype=np.int64)
+    try:
+        blocks = np.asarray(given)
+        # numpy reads True among integers as 1, so the types of a plain sequence are checked one by one.
+        kinds = set() if hasattr(given, "dtype") or blocks.ndim != 1 else set(map(type, given))
+    except Exception:  # noqa: BLE001  (`__array__` and `__len__` are code of the caller)
+        raise _refused(field, given) from None
+    if blocks.ndim != 1 or any(issubclass(kind, (bool, np.bool_)) for kind in kinds):
+        raise _refused(field, given)
+    if blocks.dtype.kind not in "iu" and blocks.size:
+        if kinds != {int}:
+            raise _refused(field, given)
+        # numpy has no integer type for numbers past 64 bits, and they are past every pool.
+        blocks = blocks.astype(object)
+    least, most = (blocks.min(), blocks.max()) if blocks.size else (0, 0)
+    if not 0 <= least <= most <= last:
+        limit = f"must be in 0 .. {last}"
+        if num_blocks is not None:
+            limit += f", the {num_blocks} blocks of the pool"
+        raise BatchError(field, int(least if least < 0 else most), limit)
+    return blocks.astype(np.int64, copy=False)
+
+
+def _refused(field: str, given: object) -> BatchError:
+    return BatchError(field, given, "must be a sequence of block numbers")
+
+
+_Ints = npt.NDArray[np.int64]
+
+
+def first_attended(spec: KVCacheSpec, computed: _Ints) -> _Ints:
+    """The first key that requests of `computed` tokens attend next, int64 `[R]`; blocks in front may be null."""
+    if isinstance(spec, SlidingWindowSpec):
+        return np.maximum(computed - spec.sliding_window + 1, 0)
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return computed // spec.chunk * spec.chunk
+    return np.zeros_like(computed)
+
+
+def reach(spec: KVCacheSpec) -> str:
+    """The facts of a KV group that decide which of its blocks a request keeps, as text."""
+    if isinstance(spec, SlidingWindowSpec):
+        return f"SlidingWindowSpec(sliding_window={spec.sliding_window})"
+    if isinstance(spec, ChunkedLocalAttentionSpec):
+        return f"ChunkedLocalAttentionSpec(chunk={spec.chunk})"
+    return type(spec).__name__
+
+
+_MOST_ROWS = 1 << 27
+_MOST_ENTRIES = 1 << 32
+"""Of all block tables: 16 GiB on the host."""
+
+
+def check_sizes(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    block_sizes: Sequence[int],
+    num_blocks: int | None,
+    thresholds: Sequence[int],
+    sparse_topk: int,
+    max_encoder_len: int,
+    has_cross_groups: bool,
+    specs: Sequence[KVCacheSpec],
+) -> None:
+    """Refuse sizes for which a builder has no buffers; `thresholds` are in ascending order.
+
+    Raises:
+        BatchError: a size is out of range, or specs have other block sizes.
+    """
+    if thresholds and thresholds[0] < 1:
+        raise BatchError("reorder_batch_thresholds", thresholds, "must be query lengths of at least 1")
+    sizes = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_model_len": max_model_len,
+        "block_sizes": min(block_sizes, default=0),
+        "num_blocks": 1 if num_blocks is None else num_blocks,
+    }
+    for name, value in (*sizes.items(), ("block_sizes", max(block_sizes, default=0))):
+        if not 1 <= value <= INT32_MAX:
+            raise BatchError(name, value, f"must be in 1 .. {INT32_MAX}")
+    rows = {
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "max_num_seqs * max_encoder_len": max_num_seqs * max_encoder_len,
+    }
+    for name, value in rows.items():
+        if value > _MOST_ROWS:
+            limit = f"must be at most {_MOST_ROWS}"
+            raise BatchError(name, value, limit, "buffers have an entry for each of them")
+    sizes_of_specs = tuple(spec.block_size for spec in specs)
+    if specs and sizes_of_specs != tuple(block_sizes):
+        limit = f"must have the block sizes {tuple(block_sizes)}"
+        raise BatchError("kv_cache_specs", sizes_of_specs, limit)
+    if not 0 <= sparse_topk <= INT32_MAX:
+        raise BatchError("sparse_topk", sparse_topk, f"must be in 0 .. {INT32_MAX}")
+    if has_cross_groups and not 1 <= max_encoder_len <= INT32_MAX:
+        limit = f"must be in 1 .. {INT32_MAX} with cross_groups"
+        raise BatchError("max_encoder_len", max_encoder_len, limit)
+    if max_encoder_len and not has_cross_groups:
+        raise BatchError("max_encoder_len", max_encoder_len, "is for builders with cross_groups")
+
+
+def check_entries(entries: int, max_num_seqs: int, max_model_len: int) -> None:
+    """BatchError if block tables of so many entries are too large."""
+    if entries > _MOST_ENTRIES:
+        limit = f"needs block tables of {entries} entries with max_model_len={max_model_len}; the limit is {_MOST_ENTRIES}"
+        raise BatchError("max_num_seqs", max_num_seqs, limit, "lower one of them, or use larger blocks")
+
+
+def spans_of(mm_prefix: bool, modalities: Collection[str] | None, longest: int) -> MMPrefix | None:
+    """The spans of layers with mm_prefix; None without such layers."""
+    instance("mm_prefix", mm_prefix, bool)
+    if modalities is None:
+        return MMPrefix(None, longest) if mm_prefix else None
+    names = [
+        instance("mm_prefix_modalities", name, str)
+        for name in listed("mm_prefix_modalities", modalities, "names")
+    ]
+    if not mm_prefix:
+        raise BatchError("mm_prefix_modalities", sorted(names), "is for builders of layers with mm_prefix")
+    return MMPrefix(names, longest)
+
+
+def numbers(field: str, given: object, what: str, most: int) -> frozenset[int]:
+    """`given` as a set of integers below `most`; BatchError for anything else."""
+    found = frozenset(integers(field, given))
+    if not found <= set(range(most)):
+        raise BatchError(field, sorted(found), f"must be indices of {most} {what}")
+    return found

@@ -1,0 +1,243 @@
+"""Layers under context parallelism: those whose tokens the ranks share, and the specs of their two parts.
+
+A model of the time of decodes whose tokens ranks share: from where sharing pays.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from attnplug.core.checks import check_size
+from attnplug.core.context_parallel import MOST_SENT_BYTES, ContextParallel
+from attnplug.core.device import Device
+from attnplug.core.dtypes import element_size
+from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError, SpecError
+from attnplug.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, kv_cache_spec_for
+from attnplug.core.reasons import Reason
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.selection.decision import Decision, Gate
+
+CODE = "context_parallel"
+
+
+def checked_place(place: object) -> ContextParallel | None:
+    """`place`, or None where a process has all tokens; SpecError for anything else than a ContextParallel."""
+    if place is not None and not isinstance(place, ContextParallel):
+        remedy = 'make it by attnplug.runtime.context_parallel(mesh["cp"])'
+        raise SpecError("context_parallel", place, "must be a ContextParallel or None", remedy)
+    return None if place is None or place.size == 1 else place
+
+
+def shares_tokens(cache: KVCacheSpec) -> bool:
+    """Whether the ranks share the tokens of such pages. Those of windows, chunks and cross attention are whole."""
+    return isinstance(cache, (FullAttentionSpec, MLAAttentionSpec))
+
+
+def tokens_per_block(cache: KVCacheSpec, place: ContextParallel | None) -> int:
+    """Tokens of a request that one block number covers, over all ranks."""
+    return cache.block_size * (place.size if place is not None and shares_tokens(cache) else 1)
+
+
+def is_sharded(spec: LayerSpec) -> bool:
+    """Whether the ranks share the tokens of the layer: a decoder with pages that sees all tokens before its own."""
+    cache = kv_cache_spec_for(spec, spec.block_size or 1)
+    return cache is not None and shares_tokens(cache)
+
+
+def context_spec(spec: LayerSpec) -> LayerSpec:
+    """The layer over the keys of one rank, all of which come before its queries.
+
+    Latent attention decodes row by row instead, each with its own number of keys, which needs no such mask.
+    """
+    return (
+        spec.replace(needs_lse=True) if spec.mla is not None else spec.replace(causal=False, needs_lse=True)
+    )
+
+
+def new_tokens_spec(spec: LayerSpec) -> LayerSpec:
+    """The layer over the tokens of the step, whose K and V come with the call."""
+    return spec.replace(direct_kv=True, needs_lse=True, kv_cache_dtype="auto", block_size=None)
+
+
+def refusal(spec: LayerSpec) -> Reason | None:
+    """The reason why ranks cannot share the tokens of a layer, or None. Whole layers are not refused."""
+    if not is_sharded(spec):
+        return None
+    remedy = "plan without context_parallel"
+    facts = (
+        (spec.has_alibi, "alibi", "has_alibi", "a rank's keys are not at consecutive positions"),
+        (spec.sparse is not None, "sparse attention", "sparse", "a selection is of the keys of all ranks"),
+        (spec.mm_prefix, "multimodal prefix spans", "mm_prefix", "a span is of the keys of all ranks"),
+        (
+            spec.is_windowed or spec.chunk_size is not None,
+            "a window that keeps all tokens",
+            "window" if spec.is_windowed else "chunk_size",
+            "its pages are those of full layers, and its keys those of a window",
+        ),
+    )
+    for asked, what, field, why in facts:
+        if asked:
+            fact = f"{what} not supported under context parallelism: {why}"
+            return Reason(fact, code=CODE, field=field, remedy=remedy)
+    return None
+
+
+def refuse_layers(decisions: Mapping[str, Decision], specs: Mapping[str, LayerSpec]) -> None:
+    """Refuse layers whose tokens ranks cannot share, with the reason against every backend.
+
+    Raises:
+        NoBackendError: there are such layers; BackendUnavailableError if a rule asks for the backend of the first.
+    """
+    reasons = {name: reason for name, spec in specs.items() if (reason := refusal(spec)) is not None}
+    if not reasons:
+        return
+    alike: dict[Reason, list[str]] = {}
+    for name, reason in reasons.items():
+        alike.setdefault(reason, []).append(name)
+    lines = [
+        f"\n  layer {names[0]}{f' and {len(names) - 1} like it' if names[1:] else ''}: {reason}"
+        for reason, names in alike.items()
+    ]
+    name = next(iter(reasons))
+    decision = _refused(decisions[name], reasons[name])
+    message = f"ranks cannot share the tokens of{''.join(lines)}"
+    if decision.rule is not None:
+        raise BackendUnavailableError(message, decision, list(alike))
+    raise NoBackendError(message, decision)
+
+
+def _refused(decision: Decision, reason: Reason) -> Decision:
+    """The decision with the reason against each candidate, and without a backend."""
+    candidates = tuple(
+        dataclasses.replace(
+            each, refused_at=each.refused_at or Gate.CONFIGURATION, reasons=(*each.reasons, reason)
+        )
+        for each in decision.candidates
+    )
+    return dataclasses.replace(
+        decision,
+        candidates=candidates,
+        backend=None,
+        backend_cls=None,
+        block_size=None,
+        kv_cache_layout=None,
+    )
+
+
+def check_interleave(decisions: Iterable[tuple[str, Decision]], place: ContextParallel) -> None:
+    """LayoutError if a block of a sharded layer would cut a run of tokens; it names the layer."""
+    for name, decision in decisions:
+        if is_sharded(decision.spec) and (decision.block_size or 1) % place.interleave:
+            limit = f"must divide the block size {decision.block_size} of layer {name} on {decision.backend}"
+            remedy = "choose another interleave, such as 1"
+            raise LayoutError("context_parallel.interleave", place.interleave, limit, remedy)
+
+
+REQUESTS = (1, 8, 64)
+"""The numbers of requests that a plan gives a length for."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Measured rates of a device and of the link between devices of one host.
+
+    Args:
+        kv_bytes: bytes of keys and values that a decode reads in a microsecond.
+        flops: floating-point operations of a decode in a microsecond.
+        link_bytes: bytes that a rank receives in a microsecond.
+        collective_us: microseconds of a collective without data, inside a graph.
+        merge_us: microseconds of the merge of partial results.
+    """
+
+    kv_bytes: float
+    flops: float
+    link_bytes: float
+    collective_us: float
+    merge_us: float
+
+    @classmethod
+    def of(cls, device: Device) -> Self | None:
+        """The rates of H200 for devices of its compute capability; None for others, which were not measured."""
+        if device.type != "cuda" or device.capability != (9, 0):
+            return None
+        return cls(4.3e6, 6e8, 1.7e5, 8.0, 4.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharingCost:
+    """The times of the sharded layers of a model in one decode step, in microseconds.
+
+    Args:
+        ranks: that share the tokens.
+        specs: of the sharded layers.
+        rates: of the devices.
+    """
+
+    ranks: int
+    specs: tuple[LayerSpec, ...]
+    rates: DeviceRates
+
+    @classmethod
+    def of(cls, ranks: int, specs: Iterable[LayerSpec], device: Device) -> Self | None:
+        """The cost for a device; None without sharded layers, or for a device that was not measured."""
+        ranks = check_size("ranks", ranks)
+        if not isinstance(device, Device):
+            raise SpecError("device", device, "must be a Device")
+        try:
+            layers = tuple(specs)
+        except Exception:  # noqa: BLE001  (`__iter__` is code of the caller)
+            raise SpecError("specs", specs, "must be LayerSpecs") from None
+        if not all(isinstance(each, LayerSpec) for each in layers):
+            raise SpecError("specs", specs, "must be LayerSpecs")
+        rates = DeviceRates.of(device)
+        return cls(ranks, layers, rates) if rates is not None and layers else None
+
+    def attention_us(self, tokens: int) -> float:
+        """The layers of one rank that has all keys: `tokens` of all requests together."""
+        return tokens * sum(map(self._token_us, self.specs))
+
+    def exchange_us(self, requests: int) -> float:
+        """The exchange of partial results and their merge, of all layers."""
+        return sum(self._exchange_us(spec, requests) for spec in self.specs)
+
+    def shared_us(self, requests: int, tokens: int) -> float:
+        """The layers of ranks that share `tokens` of all requests."""
+        return self.attention_us(tokens) / self.ranks + self.exchange_us(requests)
+
+    def pays_from(self, requests: int) -> int:
+        """The computed tokens of each of so many requests from which ranks are faster than one GPU."""
+        gain = self.attention_us(requests) * (1 - 1 / self.ranks)
+        return math.ceil(self.exchange_us(requests) / gain)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON object: rates, and the lengths by number of requests."""
+        lengths = {str(requests): self.pays_from(requests) for requests in REQUESTS}
+        return {"rates": dataclasses.asdict(self.rates), "pays_from": lengths}
+
+    def __str__(self) -> str:
+        one, *more = ((requests, self.pays_from(requests)) for requests in REQUESTS)
+        others = " and ".join(f"{tokens:,} of each of {requests}" for requests, tokens in more)
+        return (
+            f"sharing tokens makes decodes faster from {one[1]:,} tokens of one request, {others}, "
+            f"by a model of times measured on two H200"
+        )
+
+    def _token_us(self, spec: LayerSpec) -> float:
+        """A decode is bound by the bytes of its keys, or with many heads on one latent by its products."""
+        pages = kv_cache_spec_for(spec, block := spec.block_size or 16)
+        stored = 0.0 if pages is None else pages.page_size_bytes / block
+        key, value = spec.head_size, spec.head_size_v if spec.mla is None else spec.mla.kv_lora_rank
+        flops = 2 * spec.num_heads * (key + value)
+        return max(stored / self.rates.kv_bytes, flops / self.rates.flops)
+
+    def _exchange_us(self, spec: LayerSpec, requests: int) -> float:
+        rows, rates, others = requests * spec.num_heads, self.rates, self.ranks - 1
+        outputs = rows * spec.output_size * element_size(spec.dtype)
+        if outputs <= MOST_SENT_BYTES:
+            received, collectives = float(others * (outputs + 4 * rows)), 1
+        else:
+            received, collectives = others * 4 * rows + 2 * others / self.ranks * outputs, 2
+        return collectives * rates.collective_us + received / rates.link_bytes + rates.merge_us

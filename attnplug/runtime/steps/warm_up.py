@@ -1,0 +1,260 @@
+"""Runs each kind of step once, so that no request waits for the compilation of kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.composite import CompositeBackend
+from attnplug.core.interface.answers import answer
+from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.selection import Selection
+from attnplug.core.spec import Phase
+from attnplug.runtime.batch.sharded_step import ShardedStep
+from attnplug.runtime.batch.step_batch import StepBatch
+from attnplug.runtime.plan.grouping import cross_groups
+from attnplug.runtime.plan.sharding import shares_tokens
+from attnplug.runtime.steps.step_checks import widest_topk
+
+if TYPE_CHECKING:
+    from attnplug.runtime.attention_runtime import AttentionRuntime
+    from attnplug.runtime.steps.runtime_layer import RuntimeLayer
+
+_log = logging.getLogger("attnplug")
+
+_LONGEST = 1024
+"""Queries of the longest request. Kernels differ by tile, and no tile has as many rows."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WarmUpStep:
+    """One layer's call in one dummy step.
+
+    Args:
+        backend: its backend.
+        layer: the first of the layers that compile the same kernels.
+        phase: decode or prefill.
+        requests: number of requests.
+        query_len: queries of each request.
+        computed: whether the requests already had tokens in the KV cache.
+        compiled: the kernels compiled in it, if the backend reports them.
+        seconds: duration of the call; near 0 without compilation.
+    """
+
+    backend: str
+    layer: str
+    phase: Phase
+    requests: int
+    query_len: int
+    computed: bool
+    compiled: tuple[str, ...]
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WarmUpReport:
+    """The steps of a warm-up, in order."""
+
+    steps: tuple[WarmUpStep, ...]
+
+    @property
+    def compiled(self) -> tuple[str, ...]:
+        """The compiled kernels in order, as reported by the backends."""
+        return tuple(name for step in self.steps for name in step.compiled)
+
+    @property
+    def seconds(self) -> float:
+        """Total duration of the steps."""
+        return sum(step.seconds for step in self.steps)
+
+    def __str__(self) -> str:
+        if not self.steps:
+            return "nothing to warm up: no backend of the plan compiles anything"
+        total = f"{self.seconds:.1f} s in all"
+        lines = [f"{len(self.compiled)} kernels compiled in {len(self.steps)} steps, {total}"]
+        for step in self.steps:
+            size = f"{step.requests} x {step.query_len} tokens{' after others' if step.computed else ''}"
+            lines.append(f"  {step.backend} {step.phase} of {step.layer}, {size}: {step.seconds:.2f} s")
+            lines += [f"    {name}" for name in step.compiled]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Shape:
+    requests: int
+    query_len: int
+    computed: int
+    phase: Phase
+
+
+def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
+    """Run dummy steps of every kind, once for each group of layers that compile the same kernels.
+
+    The steps are decodes of one request and of the most requests, for each number of tokens that speculation
+    allows. Prompts have 2, 4, 8, ... tokens: one from the start, and one and the most after computed tokens. No page
+    of a request is read or written: slots are -1 and tables have the null block. Compiled kernels are logged at INFO.
+
+    Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends. Under context
+    parallelism all ranks call it at the same time.
+
+    Args:
+        runtime: its config limits requests, tokens and speculative tokens.
+
+    Returns:
+        The steps and compiled kernels.
+    """
+    steps: list[WarmUpStep] = []
+    for layer, backend, count in _distinct(runtime):
+        _log.info("warming up %s for layer %s and %d alike", layer.backend, layer.name, count - 1)
+        ran = [_run(runtime, layer, backend, shape) for shape in _shapes(runtime, layer)]
+        steps += ran
+        for step in ran:
+            for name in step.compiled:
+                _log.info("%s compiled %s for %s of %s", layer.backend, name, step.phase, layer.name)
+        seconds = sum(step.seconds for step in ran)
+        _log.info("%s is ready for %s: %.1f s", layer.backend, layer.name, seconds)
+    report = WarmUpReport(tuple(steps))
+    _log.info("%s", str(report).partition("\n")[0])
+    return report
+
+
+def _distinct(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[AttentionBackend], int]]:
+    """The first layer of each group that compiles the same kernels, its backend, and the size of the group."""
+    layers_by_key: dict[Any, list[RuntimeLayer]] = {}
+    for name, layer in runtime.layers.items():
+        backend = runtime.plan.decisions[name].get_backend_cls()
+        key: Any = answer(backend, "compile_key", layer.spec)
+        if name in runtime.plan.new_tokens:
+            new = runtime.plan.new_tokens[name]
+            # A step runs both backends, so either one may have kernels to compile.
+            new_key = answer(new.get_backend_cls(), "compile_key", new.spec)
+            key = None if key is None and new_key is None else (key, new.backend, new_key)
+        if key is None:
+            continue
+        spec, cache = layer.spec, layer.kv_cache
+        # Kernels also depend on the divisibility of strides and on the numbers of heads.
+        form = spec.num_heads, spec.num_kv_heads, None if cache is None else cache.stride()
+        layers_by_key.setdefault((backend, key, form, layer.target is None), []).append(layer)
+    for (backend, *_), layers in layers_by_key.items():
+        yield layers[0], backend, len(layers)
+
+
+def _shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[_Shape]:
+    config = runtime.config
+    most, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    longest = min(tokens, config.max_model_len or tokens, _LONGEST)
+    decodes = 0
+    if layer.kv_cache is not None:
+        decodes = min(1 + config.num_speculative_tokens, longest)
+        for query_len in range(1, decodes + 1):
+            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
+                yield _Shape(requests, query_len, 1, Phase.DECODE)
+    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
+    for query_len in sorted(length for length in lengths if decodes < length <= longest):
+        yield _Shape(1, query_len, 0, Phase.PREFILL)
+        if layer.kv_cache is not None:
+            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
+                yield _Shape(requests, query_len, 1, Phase.PREFILL)
+
+
+def _run(
+    runtime: AttentionRuntime, layer: RuntimeLayer, backend: type[AttentionBackend], shape: _Shape
+) -> WarmUpStep:
+    spec, device = layer.spec, runtime.device
+    rows = shape.requests * shape.query_len
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    query = torch.zeros(rows, spec.num_heads, spec.query_size, dtype=dtype, device=device)
+    key = value = None
+    if layer.target is None:
+        key = torch.zeros(rows, spec.num_kv_heads, spec.head_size, dtype=dtype, device=device)
+        value = torch.zeros(rows, spec.num_kv_heads, spec.head_size_v, dtype=dtype, device=device)
+        value = None if spec.mla is not None else value
+    lses: list[torch.Tensor | None] = [None]
+    if spec.needs_lse:
+        # Some kernels are compiled again for calls with LSE, such as those of TRITON.
+        lses.append(torch.empty(rows, spec.num_heads, dtype=torch.float32, device=device))
+    members = backend.members().values() if issubclass(backend, CompositeBackend) else (backend,)
+    began = time.perf_counter()
+    with contextlib.ExitStack() as watches, torch.no_grad():
+        lists = [
+            watches.enter_context(answer(member, "watch_compiling")) for member in dict.fromkeys(members)
+        ]
+        batch = _batch(runtime, shape)
+        if spec.direct_kv:
+            runtime.begin_step(direct=batch.common)
+        else:
+            runtime.begin_step(batch)
+        try:
+            for lse in lses:
+                runtime.forward(layer.name, query, key, value, output_lse=lse)
+        finally:
+            # The dummy step must not stay active: its slots are all -1, so a forward would write nothing.
+            runtime.end_step()
+        if device.type == "cuda":
+            # Kernels run after the call returns; without a wait, their time would not be in `seconds`.
+            torch.cuda.synchronize(device)
+        compiled = tuple(name for found in lists for name in found)
+    seconds = time.perf_counter() - began
+    sizes = shape.phase, shape.requests, shape.query_len, shape.computed > 0
+    return WarmUpStep(layer.backend, layer.name, *sizes, compiled, seconds)
+
+
+def _first_keys(rows: int, runtime: AttentionRuntime, device: torch.device) -> Selection | None:
+    topk = widest_topk(layer.spec for layer in runtime.layers.values())
+    if not topk:
+        return None
+    chosen = Selection.allocate(rows, topk, device)
+    chosen.positions[:, 0] = 0
+    chosen.counts.fill_(1)
+    return chosen
+
+
+def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
+    """A step of padding: all slots -1, all pages the null block."""
+    reqs, device = shape.requests, runtime.device
+    groups = runtime.kv_cache_config.kv_cache_groups
+    cross = cross_groups(runtime.kv_cache_config)
+    length, rows = shape.computed + shape.query_len, reqs * shape.query_len
+    smallest = min((group.kv_cache_spec.block_size for group in groups), default=1)
+    starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32, device="cpu")
+    lengths = np.full(reqs, length, dtype=np.int32)
+    seq_lens = torch.from_numpy(lengths).to(device)
+    tables = torch.zeros(max(len(groups), 1), reqs, -(-length // smallest), dtype=torch.int32, device=device)
+    slots = torch.full((max(len(groups), 1), rows), PAD_SLOT_ID, dtype=torch.int64, device=device)
+    first = next((i for i in range(len(groups)) if i not in cross), 0)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=seq_lens,
+        num_reqs=reqs,
+        num_actual_tokens=rows,
+        max_query_len=shape.query_len,
+        max_seq_len=length,
+        block_table_tensor=tables[first],
+        slot_mapping=slots[first],
+        seq_lens_host=lengths,
+        encoder_seq_lens=seq_lens if cross else None,
+        encoder_seq_lens_cpu=lengths if cross else None,
+        # Zeros: a step of text. Layers without mm_prefix do not read them.
+        mm_prefix_spans=torch.zeros(rows, 2, dtype=torch.int32, device=device),
+        mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32, device="cpu"),
+        # Each query chooses the first key or block. Layers that are not sparse do not read it.
+        selection=_first_keys(rows, runtime, device),
+    )
+    names = tuple(f"warm-up-{index}" for index in range(reqs))
+    sizes = tuple(group.kv_cache_spec.block_size for group in groups)
+    place = runtime.plan.context_parallel
+    sharded = None
+    if place is not None:
+        shared = [i for i, group in enumerate(groups) if shares_tokens(group.kv_cache_spec)]
+        sharded = ShardedStep.uniform(place, shared, reqs, shape.computed, shape.query_len, device)
+    counts = (rows,) * len(groups)
+    return StepBatch(common, first, tables, slots, counts, cross, names, sizes, sharded=sharded).sealed()
