@@ -8,7 +8,7 @@ The selections that sparse layers need: whether a step has one, and in debug mod
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ from attnplug.runtime.batch.engine_values import first_attended, reach
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import tokens_per_block
-from attnplug.runtime.steps.attention_groups import AttentionGroup
+
+if TYPE_CHECKING:
+    from attnplug.runtime.steps.attention_groups import AttentionGroup
 
 _Ints: TypeAlias = npt.NDArray[Any]
 _SMALL = 1 << 12
