@@ -25,8 +25,8 @@ from attnplug.core import Device, LayerSpec, Phase
 from attnplug.registry.devices import resolve_device
 from attnplug.testing import layer_tensors
 from attnplug.testing.conformance import Level
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import CheckSkipped
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 
 PHASES = ("decode", "prefill")

@@ -117,8 +117,8 @@ def check_cell(target: Target, cell: Cell) -> None:
 def check_step(target: Target, spec: Any, step: Step, options: Any) -> None:
     """Compare one step with the oracle."""
     from attnplug.testing import paged_batch, run_batch
-    from attnplug.testing.conformance.expectations import difference
     from attnplug.testing.conformance.harness import Answer
+    from attnplug.testing.conformance.mistakes.expectations import difference
 
     serving = target.backend.for_layer(spec)
     scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 2.0} if spec.has_quantized_kv_cache else {}

@@ -94,7 +94,7 @@ def conformance(
     require_the_extra()
     from attnplug.cli.conformance_report import Report
     from attnplug.runtime.plan.budget import parse_memory
-    from attnplug.testing.conformance.selection import Shard, matching
+    from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 
     if level not in ("smoke", "full"):

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from attnplug._system import files
 from attnplug.cli.arguments import CHECK_SECONDS
 from attnplug.cli.run_report import RunReport, counted
-from attnplug.testing.isolation.rerun import cli_command
-from attnplug.testing.isolation.results import Outcome, Result, SavedResults
+from attnplug.testing.isolation.results import Outcome, Result, SavedResults, cli_command
 from attnplug.testing.skips import skip_counts, untested_words
 
 if TYPE_CHECKING:
-    from attnplug.testing.conformance.selection import Shard
+    from attnplug.testing.conformance.check_filter import Shard
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
 

@@ -14,11 +14,11 @@ from attnplug.matrix.axes import spec_of
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Cell
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
-from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.compiling import compile_key
+from attnplug.testing.design.sizes import compile_key
 from attnplug.testing.oracle import COMPUTED
 
 _SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}

@@ -13,11 +13,22 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
-from attnplug.testing.drawn_selections import random_selection
-from attnplug.testing.drawn_values import Numbers, draw_tokens, layer_tensors, strange_requests
+from attnplug.testing.drawn_values import (
+    Numbers,
+    draw_tokens,
+    layer_tensors,
+    random_selection,
+    strange_requests,
+)
 from attnplug.testing.oracle import OracleResult, Spans, attention_oracle, stored_values
-from attnplug.testing.pages import block_table, fill_with_nan, poisoned_cache, put
-from attnplug.testing.spans import default_spans, rows_of_spans
+from attnplug.testing.pages import (
+    block_table,
+    default_spans,
+    fill_with_nan,
+    poisoned_cache,
+    put,
+    rows_of_spans,
+)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -129,7 +140,7 @@ def paged_batch(
         k_scale: scale of fp8 keys.
         v_scale: scale of fp8 values; with MLA `k_scale` is theirs too.
         spans: for a layer with mm_prefix, the multimodal spans of each request as positions `[start, stop)`;
-            default those of `attnplug.testing.spans.default_spans`.
+            default those of `attnplug.testing.pages.default_spans`.
         numbers: the sizes of the numbers.
         skip_blocks: blocks of the cache that no request has, in addition to the null block; they come first.
         seed: of all random values.

@@ -11,10 +11,10 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BackendUnavailableError, SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
+from attnplug.testing.conformance.check_filter import checked_reasons, known_reasons
 from attnplug.testing.conformance.listing import conformance_checks
-from attnplug.testing.conformance.selection import checked_reasons, known_reasons
 from attnplug.testing.conformance.suites import refusals
-from attnplug.testing.isolation.rerun import node_command
+from attnplug.testing.isolation.results import node_command
 
 if TYPE_CHECKING:
     import pytest

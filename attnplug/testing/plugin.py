@@ -121,7 +121,7 @@ def _skip_text(report: pytest.TestReport) -> str:
 
 
 def _load(config: pytest.Config, name: str) -> Suite:
-    from attnplug.testing.conformance.selection import Shard
+    from attnplug.testing.conformance.check_filter import Shard
     from attnplug.testing.conformance.suites import load_suite
 
     shard = config.getoption("--shard")
@@ -142,7 +142,7 @@ def _load(config: pytest.Config, name: str) -> Suite:
 
 
 def _rerun(config: pytest.Config) -> Callable[[str], str]:
-    from attnplug.testing.isolation.rerun import suite_command
+    from attnplug.testing.isolation.results import suite_command
 
     names = ("--attn-backend", "--attn-device", "--known-failures", "--level", "--attn-checks")
     given = {name: config.getoption(name) for name in names}

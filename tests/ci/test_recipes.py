@@ -16,7 +16,7 @@ import run_recipe
 from recipe import Recipe, RecipeError, find_recipes, known_failures_toml
 from recipe import main as print_matrix
 
-from attnplug.testing.conformance.selection import read_known_failures
+from attnplug.testing.conformance.check_filter import read_known_failures
 
 ROOT = Path(__file__).parents[2]
 RECIPES = find_recipes([str(ROOT / "ci/recipes/*.toml")])

@@ -16,7 +16,7 @@ from attnplug.core.errors import MatrixFileError, ModelConfigError, PolicyError,
 from attnplug.matrix.results import read_matrix, write_file
 from attnplug.registry.selection import refuted
 from attnplug.registry.selection.decision import Decision
-from attnplug.testing.conformance.selection import read_known_failures
+from attnplug.testing.conformance.check_filter import read_known_failures
 
 pytestmark = [
     pytest.mark.attack("files"),

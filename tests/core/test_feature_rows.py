@@ -19,9 +19,11 @@ from attnplug.cli.app import app
 from attnplug.core import Device, Feature, LayerSpec
 from attnplug.core.reasons import REASON_CODES
 from attnplug.matrix.words import value_in_words
-from attnplug.testing.conformance import ConformanceError, conformance_checks, correctness, refusals
-from attnplug.testing.conformance.designed_cases import designed_cases
-from attnplug.testing.conformance.latent_cases import latent_cases
+from attnplug.testing.conformance import ConformanceError, conformance_checks
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
+from attnplug.testing.conformance.cases.latent_cases import latent_cases
+from attnplug.testing.conformance.declared import refusals
+from attnplug.testing.conformance.numbers import correctness
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 

@@ -11,8 +11,8 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import LayerSpec, MLADims, QueryLens
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 
 class Expanding(TorchMLABackend):

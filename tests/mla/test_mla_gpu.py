@@ -18,8 +18,8 @@ from attnplug.core import BuilderConfig, LayerSpec, MLADims, Phase, QueryLens, S
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default", "error:::attnplug")]
 

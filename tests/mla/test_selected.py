@@ -30,8 +30,8 @@ from attnplug.registry import Registry
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import assert_close, attention_oracle, paged_batch, run_batch
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.drawn_values import layer_tensors
 
 DIMS = MLADims(q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)

@@ -16,7 +16,8 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionBackend, Device
 from attnplug.core.composite import composite_backend
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance import cache_writes, outputs
+from attnplug.testing.conformance.calls import outputs
+from attnplug.testing.conformance.numbers import cache_writes
 from attnplug.testing.conformance.target import Target
 
 FULL = layer(dtype="float32")

@@ -9,9 +9,9 @@ from typing import Any
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, Device
-from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 
 __all__ = ["Wrong", "failures", "torch_cases", "variant", "wrong"]

@@ -10,7 +10,8 @@ from catching import failures, variant
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, LayerSpec
-from attnplug.testing.conformance import Level, acceptance
+from attnplug.testing.conformance import Level
+from attnplug.testing.conformance.declared import acceptance
 
 
 def key_of(cls: type[AttentionBackend], spec: LayerSpec) -> Hashable:

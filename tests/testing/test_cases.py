@@ -17,10 +17,9 @@ from catching import torch_cases, variant
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Feature, LayerSpec
 from attnplug.testing.conformance import Level
-from attnplug.testing.conformance.case_axes import KINDS, axes
-from attnplug.testing.conformance.cases import Case
-from attnplug.testing.conformance.designed_cases import designed_cases
-from attnplug.testing.conformance.shapes import SHAPES, lengths
+from attnplug.testing.conformance.cases.case_axes import KINDS, SHAPES, axes, lengths
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import Numbers
 
@@ -28,7 +27,7 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32")
 LISTING = """
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
-from attnplug.testing.conformance.designed_cases import designed_cases
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.target import Target
 print("\\n".join(case.id for case in designed_cases(Target(TorchBackend, Device("cpu")))))
 """

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.core.errors import PolicyError
-from attnplug.testing.conformance.selection import (
+from attnplug.testing.conformance.check_filter import (
     Shard,
     checked_reasons,
     known_reasons,

@@ -16,9 +16,9 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionCGSupport, Device, Phase, composite_backend
 from attnplug.testing import parametrize_with_checks
-from attnplug.testing.conformance import correctness, requests
 from attnplug.testing.conformance.check import Check
 from attnplug.testing.conformance.listing import GROUPS
+from attnplug.testing.conformance.numbers import correctness, requests
 from attnplug.testing.conformance.target import Target
 
 

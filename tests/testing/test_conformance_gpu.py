@@ -20,8 +20,12 @@ from capturable import (
 from catching import failures, variant
 
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.testing.conformance import builder_inputs, builders, gpu, graphs, merging, runtimes, sharing
+from attnplug.testing.conformance.builders import builder_inputs, builders
+from attnplug.testing.conformance.builders import builders as sharing
 from attnplug.testing.conformance.check import Level
+from attnplug.testing.conformance.numbers import merging
+from attnplug.testing.conformance.serving import gpu, runtimes
+from attnplug.testing.conformance.serving import gpu as graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -86,7 +90,7 @@ def test_a_backend_that_waits_or_grows_is_caught(backend: Any, caught: str, says
 
 def test_a_graph_that_keeps_its_lengths_is_caught() -> None:
     backend = lying("KEEPS_LENGTHS", builder=KeepsLengths)
-    found = failures(backend, graphs.checks, Level.SMOKE, "current")
+    found = failures(backend, graphs.graph_checks, Level.SMOKE, "current")
     assert {"gpu/graph-single", "gpu/graph-uniform"} <= found.keys()
     assert all("a graph that keeps what was captured" in str(problem) for problem in found.values())
 
@@ -99,7 +103,7 @@ from attnplug.testing.conformance import graphs
 from attnplug.testing.conformance.check import Level
 
 builder = type("Declares", (TorchBackend.get_builder_cls(),), {"cudagraph_support": AttentionCGSupport.ALWAYS})
-found = failures(variant("TORCH_GRAPHS", builder=builder), graphs.checks, Level.SMOKE, "current")
+found = failures(variant("TORCH_GRAPHS", builder=builder), graphs.graph_checks, Level.SMOKE, "current")
 print(*sorted(found), flush=True)
 """
 

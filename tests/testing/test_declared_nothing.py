@@ -17,8 +17,11 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, AttentionCGSupport, Device, Feature, LayerSpec
-from attnplug.testing.conformance import builders, declared, options, quantised_outputs, untested
+from attnplug.testing.conformance.builders import builders
+from attnplug.testing.conformance.calls import outputs as quantised_outputs
 from attnplug.testing.conformance.check import Check, CheckUntested, ConformanceError
+from attnplug.testing.conformance.declared import declared_values as declared
+from attnplug.testing.conformance.declared import options, untested
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 

@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from attnplug.testing.design.compiling import most_adding
-from attnplug.testing.design.packing import crossed_rows, packed_rows, served_pairs
-from attnplug.testing.design.search import Row, Search
+from attnplug.testing.design.search import Row, Search, crossed_rows, packed_rows, served_pairs
+from attnplug.testing.design.sizes import most_adding
 
 AXES = {"a": [0, 1, 2], "b": ["x", "y"], "c": [None, False, True], "d": [0, 1], "e": list("klmn")}
 

@@ -9,9 +9,9 @@ from catching import variant
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device
-from attnplug.testing.conformance import designs as module
 from attnplug.testing.conformance import listing
-from attnplug.testing.conformance.designs import Designs
+from attnplug.testing.conformance.cases import designed_cases
+from attnplug.testing.conformance.cases.designed_cases import Designs
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.isolation.listing import Listing, SuiteRequest, list_checks
 
@@ -22,13 +22,13 @@ FEW = Target(variant("FEW", supported_dtypes=("float32",)), Device("cpu"))
 @pytest.fixture
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
-    search = module.designed_cases
+    search = designed_cases.designed_cases
 
     def counted(target: Target) -> object:
         found.append(target.name)
         return search(target)
 
-    monkeypatch.setattr(module, "designed_cases", counted)
+    monkeypatch.setattr(designed_cases, "designed_cases", counted)
     return found
 
 

@@ -14,15 +14,14 @@ from catching import variant
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import Batch, paged_batch
-from attnplug.testing.conformance import mistake_recognition
-from attnplug.testing.conformance.check import ConformanceError, error_context
-from attnplug.testing.conformance.deviation import Deviation, deviation, deviation_of
-from attnplug.testing.conformance.expectations import expect_correct
+from attnplug.testing.conformance.check import ConformanceError, error_context, naming_seconds, time_limit
 from attnplug.testing.conformance.harness import Answer, Harness
-from attnplug.testing.conformance.mistake_recognition import mistaken_answers, recognise
+from attnplug.testing.conformance.mistakes import mistake_recognition
+from attnplug.testing.conformance.mistakes.deviation import Deviation, deviation, deviation_of
+from attnplug.testing.conformance.mistakes.expectations import expect_correct
+from attnplug.testing.conformance.mistakes.mistake_recognition import mistaken_answers, recognise
+from attnplug.testing.conformance.mistakes.wrong_answers import description
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.conformance.time_limit import naming_seconds, time_limit
-from attnplug.testing.conformance.wrong_answers import description
 
 SPEC = LayerSpec(num_heads=8, num_kv_heads=2, head_size=16, dtype="float32", needs_lse=True)
 LENGTHS = [1, 1, 5, 40, 33], [12, 40, 37, 140, 33]

@@ -19,8 +19,9 @@ from capturable import (
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionCGSupport, Device
-from attnplug.testing.conformance import gpu, graphs
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
+from attnplug.testing.conformance.serving import gpu
+from attnplug.testing.conformance.serving import gpu as graphs
 from attnplug.testing.conformance.target import Target
 
 SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -281,7 +282,7 @@ def test_a_backend_that_is_wrong_without_a_graph_is_not_called_a_keeper() -> Non
 
 def test_the_pretended_device_is_asked_for_nothing_on_a_cpu() -> None:
     target = Target(Capturable, Device("cpu"))
-    assert [*gpu.checks(target), *graphs.checks(target)] == []
+    assert [*gpu.checks(target), *graphs.graph_checks(target)] == []
 
 
 def test_step_safe_is_checked_only_where_it_is_declared() -> None:

@@ -12,9 +12,9 @@ from wrong_numbers import misread
 from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.latent import TorchMLAImpl
 from attnplug.core import Device, Feature, LayerSpec
+from attnplug.testing.conformance.cases.latent_cases import latent_cases
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.correctness import check_case, check_latent_case
-from attnplug.testing.conformance.latent_cases import latent_cases
+from attnplug.testing.conformance.numbers.correctness import check_case, check_latent_case
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 

@@ -13,12 +13,12 @@ from catching import torch_cases
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec, MLADims
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch
-from attnplug.testing.conformance import mistake_recognition
-from attnplug.testing.conformance.attention_rules import requests_of, rules_of
-from attnplug.testing.conformance.deviation import deviation_of
-from attnplug.testing.conformance.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
-from attnplug.testing.conformance.mistake_oracle import attend
-from attnplug.testing.conformance.mistake_recognition import (
+from attnplug.testing.conformance.mistakes import mistake_recognition
+from attnplug.testing.conformance.mistakes.attention_rules import requests_of, rules_of
+from attnplug.testing.conformance.mistakes.deviation import deviation_of
+from attnplug.testing.conformance.mistakes.known_mistakes import KNOWN_MISTAKES, LSE_MISTAKES
+from attnplug.testing.conformance.mistakes.mistake_oracle import attend
+from attnplug.testing.conformance.mistakes.mistake_recognition import (
     NAN_FOR_EMPTY_ROWS,
     mistaken_answers,
 )

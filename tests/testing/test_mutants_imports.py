@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from attnplug.core import Device
-from attnplug.testing.conformance import lightness
 from attnplug.testing.conformance.check import ConformanceError
+from attnplug.testing.conformance.process import lightness
 from attnplug.testing.conformance.target import Target
 
 HEAD = """

@@ -25,9 +25,9 @@ from wrong_process import WRONG_PROCESS
 
 from attnplug.core import Device
 from attnplug.testing.conformance.check import Check, CheckSkipped
-from attnplug.testing.conformance.correctness import check_case
 from attnplug.testing.conformance.listing import conformance_checks
-from attnplug.testing.conformance.process_settings import read_settings, restore_settings
+from attnplug.testing.conformance.numbers.correctness import check_case
+from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.target import Target
 
 ALL = [

@@ -7,7 +7,8 @@ from catching import variant
 
 from attnplug.core import Device, Feature
 from attnplug.core.blocks import MultipleOf
-from attnplug.testing.conformance import declared, unlike_layers
+from attnplug.testing.conformance.builders import layer_state
+from attnplug.testing.conformance.declared import declared_values as declared
 from attnplug.testing.conformance.target import Target
 
 
@@ -36,7 +37,9 @@ def test_a_layer_is_found_for_chunks_of_large_pages_and_for_one_pair_of_head_siz
 def test_layers_over_fp8_alone_keep_the_scales_that_filled_their_caches():
     stored = Feature.FP8_KV | Feature.SINKS | Feature.ALIBI
     fp8 = variant("FP8_ALONE", features=stored, supported_kv_cache_dtypes=("fp8",))
-    found = [check for check in unlike_layers.checks(Target(fp8, Device("cpu"))) if "own-" in check.id]
+    found = [
+        check for check in layer_state.unlike_layer_checks(Target(fp8, Device("cpu"))) if "own-" in check.id
+    ]
     assert len(found) == 2
     for check in found:
         check()

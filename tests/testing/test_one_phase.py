@@ -17,12 +17,13 @@ from wrong_numbers import WRONG_NUMBERS
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Phase, Reason
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.conformance import Check, CheckSkipped, ConformanceError, correctness
-from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.cases.case_axes import LONG, SHAPES
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import CheckUntested
-from attnplug.testing.conformance.designed_cases import designed_cases
 from attnplug.testing.conformance.listing import GROUPS, listed
-from attnplug.testing.conformance.shapes import LONG, SHAPES
+from attnplug.testing.conformance.numbers import correctness
 from attnplug.testing.conformance.target import Target, in_phase, of_phase
 
 ALONE = {phase: variant(f"ONLY_{phase.name}", supported_phases=(phase,)) for phase in Phase}

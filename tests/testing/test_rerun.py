@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.testing.isolation.listing import SuiteRequest
-from attnplug.testing.isolation.rerun import cli_command, node_command, suite_command
+from attnplug.testing.isolation.results import cli_command, node_command, suite_command
 
 CHECK = "correct/mixed-h4x2-d64-float32-b16-NHD-token_topk(12)-it's $HOME"
 

@@ -11,22 +11,16 @@ from right_narrow import NARROWS
 from right_unusual import UNUSUAL
 
 from attnplug.core import AttentionBackend, Device, Feature, composite_backend
-from attnplug.testing.conformance import (
-    builders,
-    declared,
-    limits,
-    merging,
-    options,
-    pages,
-    process_state,
-    refusals,
-    shared_builds,
-    untested,
-)
+from attnplug.testing.conformance.builders import builders
+from attnplug.testing.conformance.builders import kv_group_builds as shared_builds
+from attnplug.testing.conformance.cases.spec_grid import plainest
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
-from attnplug.testing.conformance.correctness import check_case
+from attnplug.testing.conformance.declared import declared_values, options, pages, refusals, untested
+from attnplug.testing.conformance.declared import refusals as limits
 from attnplug.testing.conformance.listing import conformance_checks
-from attnplug.testing.conformance.spec_grid import plainest
+from attnplug.testing.conformance.numbers import merging
+from attnplug.testing.conformance.numbers.correctness import check_case
+from attnplug.testing.conformance.process import process_state
 from attnplug.testing.conformance.target import Target
 
 WIDE = {impl.__name__.upper(): variant(impl.__name__.upper(), impl=impl) for impl in RIGHT_IMPLS}
@@ -84,7 +78,9 @@ def test_a_backend_that_refuses_the_plainest_layers_is_no_wrong_one(name: str) -
     assert not target.reasons(plainest(target))
     for check in refusals.checks(target):
         passes(check)
-    asked = [check for check in declared.checks(target) if "feature-" in check.id or "any-layer" in check.id]
+    asked = [
+        check for check in declared_values.checks(target) if "feature-" in check.id or "any-layer" in check.id
+    ]
     assert asked
     skipped = [check.id for check in asked if not passes(check)]
     assert not skipped
@@ -92,7 +88,7 @@ def test_a_backend_that_refuses_the_plainest_layers_is_no_wrong_one(name: str) -
 
 def test_an_lse_that_no_layer_can_ask_for_is_reported() -> None:
     target = Target(NARROWS["PLAIN"], Device("cpu"))
-    assert not any("lse" in check.id for check in declared.checks(target))
+    assert not any("lse" in check.id for check in declared_values.checks(target))
     (found,) = (check for check in untested.checks(target) if "lse" in check.id)
     with pytest.raises(CheckUntested, match="can_return_lse_for_decode: features has no LSE"):
         found()

@@ -8,7 +8,7 @@ import torch
 from attnplug.core import LayerSpec
 from attnplug.errors import BatchError
 from attnplug.testing import direct_batch, paged_batch, request_oracle, visible_keys
-from attnplug.testing.spans import default_spans, rows_of_spans
+from attnplug.testing.pages import default_spans, rows_of_spans
 
 SPEC = LayerSpec(num_heads=1, num_kv_heads=1, head_size=8, dtype="float32", mm_prefix=True)
 

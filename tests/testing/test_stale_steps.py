@@ -12,9 +12,9 @@ from catching import failures, variant
 
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import CommonAttentionMetadata
-from attnplug.testing.conformance import requests
+from attnplug.testing.conformance.cases.steps import with_lengths
 from attnplug.testing.conformance.check import Check, ConformanceError
-from attnplug.testing.conformance.steps import with_lengths
+from attnplug.testing.conformance.numbers import requests
 from attnplug.testing.conformance.target import Target
 
 

@@ -14,7 +14,7 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import AttentionBackend
 from attnplug.core.errors import PolicyError
-from attnplug.testing.conformance import shared_builds
+from attnplug.testing.conformance.builders import kv_group_builds
 
 FIELDS = ("window", "chunk_size", "logits_soft_cap", "scale", "mm_prefix")
 
@@ -120,7 +120,7 @@ RIGHT = {
 
 @pytest.mark.parametrize("backend", WRONG.values(), ids=WRONG)
 def test_a_key_without_what_the_build_reads_is_caught_and_named(backend: type[AttentionBackend]) -> None:
-    found = failures(backend, shared_builds.checks)
+    found = failures(backend, kv_group_builds.checks)
     assert list(found) == ["builder/build_key"]
     (problem,) = found.values()
     assert "both builders have build_key=" in str(problem)
@@ -129,11 +129,11 @@ def test_a_key_without_what_the_build_reads_is_caught_and_named(backend: type[At
 
 @pytest.mark.parametrize("backend", RIGHT.values(), ids=RIGHT)
 def test_a_key_with_all_that_the_build_reads_fails_none(backend: type[AttentionBackend]) -> None:
-    assert failures(backend, shared_builds.checks) == {}
+    assert failures(backend, kv_group_builds.checks) == {}
 
 
 def test_a_key_that_no_mapping_takes_is_named() -> None:
     backend = of("UNHASHABLE", planning(reading("window"), dict))
-    (problem,) = failures(backend, shared_builds.checks).values()
+    (problem,) = failures(backend, kv_group_builds.checks).values()
     assert "build_key" in str(problem)
     assert "must be hashable" in str(problem)

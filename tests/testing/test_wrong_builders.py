@@ -17,8 +17,12 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
-from attnplug.testing.conformance import builder_inputs, builders, merging, runtimes, shared_prefix, sharing
+from attnplug.testing.conformance.builders import builder_inputs, builders
+from attnplug.testing.conformance.builders import builders as sharing
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
+from attnplug.testing.conformance.numbers import common_prefix as shared_prefix
+from attnplug.testing.conformance.numbers import merging
+from attnplug.testing.conformance.serving import runtimes
 from attnplug.testing.conformance.target import Target
 
 GROUPS = tuple(

@@ -10,10 +10,10 @@ from wrong_conventions import CONVENTIONS, RANK_MISTAKES, Convention
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import paged_batch
-from attnplug.testing.conformance import context_parallel
 from attnplug.testing.conformance.check import ConformanceError, Level
-from attnplug.testing.conformance.expectations import expect_correct
 from attnplug.testing.conformance.harness import Harness
+from attnplug.testing.conformance.mistakes.expectations import expect_correct
+from attnplug.testing.conformance.serving import context_parallel
 from attnplug.testing.conformance.target import Target
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")

@@ -10,8 +10,9 @@ from catching import torch_cases
 from wrong_inputs import WRONG_INPUTS, WrongInput
 
 from attnplug.core import Device
-from attnplug.testing.conformance import ConformanceError, correctness, scales
-from attnplug.testing.conformance.cases import Case
+from attnplug.testing.conformance import ConformanceError
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.numbers import cache_writes, correctness
 from attnplug.testing.conformance.target import Target
 
 
@@ -23,7 +24,7 @@ def torch_cases_by_id() -> dict[str, Case]:
 def run(wrong: WrongInput, check_id: str) -> None:
     target = Target(wrong.backend, Device("cpu"))
     if check_id.startswith("cache/"):
-        next(check for check in scales.checks(target) if check.id == check_id)()
+        next(check for check in cache_writes.scale_checks(target) if check.id == check_id)()
         return
     found = fnmatch.filter(torch_cases_by_id(), check_id)
     assert found, check_id

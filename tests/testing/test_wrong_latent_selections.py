@@ -12,9 +12,9 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import Device, Selection
 from attnplug.mla import selected
 from attnplug.ops.selection import table_of_tokens
+from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.correctness import check_latent_case
-from attnplug.testing.conformance.latent_cases import LatentCase, latent_cases
+from attnplug.testing.conformance.numbers.correctness import check_latent_case
 from attnplug.testing.conformance.target import Target
 
 TARGET = Target(TorchMLABackend, Device("cpu"))

@@ -10,10 +10,11 @@ from catching import Wrong
 from wrong_latents import WRONG_LATENTS
 
 from attnplug.core import Device
-from attnplug.testing.conformance import builders, context_parallel
+from attnplug.testing.conformance.builders import builders
+from attnplug.testing.conformance.cases.latent_cases import latent_cases
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.correctness import check_latent_case
-from attnplug.testing.conformance.latent_cases import latent_cases
+from attnplug.testing.conformance.numbers.correctness import check_latent_case
+from attnplug.testing.conformance.serving import context_parallel
 from attnplug.testing.conformance.target import Target
 
 

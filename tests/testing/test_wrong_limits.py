@@ -12,8 +12,10 @@ from wrong_limits import WRONG
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionCGSupport, Device
-from attnplug.testing.conformance import cache_writes, captures, correctness, inputs, outputs
+from attnplug.testing.conformance.calls import inputs, outputs
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
+from attnplug.testing.conformance.numbers import cache_writes, correctness
+from attnplug.testing.conformance.serving import gpu
 from attnplug.testing.conformance.target import Target
 
 GROUPS = {
@@ -53,7 +55,7 @@ class DeclaresGraphs(TorchMetadataBuilder):
 
 def test_a_plan_in_forward_is_allowed_where_no_graphs_are_declared_and_else_the_rule_is_told() -> None:
     def captured(**parts: Any) -> Any:
-        (found,) = captures.checks(Target(variant("PLANS_LATE", impl=PlansLate, **parts), Device("cpu")))
+        (found,) = gpu.capture_checks(Target(variant("PLANS_LATE", impl=PlansLate, **parts), Device("cpu")))
         return found
 
     with pytest.raises(CheckSkipped):

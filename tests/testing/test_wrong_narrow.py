@@ -8,8 +8,11 @@ from right_narrow import NARROWS
 from wrong_narrow import WRONG
 
 from attnplug.core import Device
-from attnplug.testing.conformance import builders, cache_writes, inputs, layer_state, process_state
+from attnplug.testing.conformance.builders import builders, layer_state
+from attnplug.testing.conformance.calls import inputs
 from attnplug.testing.conformance.check import CheckSkipped
+from attnplug.testing.conformance.numbers import cache_writes
+from attnplug.testing.conformance.process import process_state
 from attnplug.testing.conformance.target import Target
 
 GROUPS = {

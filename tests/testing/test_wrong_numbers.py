@@ -17,9 +17,10 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, Feature
 from attnplug.core.errors import BatchError
-from attnplug.testing.conformance import Check, ConformanceError, correctness
-from attnplug.testing.conformance.designed_cases import designed_cases
-from attnplug.testing.conformance.mistake_recognition import mistaken_answers
+from attnplug.testing.conformance import Check, ConformanceError
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
+from attnplug.testing.conformance.mistakes.mistake_recognition import mistaken_answers
+from attnplug.testing.conformance.numbers import correctness
 from attnplug.testing.conformance.target import Target
 
 PLAIN = "correct/mixed-h4x2-d64-float32-b16-NHD"

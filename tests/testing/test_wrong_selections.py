@@ -14,10 +14,10 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, Feature, Selection, SparseSpec
 from attnplug.testing.conformance import ConformanceError
-from attnplug.testing.conformance.cases import Case
-from attnplug.testing.conformance.correctness import check_case
-from attnplug.testing.conformance.refusals import checks as refusals
-from attnplug.testing.conformance.selections import checks
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.declared.refusals import checks as refusals
+from attnplug.testing.conformance.numbers.correctness import check_case
+from attnplug.testing.conformance.numbers.sparse_selections import checks
 from attnplug.testing.conformance.target import Target
 
 Change = Callable[[Selection, Any], Selection]

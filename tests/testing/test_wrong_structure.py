@@ -23,25 +23,16 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature, MultipleOf
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.ops.output_quant import FP8_OUTPUTS
-from attnplug.testing.conformance import (
-    acceptance,
-    cache_layouts,
-    cache_reads,
-    cache_writes,
-    declaration,
-    inputs,
-    interface,
-    lightness,
-    lightness_child,
-    limits,
-    outputs,
-    pages,
-    quantised_outputs,
-    refusals,
-    requests,
-)
+from attnplug.testing.conformance.calls import inputs, outputs
+from attnplug.testing.conformance.calls import outputs as quantised_outputs
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
+from attnplug.testing.conformance.declared import acceptance, pages, refusals
+from attnplug.testing.conformance.declared import attributes as declaration
+from attnplug.testing.conformance.declared import attributes as interface
+from attnplug.testing.conformance.declared import refusals as limits
 from attnplug.testing.conformance.listing import GROUPS, listed
+from attnplug.testing.conformance.numbers import cache_layouts, cache_reads, cache_writes, requests
+from attnplug.testing.conformance.process import lightness, lightness_child
 from attnplug.testing.conformance.target import Target
 
 STRUCTURAL = (

@@ -1,4 +1,7 @@
-"""A builder and its layers, driven one call at a time."""
+"""A builder and its layers, driven one call at a time.
+
+A step in the tensors of another one, as engines fill their buffers anew for each step.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import dataclasses
 import types
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from attnplug.core.backend import AttentionBackend
@@ -17,8 +21,7 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import CheckSkipped, SkipKind, error_context
-from attnplug.testing.conformance.origins import calling
+from attnplug.testing.conformance.check import CheckSkipped, SkipKind, calling, error_context
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.wording import layer_words
 
@@ -227,3 +230,23 @@ def blank_answer(batch: Batch, fill: float = torch.nan) -> Answer:
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in logical order as bytes on the host, 1-D, so that NaN equals NaN."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+
+
+_INPUTS = ("query", "key", "value", "kv_cache")
+
+
+def refill(batch: Batch, fresh: Batch) -> Batch:
+    """The step `fresh` in the tensors and arrays of `batch`; those of other shapes stay its own."""
+    names = [field.name for field in dataclasses.fields(fresh.common) if not field.name.startswith("_")]
+    common = {name: _filled(getattr(batch.common, name), getattr(fresh.common, name)) for name in names}
+    inputs = {name: _filled(getattr(batch, name), getattr(fresh, name)) for name in _INPUTS}
+    return dataclasses.replace(fresh, common=dataclasses.replace(fresh.common, **common), **inputs)
+
+
+def _filled(buffer: Any, value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and isinstance(buffer, torch.Tensor) and buffer.shape == value.shape:
+        return buffer.copy_(value)
+    if isinstance(value, np.ndarray) and isinstance(buffer, np.ndarray) and buffer.shape == value.shape:
+        np.copyto(buffer, value)
+        return buffer
+    return value

@@ -12,123 +12,105 @@ from attnplug.core.errors import SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
 from attnplug.registry.plugins.waiting import describe, guarded_call
-from attnplug.testing.conformance import (
+from attnplug.testing.conformance.builders import builder_inputs, builders, kv_group_builds, layer_state
+from attnplug.testing.conformance.calls import after_unusual_steps, engine_tensors, inputs, outputs
+from attnplug.testing.conformance.check import Check, ConformanceError, Level
+from attnplug.testing.conformance.declared import (
     acceptance,
-    afterwards,
-    answers,
-    builder_inputs,
-    builders,
+    attributes,
+    declared_values,
+    options,
+    pages,
+    refusals,
+    stable_answers,
+    untested,
+)
+from attnplug.testing.conformance.numbers import (
     cache_layouts,
     cache_reads,
     cache_writes,
-    context_parallel,
+    common_prefix,
     correctness,
-    declaration,
-    declared,
-    engine_scales,
-    engine_tensors,
-    far_offsets,
-    gpu,
-    graphs,
-    host_copies,
-    inputs,
-    interface,
-    layer_state,
-    lightness,
-    limits,
     merging,
-    misfits,
-    options,
-    outputs,
-    pages,
-    process_memory,
-    process_output,
-    process_state,
-    quantised_outputs,
-    ranks,
-    refusals,
     requests,
-    runtimes,
-    scales,
-    selections,
-    shared_builds,
-    shared_prefix,
-    sharing,
-    step_chains,
-    unlike_layers,
-    untested,
+    sparse_selections,
 )
-from attnplug.testing.conformance.check import Check, ConformanceError, Level
-from attnplug.testing.conformance.latent_targets import latent_targets
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.process import lightness, process_memory, process_state
+from attnplug.testing.conformance.serving import context_parallel, gpu, runtimes, serving
+from attnplug.testing.conformance.target import Target, latent_targets
 
-_IN_ORDER = (
+GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
     # The first, because a backend may change the process once, when its parts are first asked for.
-    process_state,
-    *(declaration, answers, pages, interface, lightness, refusals, limits, acceptance, declared, untested),
-    *(
-        options,
-        inputs,
-        misfits,
-        engine_scales,
-        outputs,
-        quantised_outputs,
-        engine_tensors,
-        unlike_layers,
-        afterwards,
-    ),
-    *(cache_writes, scales, cache_reads, cache_layouts, far_offsets, requests, step_chains, correctness),
-    *(
-        builders,
-        builder_inputs,
-        host_copies,
-        layer_state,
-        process_memory,
-        process_output,
-        shared_prefix,
-        selections,
-        shared_builds,
-        sharing,
-        merging,
-        context_parallel,
-        ranks,
-        runtimes,
-        gpu,
-        graphs,
-    ),
+    process_state.checks,
+    attributes.checks,
+    stable_answers.checks,
+    pages.checks,
+    attributes.interface_checks,
+    lightness.checks,
+    refusals.checks,
+    refusals.limit_checks,
+    acceptance.checks,
+    declared_values.checks,
+    untested.checks,
+    options.checks,
+    inputs.checks,
+    inputs.misfit_checks,
+    cache_writes.engine_scale_checks,
+    outputs.checks,
+    outputs.quantised_output_checks,
+    engine_tensors.checks,
+    gpu.capture_checks,
+    layer_state.unlike_layer_checks,
+    after_unusual_steps.checks,
+    cache_writes.checks,
+    cache_writes.scale_checks,
+    cache_reads.checks,
+    cache_layouts.checks,
+    cache_layouts.far_offset_checks,
+    requests.checks,
+    serving.checks,
+    correctness.checks,
+    builders.checks,
+    builder_inputs.checks,
+    builder_inputs.host_copy_checks,
+    layer_state.checks,
+    process_memory.checks,
+    process_memory.output_checks,
+    common_prefix.checks,
+    sparse_selections.checks,
+    kv_group_builds.checks,
+    builders.isolation_checks,
+    merging.checks,
+    context_parallel.checks,
+    context_parallel.rank_checks,
+    runtimes.checks,
+    gpu.checks,
+    gpu.graph_checks,
 )
-GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = tuple(module.checks for module in _IN_ORDER)
 """Functions that list the checks of a target, always the same in the same order."""
-_OF_LATENTS = tuple(
-    module.checks
-    for module in (
-        *(
-            pages,
-            refusals,
-            declared,
-            inputs,
-            misfits,
-            outputs,
-            cache_writes,
-            cache_reads,
-            cache_layouts,
-            far_offsets,
-            requests,
-            correctness,
-        ),
-        *(
-            builders,
-            builder_inputs,
-            selections,
-            shared_builds,
-            sharing,
-            merging,
-            context_parallel,
-            runtimes,
-            gpu,
-            graphs,
-        ),
-    )
+_OF_LATENTS = (
+    pages.checks,
+    refusals.checks,
+    declared_values.checks,
+    inputs.checks,
+    inputs.misfit_checks,
+    outputs.checks,
+    cache_writes.checks,
+    cache_reads.checks,
+    cache_layouts.checks,
+    cache_layouts.far_offset_checks,
+    requests.checks,
+    correctness.checks,
+    builders.checks,
+    builder_inputs.checks,
+    sparse_selections.checks,
+    kv_group_builds.checks,
+    builders.isolation_checks,
+    merging.checks,
+    context_parallel.checks,
+    runtimes.checks,
+    gpu.checks,
+    gpu.graph_checks,
 )
 """The groups that check the class of latent attention of a backend, whose declarations are checked by GROUPS."""
 _SLOW_TO_LIST: dict[Callable[[Target], Iterator[Check]], str] = {correctness.checks: "correct"}
@@ -186,7 +168,11 @@ def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[C
     found, error = guarded_call(lambda: list(group(target)))
     if error is None:
         return list(found)
-    name = group.__module__.rpartition(".")[2]
+    name = (
+        group.__module__.rpartition(".")[2]
+        if group.__name__ == "checks"
+        else group.__name__.removesuffix("_checks")
+    )
 
     def run() -> None:
         raise ConformanceError(

@@ -27,10 +27,10 @@ from attnplug.registry.plugins.options import (
 from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.registry.selection.gates import import_parts
 from attnplug.registry.selection.policy import Rule
+from attnplug.testing.conformance.cases.designed_cases import Designs
 from attnplug.testing.conformance.check import Check, Level
-from attnplug.testing.conformance.designs import Designs
+from attnplug.testing.conformance.check_filter import known_reasons, read_known_failures
 from attnplug.testing.conformance.listing import target_checks
-from attnplug.testing.conformance.selection import known_reasons, read_known_failures
 from attnplug.testing.conformance.target import Target
 
 if TYPE_CHECKING:

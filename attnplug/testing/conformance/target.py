@@ -1,11 +1,18 @@
-"""The backend under check, the device it is checked on, and the steps of a phase."""
+"""The backend under check, the device it is checked on, and the steps of a phase.
+
+Layers to check a backend with that refuses plain ones: each asks for one thing more, for two, or for three.
+
+The dimensions of latent attention to try with a backend.
+
+The classes that serve latent attention under a backend's name, which the kit checks too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
@@ -14,17 +21,85 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.mla import MLADims
+from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.registry.default import get_registry
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
-from attnplug.testing.conformance.base_layers import base_layers
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
-from attnplug.testing.conformance.latent_sizes import latent_fields
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 from attnplug.testing.drawn_values import layer_tensors
 
 if TYPE_CHECKING:
-    from attnplug.testing.conformance.designs import Designs
+    from attnplug.testing.conformance.cases.designed_cases import Designs
+
+
+GPU_TYPES = ("cuda", "rocm")
+"""Device types that torch drives as CUDA."""
+_MOST_TOGETHER = 3
+_OTHER_KINDS: tuple[dict[str, Any], ...] = (
+    {"attn_type": "encoder_only", "direct_kv": True},
+    {"attn_type": "encoder", "direct_kv": True},
+)
+
+
+def base_layers(backend: type[AttentionBackend], stored: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    """The arguments of a LayerSpec for one declared feature, then for two, then for three.
+
+    Args:
+        backend: the class.
+        stored: the storage types that it declares.
+    """
+    size = backend.get_preferred_block_size()
+    flags = [flag for flag in Feature if flag in backend.features and flag is not Feature.MLA]
+    asks = [flag.fields(64, size) for flag in flags]
+    asks += [{"kv_cache_dtype": name} for name in stored]
+    others: list[dict[str, Any]] = [{flag.ask.field: value} for flag in flags for value in flag.ask.values]
+    yield [*asks, *others, *_OTHER_KINDS]
+    for count in range(2, _MOST_TOGETHER + 1):
+        yield [
+            {field: value for each in several for field, value in each.items()}
+            for several in itertools.combinations(asks, count)
+            if len(set[str]().union(*several)) == sum(map(len, several))
+        ]
+
+
+_PAIRS = ((64, 16), (512, 64), (256, 64), (512, 0), (256, 32))
+"""Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models."""
+
+
+def latent_pairs(backend: type[AttentionBackend]) -> list[tuple[int, int]]:
+    """The pairs (kv_lora_rank, qk_rope_head_dim) to try: those that the backend declares, else the common ones."""
+    declared = getattr(backend, "latent_sizes", ())
+    return [(int(rank), int(rope)) for rank, rope in declared] or list(_PAIRS)
+
+
+def pair_of(backend: type[AttentionBackend], head_size: int) -> tuple[int, int]:
+    """A pair to try whose sum is `head_size`; a quarter of it for positions if no listed pair has that sum."""
+    rope = min(head_size // 4, 64)
+    return next((pair for pair in latent_pairs(backend) if sum(pair) == head_size), (head_size - rope, rope))
+
+
+def fields_of(pair: tuple[int, int], nope: int = 32, value: int = 24) -> dict[str, Any]:
+    """The arguments of a LayerSpec with latents of a pair; keys and values of sizes that no other size equals."""
+    rank, rope = pair
+    dims = MLADims(
+        q_lora_rank=None,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=value,
+    )
+    return {"mla": dims, "num_kv_heads": 1, "head_size": rank + rope}
+
+
+def latent_fields(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
+    """As `fields_of`, for each pair to try, the plainest first; then with the key and value sizes of models."""
+    pairs = latent_pairs(backend)
+    return [*(fields_of(pair) for pair in pairs), *(fields_of(pair, 128, 128) for pair in pairs)]
+
 
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
 """Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
@@ -279,3 +354,26 @@ def of_phase(phase: Phase | None, query_lens: Sequence[int], *others: Sequence[i
     if phase is Phase.PREFILL:
         order.sort(key=lambda request: new[request] <= 1)
     return tuple([values[request] for request in order] for values in (new, *others))
+
+
+_REFERENCE = "TORCH"
+
+
+def latent_targets(target: Target) -> Mapping[str, Target]:
+    """By the first word of their ids, other classes to check: at most one.
+
+    "mla" is the class that `for_layer` gives for latent attention. A backend that only decodes latents is checked
+    with expanded prefills on TORCH too, as "mla+TORCH": its decodes are then parts of mixed steps.
+    """
+    backend = target.backend
+    layer = LayerSpec(num_heads=4, **fields_of((512, 64), 128, 128))
+    serving, error = guarded_call(backend.for_layer, layer)
+    if error is not None or not issubclass(serving, AttentionBackend) or Feature.MLA not in serving.features:
+        return {}
+    if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
+        reference = get_registry().backends().get(_REFERENCE)
+        if reference is None or target.device.type not in reference.device_types:
+            return {}
+        bound = serving.with_prefill(reference.for_layer(layer.expanded()))
+        return {f"mla+{_REFERENCE}": dataclasses.replace(target, backend=bound)}
+    return {} if serving is backend else {"mla": dataclasses.replace(target, backend=serving)}

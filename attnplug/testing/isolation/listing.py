@@ -123,7 +123,7 @@ def main(report: str, request: dict[str, Any]) -> None:
     gc.disable()
     from attnplug.core.composite import CompositeBackend
     from attnplug.core.errors import AttnplugError
-    from attnplug.testing.conformance.designs import Designs
+    from attnplug.testing.conformance.cases.designed_cases import Designs
     from attnplug.testing.conformance.suites import load_suite
 
     known, designs = request.get("known_failures"), Designs()

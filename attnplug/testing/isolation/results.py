@@ -1,4 +1,7 @@
-"""Results of checks, and the file that saves them for `--resume`."""
+"""Results of checks, and the file that saves them for `--resume`.
+
+The lines for a shell that run one check again.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,18 @@ import enum
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from attnplug._system import files
 from attnplug._system.json_files import parse_json
+from attnplug.registry.plugins.options import VARIABLE
 
 if TYPE_CHECKING:
-    from attnplug.testing.isolation.listing import Listing
+    from attnplug.testing.isolation.listing import Listing, SuiteRequest
+
 
 _NO_TRAP = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
@@ -125,3 +131,37 @@ def _line(result: Result) -> bytes:
     data = {"id": result.id, "outcome": result.outcome, "seconds": result.seconds, "cause": result.cause}
     # The first line break ends a line that a killed run left incomplete.
     return f"\n{json.dumps(data)}\n".encode()
+
+
+def cli_command(request: SuiteRequest, check: str, limits: Mapping[str, str | None] | None = None) -> str:
+    """The line that runs one check of a request alone, in one worker, with the options of `limits`."""
+    options = {
+        "--level": request.level,
+        "--device": request.device,
+        "--known-failures": request.known_failures,
+        **(limits or {}),
+        "--jobs": "1",
+    }
+    given = [word for text in request.options for word in ("--option", text)]
+    return _shell_line("attnplug", "conformance", request.name, "--only", check, *given, **options)
+
+
+def suite_command(check: str, options: Mapping[str, str | None], of_backend: Sequence[str] = ()) -> str:
+    """The line that runs one check of the suite in pytest with the options of the run, and those of the backend."""
+    node = f"attnplug.testing.suite::test_conformance[{check}]"
+    given = [word for text in of_backend for word in ("--attn-option", text)]
+    return _shell_line("pytest", "-p", "attnplug.testing.plugin", "--pyargs", node, *given, **options)
+
+
+def node_command() -> str | None:
+    """The line that runs pytest's current test alone; None outside of pytest."""
+    # pytest sets the variable to "tests/test_acme.py::test_conformance[ID] (call)".
+    node = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    return _shell_line("pytest", node) if node else None
+
+
+def _shell_line(*words: str, **options: str | None) -> str:
+    given = [word for option, value in options.items() if value is not None for word in (option, value)]
+    variable = os.environ.get(VARIABLE)
+    front = f"{VARIABLE}={shlex.quote(variable)} " if variable else ""
+    return front + shlex.join([*words, *given])

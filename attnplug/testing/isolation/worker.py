@@ -16,8 +16,7 @@ from types import FrameType
 import pytest
 
 from attnplug._system.processes import own_number
-from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.time_limit import time_limit
+from attnplug.testing.conformance.check import ConformanceError, time_limit
 from attnplug.testing.isolation.deaths import GPU_LOST
 from attnplug.testing.plugin import SUITE
 
@@ -39,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Worker(settings["log"], settings["timeout"]))
     if settings["memory"] is not None:
         _limit_memory(settings["memory"])
-    from attnplug.testing.conformance.designs import Designs
+    from attnplug.testing.conformance.cases.designed_cases import Designs
     from attnplug.testing.conformance.suites import load_suite
 
     # Modules stay until the end: collections while they load, and later ones of them, are in vain.

@@ -23,8 +23,8 @@ from attnplug.core.errors import BackendUnavailableError, BatchError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing import layer_tensors, paged_batch, run_batch
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = pytest.mark.usefixtures("fake_library")
 

@@ -21,8 +21,8 @@ from attnplug.core import BuilderConfig, LayerSpec, MLADims
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing import paged_batch, parametrize_with_checks, run_batch
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = [
     pytest.mark.gpu,

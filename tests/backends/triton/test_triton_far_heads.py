@@ -15,8 +15,8 @@ from attnplug.backends.triton.launch import Gpu, Specialized
 from attnplug.backends.triton.options import Options
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import direct_batch, paged_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.conformance.target import Target
 
 STEP = 1 << 30

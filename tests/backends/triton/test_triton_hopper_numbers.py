@@ -12,8 +12,8 @@ from attnplug.backends.triton import TritonBackend, latent
 from attnplug.backends.triton.launch import Gpu
 from attnplug.core import LayerSpec, MLADims, SparseSpec
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 
 @pytest.fixture(autouse=True)

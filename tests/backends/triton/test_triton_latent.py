@@ -18,8 +18,8 @@ from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import paged_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = "bfloat16" if DEVICE == "cuda" else "float32"

@@ -20,8 +20,8 @@ from attnplug.core import LayerSpec, MLADims
 from attnplug.core.device import Device
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZES = tuple(range(16, 257, 8))

@@ -14,8 +14,8 @@ from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, 
 from attnplug.backends.triton.options import Options
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 H200 = Gpu(132, 227 << 10)

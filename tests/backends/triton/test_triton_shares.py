@@ -29,9 +29,9 @@ from attnplug.errors import BatchError, PolicyError
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.testing import Batch, paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer, blank_answer, make_impl
-from attnplug.testing.conformance.shared_prefix import share_prefix
+from attnplug.testing.conformance.mistakes.expectations import difference
+from attnplug.testing.conformance.numbers.common_prefix import share_prefix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"

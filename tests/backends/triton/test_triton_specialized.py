@@ -14,8 +14,8 @@ from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized, pre
 from attnplug.backends.triton.specialized import is_near, programs, serves, specialized_kernel, tiles
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 LAUNCH = Specialized(64, 2, False)
 LONG = Specialized(128, 2, True)

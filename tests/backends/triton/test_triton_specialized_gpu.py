@@ -14,8 +14,8 @@ from attnplug.backends.triton.launch import PrefillLaunch, Specialized
 from attnplug.backends.triton.specialized import specialized_kernel
 from attnplug.core import LayerSpec
 from attnplug.testing import Batch, paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = pytest.mark.gpu
 

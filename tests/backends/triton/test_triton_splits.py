@@ -29,8 +29,8 @@ from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.core import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 REACHES = [Reach(-1, 0, 0), Reach(31, 0, 0), Reach(-1, 0, 64), Reach(-1, -1, 0), Reach(15, 7, 0)]

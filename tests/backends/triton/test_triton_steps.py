@@ -21,8 +21,8 @@ from attnplug.core.metadata import AttentionMetadata
 from attnplug.errors import BatchError, LayoutError
 from attnplug.runtime import AttentionRuntime, GraphState
 from attnplug.testing import Batch, assert_close, paged_batch, run_batch, tolerance
-from attnplug.testing.conformance.expectations import difference
 from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.conformance.target import Target
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

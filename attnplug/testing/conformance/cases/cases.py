@@ -1,0 +1,211 @@
+"""A case of the kit: one layer and one batch, and the search for cases that a backend serves.
+
+The plainest layer in all kinds of batches, and the same layer with one other value at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from attnplug.core.errors import SpecError
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.cases.case_axes import KINDS, axes, far_blocks, lengths
+from attnplug.testing.conformance.check import Level
+from attnplug.testing.conformance.target import Target, fields_of, of_phase, pair_of
+from attnplug.testing.design.search import Row, Search
+from attnplug.testing.design.sizes import HEAD_SIZES, compile_key
+from attnplug.testing.drawn_values import FP8_SCALES, Numbers
+
+_OF_BATCH = {"shape", "layout", "numbers"}
+"""Axes of batches alone: layers differ in all others."""
+_OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
+"""Numbers that some layers do not hold."""
+_NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
+"""Axes whose name is no field of a layer."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Case:
+    """One layer and one batch of a kind of SHAPES or LONG; a `narrowed` batch is causal though the layer is not."""
+
+    spec: LayerSpec
+    shape: str
+    block_size: int
+    layout: str
+    narrowed: bool = False
+    numbers: Numbers = Numbers.PLAIN
+
+    @property
+    def id(self) -> str:
+        """The sizes and all values that are not plain: "decode-h4x2-d64-float32-b16-NHD-window7.0"."""
+        spec = self.spec
+        parts = [self.shape, f"h{spec.num_heads}x{spec.num_kv_heads}", f"d{spec.head_size}"]
+        parts += [f"v{spec.head_size_v}"] if spec.head_size_v != spec.head_size else []
+        parts += [spec.dtype, *([spec.kv_cache_dtype] if spec.kv_cache_dtype != "auto" else [])]
+        parts += [] if spec.direct_kv else [f"b{self.block_size}", self.layout]
+        parts += [self.kind] if self.kind != "decoder" else []
+        parts += [f"scale{spec.scale:g}"] if spec.scale != spec.replace(scale=None).scale else []
+        if spec.is_windowed:
+            parts.append("window{}.{}".format(*spec.window))
+        parts += [f"chunk{spec.chunk_size}"] if spec.chunk_size else []
+        parts += [f"cap{spec.logits_soft_cap:g}"] if spec.logits_soft_cap else []
+        parts += [str(spec.sparse).replace(" ", "_")] if spec.sparse else []
+        flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
+        flags["spans"] = spec.mm_prefix
+        parts += [name for name, is_set in flags.items() if is_set]
+        return "-".join(parts if self.numbers is Numbers.PLAIN else [*parts, self.numbers])
+
+    @property
+    def kind(self) -> str:
+        """The name in KINDS."""
+        if self.narrowed:
+            return "narrowed"
+        return next(
+            name
+            for name, fields in reversed(KINDS.items())
+            if name != "narrowed" and all(getattr(self.spec, field) == each for field, each in fields.items())
+        )
+
+    def batch(self, target: Target, *, seed: int = 0) -> Batch:
+        """The batch, with its traps, on the target's device."""
+        spec = self.spec
+        new, tokens = of_phase(target.phase, *lengths(self.shape, spec, self.block_size))
+        # Padding rows hold NaN, which no answer may contain.
+        options: dict[str, Any] = {"padding": 3, "seed": seed, "causal": True if self.narrowed else None}
+        options["numbers"] = self.numbers
+        if not spec.direct_kv:
+            options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
+            options |= FP8_SCALES if spec.has_quantized_kv_cache else {}
+            options |= {"skip_blocks": far_blocks(self.block_size)} if self.shape == "far-blocks" else {}
+        elif new != tokens:
+            # An engine's own cache drops the keys that a causal window or a chunk has passed.
+            reach = spec.chunk_size or max(tokens, default=0)
+            if spec.causal and spec.window[0] >= 0:
+                reach = spec.window[0]
+            options["key_lens"] = [
+                min(count + reach, every) for count, every in zip(new, tokens, strict=True)
+            ]
+        return target.batch(spec, new, tokens, **options)
+
+
+class CaseSearch(Search):
+    """Asks one target about cases."""
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._phase = target, target.phase
+        self._head_sizes = tuple(dict.fromkeys((*target.head_sizes, *HEAD_SIZES)))
+        choices = axes(target)
+        self._fields = tuple(name for name in choices if name not in _NO_FIELDS)
+        self._asked = tuple(name for name in choices if name not in _OF_BATCH)
+        self._of_rows: dict[tuple[Any, ...], Sequence[Any]] = {}
+        self._of_layers: dict[LayerSpec, Sequence[Any]] = {}
+        self.order = tuple(choices)
+        super().__init__(choices)
+
+    def complete(self, fixed: Mapping[str, Any]) -> Row | None:
+        """The base with the fixed values; a kind whose K and V come with the call has no page sizes and layouts."""
+        row: Row = {**self.base, **fixed}
+        if not KINDS[row["kind"]].get("direct_kv"):
+            return row
+        pages = dict.fromkeys(("block_size", "layout"))
+        return None if any(fixed.get(axis) for axis in pages) else {**row, **pages}
+
+    def ask(self, row: Row) -> Sequence[Any]:
+        """The backend's reasons against the layer, or the error if no layer has the values."""
+        # Rows that differ in their batch alone have one layer.
+        key = (*[row[name] for name in self._asked], row["numbers"] in _OF_LAYERS and row["numbers"])
+        if key not in self._of_rows:
+            try:
+                self._of_rows[key] = self._reasons(self._layer(row))
+            except SpecError as problem:
+                # Values that exclude each other are a refusal too, so the search goes on to other values.
+                self._of_rows[key] = (problem,)
+        return self._of_rows[key]
+
+    def _reasons(self, spec: LayerSpec) -> Sequence[Any]:
+        found = self._of_layers.get(spec)
+        if found is None:
+            target = self._target
+            found = target.backend.validate_configuration(spec, target.device, self._phase)
+            self._of_layers[spec] = found
+        return found
+
+    def case(self, row: Row) -> Case:
+        """The case of a served row."""
+        target = self._target
+        block_size = row["block_size"] or target.block_sizes[0]
+        layout = row["layout"] or target.backend.supported_kv_cache_layouts()[0]
+        narrowed = row["kind"] == "narrowed"
+        return Case(self._layer(row), row["shape"], block_size, layout, narrowed, Numbers(row["numbers"]))
+
+    def _layer(self, row: Row) -> LayerSpec:
+        """The layer of a row; SpecError if its values exclude each other."""
+        fields = {name: row[name] for name in self._fields if row[name] is not None} | KINDS[row["kind"]]
+        size = row["head_size"]
+        heads = dict(zip(("num_heads", "num_kv_heads"), row["heads"], strict=True))
+        if row["values"] is not None:
+            fields["head_size_v"] = self._value_size(row["values"], size, {**fields, **heads})
+        fields |= heads
+        if self._target.is_latent:
+            fields |= fields_of(pair_of(self._target.backend, size))
+        spec = LayerSpec(**fields)
+        if row["window"] is not None and not spec.is_windowed:
+            raise SpecError("window", row["window"], "limits nothing in a causal layer")
+        if spec.mla and not spec.mla.qk_rope_head_dim and Numbers(row["numbers"]) is Numbers.FAR:
+            raise SpecError("numbers", Numbers.FAR, "are of an element that W_UK leaves as it is")
+        if row["numbers"] == Numbers.WIDE and (
+            spec.mla or not {spec.dtype, spec.resolved_kv_cache_dtype} <= {"bfloat16", "float32"}
+        ):
+            raise SpecError(
+                "numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}"
+            )
+        if row["mm_prefix"] and row["kind"] == "cross":
+            raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
+        if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:
+            raise SpecError("kind", row["kind"], "has no tokens to decode")
+        return spec
+
+    def _value_size(self, which: str, size: int, fields: Mapping[str, Any]) -> int:
+        """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts."""
+        order = operator.lt if which == "smaller" else operator.gt
+        candidates = [each for each in self._head_sizes if order(each, size)]
+        if not candidates:
+            raise SpecError("values", which, f"needs a head size other than {size}")
+        # Kernels may serve one pair of sizes only, such as 192 and 128.
+        served = (
+            each for each in candidates if not self._reasons(LayerSpec(**{**fields, "head_size_v": each}))
+        )
+        return next(served, candidates[0])
+
+
+_MOST_COMPILE_KEYS = {Level.SMOKE: 3, Level.FULL: 12}
+
+
+def single_cases(target: Target, shapes: Sequence[str] = ("mixed", "decode")) -> list[Case]:
+    """The plainest case of each shape, then those that differ from it in one value, in each of `shapes`.
+
+    If the backend has compile keys, only the cases of the first few keys are kept.
+    """
+    search = CaseSearch(target)
+    known = search.axes["shape"]
+    wanted = [shape for shape in shapes if shape in known] or known[:1]
+    rows = [{"shape": shape} for shape in known]
+    for axis, values in search.axes.items():
+        if axis != "shape":
+            rows += [{"shape": shape, axis: value} for value in values[1:] for shape in wanted]
+    cases: dict[str, Case] = {}
+    keys: set[Hashable] = set()
+    for fixed in rows:
+        row = search.complete(fixed)
+        if row is None or search.reasons(row):
+            continue
+        case = search.case(row)
+        key = compile_key(target.backend, case.spec)
+        if key is None or key in keys or len(keys) < _MOST_COMPILE_KEYS[target.level]:
+            keys.add(key)
+            cases.setdefault(case.id, case)
+    return list(cases.values())

@@ -1,0 +1,1 @@
+"""Checks of what a backend says of itself: attributes, values, options, pages and refusals."""

@@ -1,0 +1,144 @@
+"""Every declared value is run: a layer that asks for it is served, and is as the oracle has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from attnplug.core.device import Device
+from attnplug.testing.conformance.cases.cases import Case, CaseSearch
+from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, SkipKind
+from attnplug.testing.conformance.declared.claims import Claim, cases_of, claims_of
+from attnplug.testing.conformance.numbers.correctness import check_case, check_latent_case
+from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.search import Row
+
+_CAPABILITIES = {
+    "cuda": ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)),
+    "rocm": ((9, 0), (9, 4), (9, 5), (12, 0)),
+}
+_REASONS = 4
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """One check that any layer is served, and one for each declared value."""
+    summary = "the backend serves some layer, and its numbers are right"
+    yield Check.of("declared/any-layer", summary, _check_claim, target, Claim("layers", [{}]))
+    for claim in claims_of(target):
+        summary = f"a layer with the declared {claim.words} is served, and its numbers are right"
+        check_id = f"declared/{re.sub(r'[^A-Za-z0-9._-]', '_', claim.name)}"
+        yield Check.of(check_id, summary, _check_claim, target, claim)
+
+
+def _check_claim(target: Target, claim: Claim) -> None:
+    if claim.problem is not None:
+        raise ConformanceError(f"declares {claim.words}, and {claim.problem}")
+    if target.is_latent:
+        _check_latents(target, claim)
+        return
+    if not _serves_any(target):
+        raise ConformanceError(f"declares {claim.words}, and serves no layer at all: {_words(target, [{}])}")
+    for case in _cases(target, claim):
+        try:
+            check_case(target, case)
+        except CheckSkipped as why:
+            if claim.rows == [{}] and why.kind is SkipKind.OPTIONS:
+                raise ConformanceError(f"the plainest layer is refused: {why}") from why
+            raise
+        except Exception as problem:
+            raise ConformanceError(
+                f"declares {claim.words}, and the case {case.id} is wrong: {problem}",
+                getattr(problem, "named", None),
+            ) from problem
+
+
+def _check_latents(target: Target, claim: Claim) -> None:
+    found = cases_of(target, claim)
+    if not found and claim.name.startswith(("head_size-", "block_size-")):
+        # A size that stands for the multiples of a number is no declaration of its own.
+        text = f"{claim.words}: the cases of latent attention at level {target.level} have others"
+        raise CheckUntested(text) if claim.is_listed else CheckSkipped(text)
+    if not found and claim.is_own:
+        raise ConformanceError(
+            f"declares {claim.words}, and no case of latent attention ran with it: none is served"
+        )
+    for case in found:
+        check_latent_case(target, case)
+
+
+def _cases(target: Target, claim: Claim) -> list[Case]:
+    """The cases of the plainest served layer with the declared value.
+
+    Raises:
+        ConformanceError: no layer with it is served.
+        CheckUntested: only devices that are not here serve it.
+        CheckSkipped: it is a default of AttentionBackend, which the author did not declare.
+    """
+    search = _search(target)
+    row = _served_row(search, claim)
+    if row is not None:
+        known = search.axes["shape"]
+        shapes = [shape for shape in claim.shapes if shape in known] or known[:1]
+        if any("shape" in fixed for fixed in claim.rows):
+            shapes = [row["shape"]]
+        return [search.case({**row, "shape": shape}) for shape in shapes]
+    why = _words(target, claim.rows)
+    elsewhere = next((device for device in _others(target) if _serves_on(target, claim, device)), None)
+    if elsewhere is not None:
+        raise CheckUntested(f"{claim.words}: served on {elsewhere}, and not on {target.device}: {why}")
+    if not claim.is_own:
+        raise CheckSkipped(f"{target.name} does not declare {claim.words} itself, and refuses it: {why}")
+    raise ConformanceError(
+        f"declares {claim.words}, and no case ran with it: every candidate layer was refused: {why}"
+    )
+
+
+def _served_row(search: CaseSearch, claim: Claim) -> Row | None:
+    for fixed in claim.rows:
+        row = search.complete(fixed)
+        if row is not None and not search.reasons(row) and claim.asks(search.case(row).spec):
+            return row
+    # A row that needs other changes too is searched for last, because that asks hundreds of layers.
+    for fixed in claim.rows:
+        row = search.plainest(fixed)
+        if row is not None and claim.asks(search.case(row).spec):
+            return row
+    return None
+
+
+def _search(target: Target, *, deep: bool = True) -> CaseSearch:
+    search = CaseSearch(target)
+    # Some values go only with two other ones, such as a head size and a dtype.
+    search.joined = search.order if deep else ()
+    return search
+
+
+@functools.lru_cache(maxsize=8)
+def _serves_any(target: Target) -> bool:
+    return _search(target).plainest({}) is not None
+
+
+def _others(target: Target) -> list[Device]:
+    """Devices of the declared types that need not be here."""
+    found: list[Device] = []
+    for kind in target.backend.device_types:
+        if kind != target.device.type or kind in _CAPABILITIES:
+            found += [Device(kind, each) for each in _CAPABILITIES.get(kind, (None,))]
+    return [device for device in found if not device.matches(target.device)]
+
+
+def _serves_on(target: Target, claim: Claim, device: Device) -> bool:
+    search = _search(dataclasses.replace(target, device=device), deep=False)
+    return _served_row(search, claim) is not None
+
+
+def _words(target: Target, rows: Sequence[Any]) -> str:
+    """The reasons against the plainest layers of the rows."""
+    search = CaseSearch(target)
+    made = [row for fixed in rows if (row := search.complete(fixed)) is not None]
+    found = list(dict.fromkeys(str(reason) for row in made for reason in search.reasons(row)))
+    more = f"; and {len(found) - _REASONS} more reasons" if len(found) > _REASONS else ""
+    return ("; ".join(found[:_REASONS]) or "no layer of the kit asks for it") + more

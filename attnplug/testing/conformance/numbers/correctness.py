@@ -1,0 +1,124 @@
+"""Accepted means correct: every designed case against the oracle, and a name for what came instead.
+
+The mistakes of a prefill of latents that leaves out a chunk of the computed tokens, or attends it twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from attnplug.mla.chunks import ContextChunk, plan_context_chunks
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.calls.inputs import inputs_kept
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
+from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
+from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.mistakes.deviation import deviation
+from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
+from attnplug.testing.conformance.numbers.cache_reads import GuardedCache
+from attnplug.testing.conformance.target import Target
+from attnplug.testing.oracle import COMPUTED
+
+
+def dropped_chunk(batch: Batch, found: Answer, rows: int, threshold: int) -> str | None:
+    """The chunk without which, or with twice which, the step has these numbers; None if no chunk explains them.
+
+    Args:
+        batch: the step.
+        found: the wrong answer.
+        rows: rows of the workspace in which computed tokens are expanded.
+        threshold: the longest query that is decoded, not prefilled.
+    """
+    new = batch.common.query_start_loc_cpu.diff().tolist()
+    first = next((row for row, count in enumerate(new) if count > threshold), len(new))
+    context = [tokens - count for tokens, count in zip(batch.seq_lens, new, strict=True)][first:]
+    size = batch.common.block_table_tensor.shape[1] if batch.kv_cache is None else batch.kv_cache.shape[1]
+    chunks = plan_context_chunks(context, rows, size) if rows >= size else []
+    for number, chunk in enumerate(chunks, 1):
+        for times, what in ((0, "left out of a prefill"), (2, "attended twice in a prefill")):
+            if difference(_repeated(batch, chunk, first, times), found) is None:
+                return f"chunk {number} of {len(chunks)} of the computed tokens {what}"
+    return None
+
+
+def _repeated(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
+    """The batch with the chunk's tokens so many times."""
+    keys, values, lengths = [*batch.keys], [*batch.values], [*batch.seq_lens]
+    for place, (start, count) in enumerate(zip(chunk.starts, chunk.lengths, strict=True)):
+        row = first + chunk.first + place
+        for tensors in (keys, values):
+            own = tensors[row]
+            tensors[row] = torch.cat(
+                [own[:start], *[own[start : start + count]] * times, own[start + count :]]
+            )
+        lengths[row] += (times - 1) * count
+    return dataclasses.replace(batch, keys=keys, values=values, seq_lens=lengths)
+
+
+_ROWS = 2**14
+"""Rows of a workspace that has room for all computed tokens of a case."""
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """One check for each designed case, and one that fails for each declared feature without a numeric case."""
+    for flag in target.backend.features & ~COMPUTED:
+        name = flag.names()[0]
+        summary = f"a layer that asks for {name} is as the float64 oracle has it"
+        yield Check.of(f"correct/untried-{name}", summary, _check_untried, name)
+    if target.is_latent:
+        for latent in latent_cases(target):
+            summary = f"latent attention of a {latent.shape} batch is as the expanded float64 oracle has it"
+            yield Check.of(f"correct/{latent.id}", summary, check_latent_case, target, latent)
+    for case in designed_cases(target) if target.designs is None else target.designs.of(target):
+        summary = f"a {case.shape} batch is as the float64 oracle has it"
+        yield Check.of(f"correct/{case.id}", summary, check_case, target, case)
+
+
+def _check_untried(name: str) -> None:
+    raise ConformanceError(
+        f"features declares {name.upper()}, and the kit has no numeric case for it: nothing proves that it is honoured"
+    )
+
+
+def check_case(target: Target, case: Case) -> None:
+    """Run the case and compare; a wrong answer is compared with those of known mistakes."""
+    batch = case.batch(target)
+    # A cache with far blocks is large, and the others show what is written.
+    is_guarded = batch.kv_cache is not None and case.shape != "far-blocks"
+    guarded = GuardedCache.of(target.backend, batch) if is_guarded else None
+    batch = batch if guarded is None else guarded.batch
+    with inputs_kept(batch), error_context(f"a {case.shape} batch"):
+        found = run_batch(target.backend, batch, options=target.own_options)
+    if guarded is not None:
+        guarded.expect_only_written(batch.common.slot_mapping, "forward")
+    _check_answer(batch, *found)
+
+
+def check_latent_case(target: Target, case: LatentCase) -> None:
+    """As `check_case`, with computed tokens expanded in chunks of the case's rows."""
+    batch, rows = case.batch(target), case.chunk_rows
+    config: dict[str, Any] = {} if rows is None else {"context_chunk_rows": rows}
+    with error_context(f"a {case.shape} batch"):
+        found = Answer(*run_batch(target.backend, batch, options=target.own_options, **config))
+    threshold = getattr(target.backend, "decode_threshold", 1)
+    _check_answer(batch, *found, lambda: dropped_chunk(batch, found, rows or _ROWS, threshold))
+
+
+def _check_answer(
+    batch: Batch,
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    mistake: Callable[[], str | None] = lambda: None,
+) -> None:
+    tokens = batch.common.num_actual_tokens
+    if wrong := deviation(batch, Answer(output, lse)):
+        raise wrong_answer(wrong.problem, mistake(), wrong)
+    for name, found in (("output", output), ("LSE", lse)):
+        if found is not None and not found[tokens:].isnan().all():
+            raise ConformanceError(f"{name} rows past num_actual_tokens={tokens} were written")
