@@ -23,7 +23,7 @@ from typing import Any
 
 import model_batches
 
-from attnplug.cli.output import features_in_words
+from attnplug.cli.output.output import features_in_words
 from attnplug.core import AttentionType, LayerSpec, Phase
 from attnplug.core.reasons import Reason
 from attnplug.planning import agree_on_pages, choose_backends

@@ -29,7 +29,7 @@ from typing import Any
 from tune_goals import goals, kinds_of
 
 from attnplug import LayerSpec
-from attnplug.cli.tune_report import TuneReport
+from attnplug.cli.output.tune_report import TuneReport
 from attnplug.integrations.transformers import read_config
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import is_here, resolve_device

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from attnplug.cli.output import features_in_words
+from attnplug.cli.output.output import features_in_words
 from attnplug.core import LayerSpec, Phase
 from attnplug.planning import agree_on_pages, choose_backends
 from attnplug.registry.default import get_registry

@@ -14,18 +14,19 @@ from typing import Annotated
 import typer
 
 from attnplug._system.files import why
+from attnplug.cli.commands.conformance import conformance
+from attnplug.cli.commands.doctor import doctor
+from attnplug.cli.commands.explain import explain, explain_code
+from attnplug.cli.commands.list import list_backends, show
+from attnplug.cli.commands.matrix import matrix_app
+from attnplug.cli.commands.new_backend import new_backend
+from attnplug.cli.commands.select import select
+from attnplug.cli.commands.tune import tune
 from attnplug.cli.completion import completion
-from attnplug.cli.conformance import conformance
-from attnplug.cli.doctor import doctor
-from attnplug.cli.explain import explain
-from attnplug.cli.explain_code import explain_code
-from attnplug.cli.help import HelpfulCommand, HelpfulGroup
-from attnplug.cli.json_option import USAGE_ERROR, message_of, print_json_error, with_json
-from attnplug.cli.list import list_backends, show
-from attnplug.cli.matrix import matrix_app
-from attnplug.cli.new_backend import new_backend
-from attnplug.cli.output import CommandError, error
-from attnplug.cli.own_output import (
+from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
+from attnplug.cli.output.json_option import USAGE_ERROR, message_of, print_json_error, with_json
+from attnplug.cli.output.output import CommandError, error
+from attnplug.cli.output.own_output import (
     apart_from_plugins,
     is_own_process,
     leave_standard_output,
@@ -33,8 +34,6 @@ from attnplug.cli.own_output import (
     reserve_standard_output,
 )
 from attnplug.cli.own_process import can_watch, hear_of_children, leave_threads, run_watched
-from attnplug.cli.select import select
-from attnplug.cli.tune import tune
 from attnplug.core.errors import (
     AttnplugError,
     LayoutError,

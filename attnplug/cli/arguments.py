@@ -156,10 +156,6 @@ MOST_SECONDS = 7 * 24 * 3600.0
 _MOST_JOBS = 256
 
 
-CHECK_SECONDS = 120.0
-"""The time limit of a conformance check if none is given."""
-
-
 def timeout_option(panel: str, text: str) -> Any:
     """`--timeout` in seconds, with its help text."""
     return typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help=text, rich_help_panel=panel)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from attnplug.cli.output import echo
+from attnplug.cli.output.output import echo
 from attnplug.core.dtypes import DTYPES, KV_CACHE_DTYPES
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature

@@ -1,4 +1,7 @@
-"""Runs the program in a child process, so that a plugin that ends the process cannot pass for a success."""
+"""Runs the program in a child process, so that a plugin that ends the process cannot pass for a success.
+
+Signals that end a long run.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import NoReturn
 
 from attnplug._system.processes import end_with, signal_name
-from attnplug.cli.output import error
+from attnplug.cli.output.output import error
 from attnplug.registry.plugins.waiting import watch_plugins
 
 _FAILED, _INTERRUPTED = 1, 130
@@ -130,3 +135,31 @@ def _leave(status: int, last: bytes) -> NoReturn:
         sys.exit(128 - code)
     error(f"the process was ended {how} {step or 'by code of a plugin'}; {_REMEDY}", _FAILED)
     sys.exit(_FAILED if code >= 0 else 128 - code)
+
+
+_SAME_SIGNAL_SECONDS = 1.0
+"""Several signals within this time count as one."""
+
+
+@contextlib.contextmanager
+def interrupt_on_sigterm() -> Iterator[None]:
+    """SIGTERM interrupts as SIGINT does, and several signals at once are one interrupt.
+
+    coreutils' timeout sends its signal to this process, and then to its process group. The second signal must not stop
+    the first one's handling, which writes the results.
+    """
+    last = -_SAME_SIGNAL_SECONDS
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= _SAME_SIGNAL_SECONDS:
+            last = now
+            raise KeyboardInterrupt
+
+    before = {each: signal.signal(each, interrupt) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -44,7 +44,7 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
 
 
 def _find_device(report: str) -> None:
-    from attnplug.cli.kernel_libraries import library_states, used_by_phase
+    from attnplug.cli.output.doctor_sections import library_states, used_by_phase
     from attnplug.core.device import Device
 
     _note(report, step="finding the device with torch")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.cli import doctor
-from attnplug.cli.engines import EngineState
+from attnplug.cli.commands import doctor
+from attnplug.cli.output.doctor_sections import EngineState
 from attnplug.cli.probe_run import Probe
 from attnplug.testing.isolation import listing
 from attnplug.testing.isolation import run as isolation_run

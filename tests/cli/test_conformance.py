@@ -11,7 +11,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from attnplug.cli import conformance_report
+from attnplug.cli.output import conformance_report
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run as run_module
 from attnplug.testing.isolation.listing import Listing, SuiteRequest, list_checks

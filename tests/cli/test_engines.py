@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.cli.engines import EngineState, engine_states
+from attnplug.cli.output.doctor_sections import EngineState, engine_states
 
 Install = Callable[..., None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.cli.explain_code import codes
+from attnplug.cli.commands.explain import codes
 from attnplug.core.reasons import REASON_CODES
 
 

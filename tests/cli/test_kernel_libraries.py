@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from attnplug import explain
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.backends.unbound_libraries import UNBOUND_LIBRARIES
-from attnplug.cli.kernel_libraries import library_states, unbound_states, used_by_phase
+from attnplug.cli.output.doctor_sections import library_states, unbound_states, used_by_phase
 from attnplug.core import Device, LayerSpec, MLADims
 from attnplug.registry.plugins.installed import installed_version
 

@@ -17,7 +17,7 @@ import pytest
 from attnplug.backends.flashinfer.backend import FlashInferBackend
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.triton.backend import TritonBackend
-from attnplug.cli import matrix_files, matrix_verify
+from attnplug.cli.commands import matrix_files, matrix_verify
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.spec import LayerSpec, Phase
@@ -345,13 +345,13 @@ def test_a_signal_that_comes_twice_at_once_is_one_interrupt(command, workers, mo
         os.kill(os.getpid(), signal.SIGTERM)
 
     workers.endings[torch_cells()[1]] = signal.SIGTERM
-    monkeypatch.setattr("attnplug.cli.matrix_verify.show", show)
+    monkeypatch.setattr("attnplug.cli.commands.matrix_verify.show", show)
     assert command(*verifying()).code == 130
     assert next(iter(statuses("m.json").values())) == "verified"
 
 
 def test_one_that_comes_later_is_another(command, workers, monkeypatch):
-    monkeypatch.setattr("attnplug.cli.interrupts._SAME_SIGNAL_SECONDS", 0.0)
+    monkeypatch.setattr("attnplug.cli.own_process._SAME_SIGNAL_SECONDS", 0.0)
     monkeypatch.setattr(matrix_files.Outputs, "write", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     workers.endings[torch_cells()[1]] = signal.SIGTERM
     assert command(*verifying()).code == 130
@@ -498,7 +498,7 @@ def test_merge_ends_with_4_where_a_claim_is_refuted_and_writes_all_the_same(comm
     told = [f"attnplug: TORCH on cpu: {cell} is refuted: {WRONG}\n" for cell in (one, other)]
     assert outcome.err == "".join(told)
     assert read_matrix(Path("all.json")) == read_matrix(Path(broken))
-    monkeypatch.setattr("attnplug.cli.matrix_files._SHOWN", 1)
+    monkeypatch.setattr("attnplug.cli.commands.matrix_files._SHOWN", 1)
     assert (
         command("merge", broken, "-o", "all.json").err == told[0] + "attnplug: ... and 1 more are refuted\n"
     )

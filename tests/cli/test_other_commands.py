@@ -7,7 +7,7 @@ import json
 import pytest
 
 from attnplug import Decision, LayerSpec
-from attnplug.cli.output import features_in_words, indices, layers_in_words
+from attnplug.cli.output.output import features_in_words, indices, layers_in_words
 from attnplug.core import SparseSpec
 
 COMMANDS = ("list", "show", "select", "explain", "doctor")

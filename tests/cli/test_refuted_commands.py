@@ -83,7 +83,7 @@ def findings(run, *backends):
 @pytest.fixture
 def here(monkeypatch):
     """Doctor looks at no backend in a child, and finds a CPU."""
-    from attnplug.cli import doctor
+    from attnplug.cli.commands import doctor
 
     device = Device("cpu").to_dict()
     monkeypatch.setattr(
@@ -124,7 +124,7 @@ def test_doctor_warns_of_a_file_that_cannot_be_read(run, kept):
 
 
 def test_doctor_without_a_known_device_says_nothing_of_backends(run):
-    from attnplug.cli.doctor import refuted_findings
+    from attnplug.cli.commands.doctor import refuted_findings
 
     refute_torch()
     assert list(refuted_findings(None, ())) == []

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from attnplug.cli.spinner import waiting
-from attnplug.cli.strip import LayerStrip
+from attnplug.cli.output.run_report import waiting
+from attnplug.cli.output.strip import LayerStrip
 from attnplug.matrix.letters import letters
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

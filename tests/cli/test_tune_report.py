@@ -11,8 +11,8 @@ from fake_plugins import CPU, backend, registry
 from rich.console import Console
 
 from attnplug import LayerSpec
-from attnplug.cli import run_report, tune_report
-from attnplug.cli.tune_report import TuneReport, print_outcome
+from attnplug.cli.output import run_report, tune_report
+from attnplug.cli.output.tune_report import TuneReport, print_outcome
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable
 from attnplug.registry.plugins.backend_versions import BackendVersions

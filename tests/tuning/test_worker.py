@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attnplug import Device, LayerSpec
-from attnplug.cli.tune_report import TuneReport
+from attnplug.cli.output.tune_report import TuneReport
 from attnplug.core.mla import MLADims
 from attnplug.registry.default import list_backends
 from attnplug.registry.measured.step_shapes import StepShape

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from attnplug.cli.matrix_files import Outputs, show
-from attnplug.cli.output import error
-from attnplug.cli.run_report import CAUSE_LINES, RunReport, counted, counts_in_words
+from attnplug.cli.commands.matrix_files import Outputs, show
+from attnplug.cli.output.output import error
+from attnplug.cli.output.run_report import CAUSE_LINES, RunReport, counted, counts_in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Matrix, Run, Status
 from attnplug.matrix.verify import Extent, Verification
@@ -19,7 +19,7 @@ from attnplug.testing.isolation.results import Result
 from attnplug.testing.isolation.run import Limits
 
 if TYPE_CHECKING:
-    from attnplug.cli.matrix_cells import Pair
+    from attnplug.cli.commands.matrix_cells import Pair
 
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
 _SECONDS = 30.0

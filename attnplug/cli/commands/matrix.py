@@ -10,12 +10,12 @@ import typer
 
 from attnplug.cli import completion
 from attnplug.cli.arguments import jobs_option, memory_option, timeout_option
-from attnplug.cli.conformance import require_the_extra
-from attnplug.cli.help import HelpfulCommand, HelpfulGroup
-from attnplug.cli.matrix_cells import declared_cells, pairs_of
-from attnplug.cli.matrix_files import Outputs, diff, merge, show
-from attnplug.cli.output import echo, error
-from attnplug.cli.own_output import apart_from_plugins
+from attnplug.cli.commands.conformance import require_the_extra
+from attnplug.cli.commands.matrix_cells import declared_cells, pairs_of
+from attnplug.cli.commands.matrix_files import Outputs, diff, merge, show
+from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
+from attnplug.cli.output.output import echo, error
+from attnplug.cli.output.own_output import apart_from_plugins
 from attnplug.core.errors import PolicyError
 from attnplug.matrix.model import Matrix
 
@@ -126,8 +126,8 @@ def matrix(
         return
     # Only a run needs the extra `testing`; a display of the cells does not.
     require_the_extra("matrix --verify")
-    from attnplug.cli.interrupts import interrupt_on_sigterm
-    from attnplug.cli.matrix_verify import RunOptions, run_cells
+    from attnplug.cli.commands.matrix_verify import RunOptions, run_cells
+    from attnplug.cli.own_process import interrupt_on_sigterm
     from attnplug.matrix.verify import Extent
     from attnplug.runtime.plan.budget import parse_memory
 

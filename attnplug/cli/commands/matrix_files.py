@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from attnplug._system import files
-from attnplug.cli.output import STDOUT, check_output, console, echo, json_text, put
+from attnplug.cli.output.output import STDOUT, check_output, console, echo, json_text, put
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
 from attnplug.matrix.changes import Change, Kind, changes

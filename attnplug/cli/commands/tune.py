@@ -14,13 +14,13 @@ import typer
 
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype, ModelDtype
-from attnplug.cli.interrupts import interrupt_on_sigterm
-from attnplug.cli.output import check_output, print_json
-from attnplug.cli.spinner import waiting
+from attnplug.cli.output.output import check_output, print_json
+from attnplug.cli.output.run_report import waiting
+from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import NoBackendError, PolicyError
 
 if TYPE_CHECKING:
-    from attnplug.cli.tune_report import TuneReport
+    from attnplug.cli.output.tune_report import TuneReport
     from attnplug.core.device import Device
     from attnplug.registry.measured.tuned import TunedTable
     from attnplug.tuning.session import Tuner
@@ -95,7 +95,7 @@ def tune(
 
     Exit codes: 0 done, 4 a backend gave a wrong output, 3 no backend serves a layer, 2 bad usage, 130 interrupted (the times so far are written).
     """
-    from attnplug.cli.tune_report import TuneReport
+    from attnplug.cli.output.tune_report import TuneReport
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.tuning.session import Tuner
@@ -134,7 +134,7 @@ def tune(
 def _tune(
     tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
 ) -> None:
-    from attnplug.cli.tune_report import print_outcome
+    from attnplug.cli.output.tune_report import print_outcome
     from attnplug.registry.measured.tuned_files import table_to_update, update_table
 
     old = table_to_update(path, tuner.device)
@@ -150,8 +150,8 @@ def _tune(
 def _regret(
     tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
-    from attnplug.cli.run_report import counted
-    from attnplug.cli.tune_report import print_regret
+    from attnplug.cli.output.run_report import counted
+    from attnplug.cli.output.tune_report import print_regret
     from attnplug.registry.measured.tuned_files import table_to_update, update_table
     from attnplug.registry.measured.tuned_lookup import tables_by_source
     from attnplug.tuning.regret import regrets, summaries

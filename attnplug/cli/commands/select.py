@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug._system.terminal_tables import Paragraph, WordTable
-from attnplug.cli.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -29,10 +28,11 @@ from attnplug.cli.arguments import (
     options,
     tuned_times,
 )
-from attnplug.cli.memory import budget_for, left_out, print_budget
-from attnplug.cli.output import console, features_in_words, layers_in_words, print_json
-from attnplug.cli.spinner import waiting
-from attnplug.cli.strip import LayerStrip
+from attnplug.cli.commands.memory import budget_for, left_out, print_budget
+from attnplug.cli.output.advice import advice_as_data, advice_for, print_advice
+from attnplug.cli.output.output import console, features_in_words, layers_in_words, print_json
+from attnplug.cli.output.run_report import waiting
+from attnplug.cli.output.strip import LayerStrip
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.model_spec import NOT_READ, Client

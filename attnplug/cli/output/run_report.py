@@ -1,4 +1,7 @@
-"""The progress of a run in workers, for `attnplug conformance` and `attnplug matrix --verify`."""
+"""The progress of a run in workers, for `attnplug conformance` and `attnplug matrix --verify`.
+
+Words for a step that lasts, on standard error of a terminal.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,18 @@ import contextlib
 import enum
 import os
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 from rich.text import Text
 
-from attnplug.cli.output import console
+from attnplug._system.terminal_tables import SafeConsole
+from attnplug.cli.output.output import console
 
 CAUSE_LINES = 3
 """The lines of a failure's cause that are shown."""
@@ -129,3 +135,27 @@ def in_words(seconds: float) -> str:
 def counted(number: int, what: str) -> str:
     """A number and a noun: "1 check", "2 checks"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+AFTER = 0.5
+"""Seconds after which a user wonders what the command does."""
+
+
+@contextlib.contextmanager
+def waiting(words: str, after: float = AFTER, console: Console | None = None) -> Iterator[None]:
+    """Inside the block, a spinner with `words` from `after` seconds on; nothing where no one reads a terminal."""
+    console = console or SafeConsole(file=sys.stderr)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield
+        return
+    status = console.status(words)
+    timer = threading.Timer(after, status.start)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        # A start that has begun must end before the stop.
+        timer.join()
+        status.stop()

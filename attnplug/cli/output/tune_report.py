@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attnplug._system.terminal_tables import WordTable
-from attnplug.cli.output import console, features_in_words, layers_in_words
-from attnplug.cli.run_report import RunReport, counted, in_words
+from attnplug.cli.output.output import console, features_in_words, layers_in_words
+from attnplug.cli.output.run_report import RunReport, counted, in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.registry.measured.tuned import Row, RowStatus, layer_key
 from attnplug.tuning.ceilings import COPY, MATMUL, share_of_ceiling

@@ -21,7 +21,7 @@ import typer
 
 from attnplug._system import files
 from attnplug.cli.arguments import AsJson
-from attnplug.cli.output import echo, print_json
+from attnplug.cli.output.output import echo, print_json
 from attnplug.core.errors import PolicyError
 
 _LONGEST_NAME = 24

@@ -16,9 +16,14 @@ from attnplug._system.terminal_tables import WordTable
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli import completion
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
-from attnplug.cli.engines import EngineState, engine_states
-from attnplug.cli.kernel_libraries import LibraryState, library_states, unbound_states
-from attnplug.cli.output import console, print_json, verdict
+from attnplug.cli.output.doctor_sections import (
+    EngineState,
+    LibraryState,
+    engine_states,
+    library_states,
+    unbound_states,
+)
+from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, end_probes, run_probe
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError, UnknownBackendError

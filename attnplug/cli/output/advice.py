@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from attnplug.cli.output import console, layers_in_words
+from attnplug.cli.output.output import console, layers_in_words
 
 if TYPE_CHECKING:
     from attnplug.registry.selection.decision import Decision

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug._system import files
-from attnplug.cli.arguments import CHECK_SECONDS
-from attnplug.cli.run_report import RunReport, counted
+from attnplug.cli.output.run_report import RunReport, counted
 from attnplug.testing.isolation.results import Outcome, Result, SavedResults, cli_command
 from attnplug.testing.skips import skip_counts, untested_words
 
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing
     from attnplug.testing.isolation.run import Limits
 
+CHECK_SECONDS = 120.0
+"""The time limit of a conformance check if none is given."""
 _CAUSE_LINES = 12
 """The lines of a failure's cause that are shown."""
 

@@ -14,9 +14,10 @@ import typer
 
 from attnplug._system import files
 from attnplug.cli import completion
-from attnplug.cli.arguments import CHECK_SECONDS, AsJson, jobs_option, memory_option, timeout_option
-from attnplug.cli.interrupts import interrupt_on_sigterm
-from attnplug.cli.output import STDOUT, CommandError, check_output, echo, print_json, put
+from attnplug.cli.arguments import AsJson, jobs_option, memory_option, timeout_option
+from attnplug.cli.output.conformance_report import CHECK_SECONDS
+from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, put
+from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import PolicyError
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
@@ -92,7 +93,7 @@ def conformance(
     Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage, 130 interrupted.
     """
     require_the_extra()
-    from attnplug.cli.conformance_report import Report
+    from attnplug.cli.output.conformance_report import Report
     from attnplug.runtime.plan.budget import parse_memory
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks

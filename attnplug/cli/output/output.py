@@ -17,7 +17,7 @@ from attnplug._system import files
 from attnplug._system.terminal_tables import SafeConsole
 from attnplug._system.terminal_tables import verdict as verdict
 from attnplug._system.text import safe_text
-from attnplug.cli.own_output import own_stream
+from attnplug.cli.output.own_output import own_stream
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec

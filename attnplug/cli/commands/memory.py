@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attnplug._system.terminal_tables import Paragraph, WordTable
-from attnplug.cli.output import console, layers_in_words
+from attnplug.cli.output.output import console, layers_in_words
 
 if TYPE_CHECKING:
     from attnplug.integrations.model_spec import ModelSpec

@@ -11,7 +11,7 @@ import typer
 from attnplug._system.terminal_tables import WordTable
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson
-from attnplug.cli.output import console, print_json, verdict
+from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
 if TYPE_CHECKING:

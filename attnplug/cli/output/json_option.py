@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from attnplug._system.text import shown
-from attnplug.cli.output import CommandError, print_json
+from attnplug.cli.output.output import CommandError, print_json
 from attnplug.core import errors
 
 _OPTION = "--json"

@@ -1,0 +1,1 @@
+"""The commands of `attnplug`, one file each; `attnplug.cli.app` calls in, and they call `output`."""
