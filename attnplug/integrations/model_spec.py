@@ -1,14 +1,19 @@
-"""The layers of one model, as a value."""
+"""The layers of one model, as a value.
+
+The LayerSpec of one rank. Imports no torch.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
 import functools
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
+from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.core.spec import LayerSpec
 
 NOT_READ: Final = ", not read: "
@@ -76,3 +81,23 @@ class ModelSpec:
         fields = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         fields |= {field: dict(fields[field]) for field in _MAPPINGS}
         return functools.partial(ModelSpec, **fields), ()
+
+
+def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fields: Any) -> LayerSpec:
+    """A spec with the heads divided among `ranks`; fewer KV heads than ranks are replicated."""
+    if num_heads % ranks:
+        raise ModelConfigError(
+            f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads; "
+            f"use one that does, such as {math.gcd(num_heads, ranks)}",
+            argument="tensor_parallel_size",
+        )
+    few, many = sorted((num_kv_heads, ranks))
+    if many % few:
+        raise ModelConfigError(
+            f"{path}: tensor_parallel_size={ranks} and the {num_kv_heads} KV heads must divide one another",
+            argument="tensor_parallel_size",
+        )
+    try:
+        return LayerSpec(num_heads=num_heads // ranks, num_kv_heads=max(1, num_kv_heads // ranks), **fields)
+    except SpecError as error:
+        raise ModelConfigError(f"{path}: {error}") from error

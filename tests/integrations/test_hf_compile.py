@@ -11,7 +11,7 @@ from hf_models import DECODERS, ENCODERS, assert_same_logits, prompts
 from transformers import masking_utils
 
 from attnplug.errors import BatchError, ModelConfigError
-from attnplug.integrations.attention.functions import attention_mask
+from attnplug.integrations.attention.registration import attention_mask
 from attnplug.integrations.transformers import attention_decisions
 
 SHAPES = ((3, 21), (2, 13), (1, 30))

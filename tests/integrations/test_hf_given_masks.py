@@ -11,7 +11,7 @@ import transformers
 from hf_models import DECODERS, WINDOW, Family, assert_same_logits, prompts
 
 from attnplug.errors import BatchError
-from attnplug.integrations.attention import given_mask
+from attnplug.integrations.attention import mask_functions
 from attnplug.integrations.transformers import attention_decisions
 
 Pair = tuple[Any, Any]
@@ -225,13 +225,13 @@ def test_a_plain_matrix_is_refused_in_a_layer_with_a_window() -> None:
 
 def test_a_matrix_is_read_once_for_all_layers(llama: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    original = given_mask._read
+    original = mask_functions._read
 
     def counting(*args: Any) -> Any:
         read.append(1)
         return original(*args)
 
-    monkeypatch.setattr(given_mask, "_read", counting)
+    monkeypatch.setattr(mask_functions, "_read", counting)
     ids, mask = prompts()
     seen = added(causal(mask, 21))
     first = llama[0](ids, attention_mask=seen).logits

@@ -16,7 +16,7 @@ from attnplug import LayerSpec, use
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import LayerTensors
 from attnplug.errors import BatchError
-from attnplug.integrations.attention.functions import attention, attention_mask
+from attnplug.integrations.attention.registration import attention, attention_mask
 from attnplug.integrations.transformers import attention_decisions
 from attnplug.testing import assert_close, request_oracle
 

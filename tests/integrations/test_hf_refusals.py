@@ -169,7 +169,7 @@ def test_gradients_of_sinks_alone_are_refused_too() -> None:
 
 
 def test_a_scale_that_means_nothing_is_refused(llama: Any) -> None:
-    from attnplug.integrations.attention.functions import attention
+    from attnplug.integrations.attention.registration import attention
 
     module = torch.nn.Module()
     module.is_causal = False  # type: ignore[assignment]

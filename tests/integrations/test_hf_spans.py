@@ -16,7 +16,7 @@ import attnplug
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Feature, LayerSpec
 from attnplug.errors import BatchError, NoBackendError
-from attnplug.integrations.attention.functions import attention, attention_mask
+from attnplug.integrations.attention.registration import attention, attention_mask
 from attnplug.integrations.transformers import attention_decisions, set_attention
 from attnplug.testing import assert_close, request_oracle
 

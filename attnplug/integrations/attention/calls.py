@@ -10,7 +10,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType, LayerSpec
-from attnplug.integrations.attention.given_mask import read_given_mask
+from attnplug.integrations.attention.mask_functions import read_given_mask
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 

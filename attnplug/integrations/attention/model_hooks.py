@@ -1,12 +1,16 @@
-"""Hooks that refuse, at a model's forward, requests and layers that attnplug would not serve."""
+"""Hooks that refuse, at a model's forward, requests and layers that attnplug would not serve.
+
+The running forward of a watched model: its root, its positions, and the attention calls it has made.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import re
+import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -15,8 +19,48 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import BatchError, ModelConfigError
 from attnplug.integrations.attention.class_code import Kind, attention_kind
-from attnplug.integrations.attention.forward_pass import forward_pass
 from attnplug.integrations.attention.layers import LayerState, layer_state, name_in_model, set_state
+
+
+class ForwardPass(threading.local):
+    """The outermost watched model that runs in this thread; a model that runs inside it changes nothing.
+
+    `calls` counts attention calls served in this thread. `position_ids` are those of the caller. `masks` caches
+    what was read from the caller's mask tensors.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self._root: weakref.ref[PreTrainedModel] | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._root = None
+        self.position_ids: torch.Tensor | None = None
+        self.masks: dict[Hashable, Any] = {}
+
+    @property
+    def root(self) -> PreTrainedModel | None:
+        """The outermost model; None outside of a watched model's forward."""
+        return None if self._root is None else self._root()
+
+    def enter(self, model: PreTrainedModel) -> None:
+        """Note that the forward of `model` begins."""
+        root = self.root
+        # A compiled model runs no hook after an error, so a root may be left from an earlier forward.
+        if root is None or root is model or all(part is not model for part in root.modules()):
+            self._clear()
+            self._root = weakref.ref(model)
+
+    def leave(self, model: PreTrainedModel) -> None:
+        """Note that the forward of `model` ends."""
+        if self.root is model:
+            self._clear()
+
+
+forward_pass = ForwardPass()
+"""The state of each thread."""
+
 
 NAME = "attnplug"
 """The value of `attn_implementation`."""

@@ -11,7 +11,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.integrations.direct_step import direct_step
+from attnplug.integrations.binding import direct_step
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 
 _OWN_ROWS = "give each sequence a row of its own, padded"

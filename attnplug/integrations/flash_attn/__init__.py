@@ -13,6 +13,6 @@ from attnplug.integrations.flash_attn.functions import (
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
 )
-from attnplug.integrations.flash_attn.serving import decisions, one_step
+from attnplug.integrations.flash_attn.running import decisions, one_step
 
 __all__ = ["decisions", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache", "one_step"]

@@ -14,8 +14,7 @@ from attnplug.core.errors import BatchError
 from attnplug.integrations.flash_attn.page_checks import check_pages, check_rows, check_writable
 from attnplug.integrations.flash_attn.pages import Pages, block_sizes, cut_into_pages, paged
 from attnplug.integrations.flash_attn.request import check_tensors, flag, integer, read_request, refuse
-from attnplug.integrations.flash_attn.running import attend_given, attend_pages
-from attnplug.integrations.flash_attn.serving import shared, untraced
+from attnplug.integrations.flash_attn.running import attend_given, attend_pages, shared, untraced
 from attnplug.integrations.flash_attn.steps import Lengths, lengths_of, read_lengths
 from attnplug.ops import write_kv_cache
 

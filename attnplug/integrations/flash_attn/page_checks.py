@@ -11,7 +11,7 @@ import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.integrations.flash_attn.pages import Pages, must_check
-from attnplug.integrations.flash_attn.serving import shared
+from attnplug.integrations.flash_attn.running import shared
 from attnplug.integrations.flash_attn.steps import Ints, Lengths
 from attnplug.ops.shared_memory import allocation, overlaps_itself, share_memory
 

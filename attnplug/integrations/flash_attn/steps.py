@@ -11,7 +11,7 @@ import torch
 from attnplug.core.arguments import unusual_form
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.integrations.direct_step import starts_of
+from attnplug.integrations.binding import starts_of
 from attnplug.integrations.flash_attn.pages import Pages, must_check
 from attnplug.integrations.flash_attn.request import integer
 

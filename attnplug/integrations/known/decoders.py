@@ -12,19 +12,23 @@ from attnplug.integrations.known.fields import (
     HEADS,
     SIZE,
     SMALL,
+    USUAL,
     WINDOW,
     YES_OR_NO,
+    Attention,
     Check,
+    Family,
+    Layers,
+    each_rope_is_known,
     listed,
     number,
     one_of,
     optional,
     real,
+    rope_of,
     some,
     whole,
 )
-from attnplug.integrations.known.layers import Attention, Family, Layers
-from attnplug.integrations.known.rope import USUAL, each_rope_is_known, rope_of
 
 Values = Mapping[str, Any]
 Kinds = list[str]

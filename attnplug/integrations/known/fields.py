@@ -1,11 +1,22 @@
-"""Checks of the fields in a config.json: each says whether a rule understands the value."""
+"""Checks of the fields in a config.json: each says whether a rule understands the value.
+
+One attention layer as a rule describes it, before the ranks divide its heads.
+
+Checks of rotary embeddings: their kind decides whether transformers can build the model.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, NoneType
 from typing import Any, Final
+
+from attnplug.core.mla import MLADims
+from attnplug.core.sparse import SparseSpec
+from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.integrations.model_spec import Client, make_spec
 
 Check = Callable[[Any], bool]
 _METHODS: Final = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
@@ -153,3 +164,177 @@ EXPERTS: Final[Mapping[str, Check]] = MappingProxyType(
 def dtype_of(data: Mapping[str, Any]) -> str:
     """The dtype of checked fields. transformers prefers `dtype` to the older `torch_dtype`."""
     return str(data.get("dtype") or data.get("torch_dtype") or "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """One attention layer, with the heads of all ranks.
+
+    `called_scale` is the scale that transformers passes with the call, if the model applies another part of it
+    to its queries. `is_paged` says whether an engine keeps the keys and values in pages. `head_size_v` is None
+    if it equals `head_size`. With `mla`, `head_size` and `head_size_v` are those of expanded keys and values.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float
+    head_size_v: int | None = None
+    called_scale: float | None = None
+    attn_type: AttentionType = AttentionType.DECODER
+    window: tuple[int, int] = (-1, 0)
+    chunk_size: int | None = None
+    logits_soft_cap: float | None = None
+    has_sinks: bool = False
+    has_alibi: bool = False
+    mla: MLADims | None = None
+    sparse: SparseSpec | None = None
+    is_paged: bool = True
+
+    def spec(self, path: str, ranks: int, dtype: str, kv_cache_dtype: str, client: Client) -> LayerSpec:
+        """The spec of one rank. ModelConfigError if the ranks do not divide the heads."""
+        paged = self.is_paged and client is Client.ENGINE
+        fields = ("attn_type", "window", "chunk_size", "logits_soft_cap", "has_sinks", "has_alibi", "sparse")
+        sizes: dict[str, Any] = {"head_size": self.head_size}
+        kv_heads, scale = self.num_kv_heads, self.scale
+        if client is Client.TRANSFORMERS:
+            scale = self.scale if self.called_scale is None else self.called_scale
+        elif self.mla is not None:
+            sizes = {"head_size": self.mla.kv_lora_rank + self.mla.qk_rope_head_dim, "mla": self.mla}
+            kv_heads = 1
+        if "mla" not in sizes and self.head_size_v is not None:
+            sizes["head_size_v"] = self.head_size_v
+        return make_spec(
+            path,
+            num_heads=self.num_heads,
+            num_kv_heads=kv_heads,
+            ranks=ranks,
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype if paged else "auto",
+            causal=self.window[1] == 0,
+            scale=scale,
+            direct_kv=not paged,
+            **sizes,
+            **{name: getattr(self, name) for name in fields},
+        )
+
+
+Layers = Iterable[tuple[str, Attention]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A model type whose layers follow from its configuration by a rule.
+
+    Args:
+        classes: the model classes in `architectures`, and what they put before a layer's path; the first one
+            is transformers' class for a configuration that names none.
+        fields: every field that the rule understands, and the values that it understands.
+        required: fields without which the full reader refuses the file.
+        defaults: transformers' values of absent fields that the rule reads.
+        read: the layers of checked fields, in the order that the model runs them; None for a combination of
+            values that the rule does not know.
+        clients: the programs whose layers the rule knows.
+    """
+
+    classes: Mapping[str, str]
+    fields: Mapping[str, Check]
+    defaults: Mapping[str, Any]
+    read: Callable[[Mapping[str, Any]], Layers | None]
+    required: tuple[str, ...] = ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    clients: tuple[Client, ...] = tuple(Client)
+
+
+_FACTOR: Final = number(1, 1e6)
+_POSITIONS: Final = whole(2, 1 << 24)
+_SHARED: Final[dict[str, Check]] = {"rope_theta": number(2)}
+_KINDS: Final[dict[str, dict[str, Check]]] = {
+    "default": {},
+    "linear": {"factor": _FACTOR},
+    "dynamic": {"factor": _FACTOR},
+    "llama3": {
+        "factor": _FACTOR,
+        "low_freq_factor": number(0.01, 1e3),
+        "high_freq_factor": number(0.01, 1e3),
+        "original_max_position_embeddings": _POSITIONS,
+    },
+    "yarn": {
+        "factor": _FACTOR,
+        "original_max_position_embeddings": _POSITIONS,
+        "attention_factor": optional(number(0.01, 1e3)),
+        "beta_fast": number(1, 1e3),
+        "beta_slow": number(0.01, 1),
+        "mscale": number(0.01, 1e2),
+        "mscale_all_dim": number(0.01, 1e2),
+        "truncate": one_of(True, False),
+    },
+    "longrope": {
+        "short_factor": listed(number(0.01, 1e6)),
+        "long_factor": listed(number(0.01, 1e6)),
+        "original_max_position_embeddings": _POSITIONS,
+        "attention_factor": optional(number(0.01, 1e3)),
+        "factor": optional(_FACTOR),
+    },
+}
+"""Values of each kind."""
+_REQUIRED: Final = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+    "longrope": ("short_factor", "long_factor"),
+}
+USUAL: Final = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def rope_of(
+    data: Mapping[str, Any], rotary_size: int, kinds: tuple[str, ...] = USUAL, share: float | None = None
+) -> dict[str, Any] | None:
+    """The parameters of a model with one rotary embedding, with its `rope_type`; None if they are not known.
+
+    Args:
+        data: the configuration. Older files have `rope_scaling` and `rope_theta` for `rope_parameters`.
+        rotary_size: elements of a head that rotate.
+        kinds: the kinds that the model type can have.
+        share: the `partial_rotary_factor` that the caller has found; None where the model type has none.
+    """
+    old, new, theta = (data.get(name) for name in ("rope_scaling", "rope_parameters", "rope_theta"))
+    if rotary_size < 2 or rotary_size % 2 or (old and new):
+        return None
+    # Empty values of any type have other meanings in other versions of transformers.
+    if any(given is not None and not given for given in (old, new)):
+        return None
+    if not ((theta is None and "rope_theta" not in data) or number(2)(theta)):
+        return None
+    given = old or new or {}
+    if type(given) is not dict:
+        return None
+    rope = dict(given)
+    if rope.pop("partial_rotary_factor", share if share is not None else 1.0) != (share or 1.0):
+        return None
+    return rope if _is_known(rope, rotary_size, kinds) else None
+
+
+def each_rope_is_known(ropes: Mapping[str, Any], rotary_size: int, kinds: tuple[str, ...]) -> bool:
+    """Whether all of a model's rotary embeddings, by layer type, are of `kinds`."""
+    return all(type(rope) is dict and _is_known(dict(rope), rotary_size, kinds) for rope in ropes.values())
+
+
+def _is_known(rope: dict[str, Any], rotary_size: int, kinds: tuple[str, ...]) -> bool:
+    """Whether transformers can build an embedding of `rope`; sets its `rope_type`."""
+    legacy = rope.pop("type", None)
+    kind = rope.setdefault("rope_type", legacy or "default")
+    if kind not in kinds or legacy not in (None, kind):
+        return False
+    checks = {**_SHARED, **_KINDS[kind]}
+    if any(name not in rope for name in _REQUIRED[kind]):
+        return False
+    if not all(name in checks and checks[name](value) for name, value in rope.items() if name != "rope_type"):
+        return False
+    # Llama 4 Scout has equal factors, so that no frequency lies between both.
+    if kind == "llama3" and rope["high_freq_factor"] < rope["low_freq_factor"]:
+        return False
+    if kind == "longrope":
+        return len(rope["short_factor"]) == len(rope["long_factor"]) == rotary_size // 2
+    return True

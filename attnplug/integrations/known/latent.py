@@ -16,15 +16,17 @@ from attnplug.integrations.known.fields import (
     SMALL,
     TEXT,
     YES_OR_NO,
+    Attention,
     Check,
+    Family,
+    Layers,
     number,
     one_of,
     optional,
     real,
+    rope_of,
     whole,
 )
-from attnplug.integrations.known.layers import Attention, Family, Layers
-from attnplug.integrations.known.rope import rope_of
 from attnplug.integrations.model_spec import Client
 
 

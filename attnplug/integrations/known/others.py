@@ -17,6 +17,9 @@ from attnplug.integrations.known.fields import (
     SMALL,
     TOKEN,
     YES_OR_NO,
+    Attention,
+    Family,
+    Layers,
     listed,
     number,
     one_of,
@@ -24,7 +27,6 @@ from attnplug.integrations.known.fields import (
     real,
     whole,
 )
-from attnplug.integrations.known.layers import Attention, Family, Layers
 from attnplug.integrations.model_spec import Client
 
 

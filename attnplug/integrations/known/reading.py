@@ -7,9 +7,8 @@ from importlib import metadata
 from typing import Any, Final
 
 from attnplug.integrations.known.decoders import DECODERS
-from attnplug.integrations.known.fields import dtype_of
+from attnplug.integrations.known.fields import Family, dtype_of
 from attnplug.integrations.known.latent import LATENT
-from attnplug.integrations.known.layers import Family
 from attnplug.integrations.known.others import OTHERS
 from attnplug.integrations.model_spec import Client, ModelSpec, family_note
 

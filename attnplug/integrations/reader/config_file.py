@@ -20,10 +20,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.model_spec import OWN_SPECS
+from attnplug.integrations.reader.architecture import with_known_types
 from attnplug.integrations.reader.config_json import config_path, one_line, parse
-from attnplug.integrations.reader.config_limits import check_numbers
-from attnplug.integrations.reader.field_types import check_entries, check_types
-from attnplug.integrations.reader.remote_code import with_known_types
+from attnplug.integrations.reader.config_limits import check_entries, check_numbers, check_types
 
 _SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
 _OTHER_NAMES = {"num_hidden_layers": ("num_layers",)}

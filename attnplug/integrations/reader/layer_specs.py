@@ -12,11 +12,10 @@ from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
-from attnplug.integrations.model_spec import Client
+from attnplug.integrations.model_spec import Client, make_spec
 from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager, check_own
 from attnplug.integrations.reader.mask_pattern import MaskPattern
 from attnplug.integrations.reader.measured_scale import measured_factor
-from attnplug.integrations.reader.rank_spec import make_spec
 from attnplug.integrations.reader.trace import AttentionCall
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})

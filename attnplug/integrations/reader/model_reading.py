@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.model_spec import NOT_READ, OWN_SPECS, Client, ModelSpec
+from attnplug.integrations.model_spec import NOT_READ, OWN_SPECS, Client, ModelSpec, make_spec
 from attnplug.integrations.reader.architecture import build_model, class_note
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
@@ -29,8 +29,6 @@ from attnplug.integrations.reader.mixers import (
 )
 from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
 from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
-from attnplug.integrations.reader.rank_spec import make_spec
-from attnplug.integrations.reader.shown_fields import notes_on_slopes
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,
@@ -39,7 +37,7 @@ from attnplug.integrations.reader.trace import (
     probe_registered,
     record_run,
 )
-from attnplug.integrations.reader.unread_fields import notes_on_unread, with_kinds
+from attnplug.integrations.reader.unread_fields import notes_on_slopes, notes_on_unread, with_kinds
 
 _BUDGET = 12_000
 """Runs of modules, over all attempts for one model. A model that fails late would take minutes otherwise."""

@@ -20,8 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention
-from attnplug.integrations.reader.own_attention import Follower, OwnAttention
-from attnplug.integrations.reader.own_heads import by_heads
+from attnplug.integrations.reader.own_attention import Follower, OwnAttention, by_heads
 
 PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
