@@ -43,10 +43,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "core.reasons": "Reason",
         "core.spec": "AttentionType LayerSpec Phase",
         "planning": "plan",
-        "registry.decision": "Decision",
+        "registry.selection.decision": "Decision",
         "registry.default": "explain list_backends register select select_layers",
-        "registry.hookspecs": "hookimpl",
-        "registry.policy": "use",
+        "registry.plugins.hookspecs": "hookimpl",
+        "registry.selection.policy": "use",
         "registry.registry": "Registry",
     },
 )

@@ -23,7 +23,7 @@ GOAL = 1.5
 
 DECLARED = f"""
 import sys
-from attnplug.matrix.declared import declare
+from attnplug.matrix.design import declare
 from attnplug.registry.default import get_registry
 offers = {{offer.name: offer for offer in get_registry().plugins.offers}}
 runs = [declare(offers[name], device) for name in {BACKENDS!r} for device in {DEVICES!r}]

@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.device import Device
 from attnplug.matrix.axes import PLAIN, spec_of
-from attnplug.matrix.declared import declare
-from attnplug.matrix.design import cell_reasons
+from attnplug.matrix.design import cell_reasons, declare
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.results import write_matrix
 from attnplug.matrix.verify import Verification

@@ -28,18 +28,19 @@ from paged_layers import Cell, PagedLayer, graph_us
 from serving import SERVING
 
 from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import (
     DecodeLaunch,
     Gpu,
     PrefillLaunch,
+    ShareLaunch,
     Specialized,
     decode_launch,
     prefill_launch,
+    share_launch,
     tile_parts,
     tile_side,
 )
-from attnplug.backends.triton.options import Options
-from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 
 SHARED_MEMORY = 230_000
 H200 = Gpu(132, SHARED_MEMORY)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from attnplug.matrix import Matrix, Run, Status
-from attnplug.matrix.declared import declare
+from attnplug.matrix.design import declare
 from attnplug.matrix.markdown import markdown_row, markdown_text, render_markdown
 from attnplug.matrix.merging import merge
 from attnplug.matrix.results import read_matrix

@@ -14,8 +14,7 @@ from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
-from attnplug.ops.calls import check_keys, kv_scales, pages_of
-from attnplug.ops.checks import check_kv_write
+from attnplug.ops.checks import check_keys, check_kv_write, kv_scales, pages_of
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 

@@ -1,11 +1,18 @@
-"""The cells of a backend: for each two values the plainest that it serves, or one that it refuses."""
+"""The cells of a backend: for each two values the plainest that it serves, or one that it refuses.
+
+The declared matrix: a backend's class answers each cell, for any device, without running anything.
+"""
 
 from __future__ import annotations
 
 import bisect
+import datetime as dt
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attnplug
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
@@ -13,7 +20,10 @@ from attnplug.core.interface.answers import answer
 from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
-from attnplug.matrix.model import Cell
+from attnplug.matrix.extent import served_values
+from attnplug.matrix.model import Cell, Finding, Run, Status
+from attnplug.registry.devices import resolve_device
+from attnplug.registry.plugins.records import Offer
 from attnplug.registry.selection.decision import Placement
 from attnplug.registry.selection.gates import blame, configuration_reasons, fault
 from attnplug.testing.design.search import Axes, Row, Search
@@ -21,6 +31,8 @@ from attnplug.testing.design.search import Axes, Row, Search
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
+    from attnplug.registry.devices import DeviceLike
+
 
 MOST_CELLS = 1500
 """Of one backend. For a backend that lists too many values for this, only some of them are tried."""
@@ -169,3 +181,57 @@ def _unread(backend: type[AttentionBackend], layout: str) -> tuple[Reason, ...]:
         return ()
     text = "KV layout not supported"
     return (Reason(text, code="kv_cache_layout", field="layout", requested=layout, supported=layouts),)
+
+
+def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
+    """The run of a backend and a device: each cell of the design is declared, or refused with reasons.
+
+    Only the class is consulted: its requirements count as installed, and the device may be absent.
+
+    Args:
+        backend: an offer of a plugin, which names the distribution too, or only the class.
+        device: a Device or "sm90", "rocm:9.4", "cpu", ... as for `attnplug.select`.
+
+    Raises:
+        SpecError: the text names no device.
+    """
+    where = resolve_device(device)
+    offer = backend if isinstance(backend, Offer) else None
+    backend_cls = backend.backend if isinstance(backend, Offer) else backend
+    findings = tuple(
+        Finding(cell, Status.REFUSED if reasons else Status.DECLARED, tuple(map(str, reasons)))
+        for cell, reasons in answers(backend_cls, where).items()
+    )
+    return Run(
+        backend=offer.name if offer else backend_cls.get_name(),
+        distribution=offer.distribution if offer else None,
+        version=offer.version if offer else None,
+        device=str(where),
+        device_name=None,
+        versions={},
+        date=dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+        commit=source_commit(),
+        findings=findings,
+        axes=served_values(findings),
+    )
+
+
+@functools.cache
+def source_commit() -> str | None:
+    """The commit of attnplug's own source if it is imported from a checkout; else None."""
+    checkout = Path(attnplug.__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():  # a repository further up is another project's
+        return None
+    import subprocess
+
+    try:
+        done = subprocess.run(  # noqa: S603
+            ["git", "-C", str(checkout), "rev-parse", "HEAD"],  # noqa: S607
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

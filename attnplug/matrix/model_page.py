@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import gpu_models
 from attnplug.matrix.example_models import ExampleModel, example_models
-from attnplug.matrix.letters import letters
 from attnplug.matrix.which_backend import GPU, KV_CHOICES, Answer, Kind, answers_for
+from attnplug.matrix.words import letters
 from attnplug.registry.devices import resolve_device
 
 if TYPE_CHECKING:

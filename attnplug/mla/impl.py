@@ -16,7 +16,7 @@ from attnplug.core.mla_weights import DenseProjection, LatentProjection, project
 from attnplug.core.spec import LayerSpec
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages
-from attnplug.ops.calls import check_rows, kv_scales, refuse_output_scales
+from attnplug.ops.checks import check_rows, kv_scales, refuse_output_scales
 from attnplug.ops.gather import pages_into, slots_into
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.merging import merge_into

@@ -1,14 +1,38 @@
-"""Checks of the operations' arguments, for their torch and Triton versions."""
+"""Checks of the operations' arguments, for their torch and Triton versions.
+
+Checks of an impl's call: each refusal names the argument, its value, the limit and a remedy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from attnplug.core.arguments import Shape, listed
+from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BatchError, LayoutError
+from attnplug.core.impl import AttentionLayer, LayerTensors
+from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.spec import LayerSpec
 from attnplug.ops.shared_memory import overlaps_itself, share_memory
+from attnplug.ops.storage import compute_dtype, typed_view
+
+__all__ = [
+    "check_cache",
+    "check_cache_given",
+    "check_indices",
+    "check_keys",
+    "check_queries",
+    "check_rows",
+    "check_spans",
+    "check_spans_given",
+    "check_step_tensors",
+    "kv_scales",
+    "pages_of",
+    "refuse_output_scales",
+]
 
 
 def check_apart(name: str, written: torch.Tensor, **others: torch.Tensor | None) -> None:
@@ -167,3 +191,185 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.shape == other.shape
         and one.stride() == other.stride()
     )
+
+
+def check_rows(name: str, tensor: torch.Tensor, rows: int, tail: tuple[int, ...], dtype: torch.dtype) -> None:
+    """BatchError unless `tensor` is `[at least rows, *tail]` of `dtype`."""
+    shape = tensor.shape
+    if len(shape) != 1 + len(tail) or shape[0] < rows or shape[1:] != tail:
+        expected = ", ".join(map(str, (f"at least {rows}", *tail)))
+        raise BatchError(name, tuple(shape), f"must have the shape ({expected})")
+    if tensor.dtype != dtype:
+        raise BatchError(f"{name}.dtype", tensor.dtype, f"must be {dtype}")
+
+
+def check_keys(
+    key: torch.Tensor | None, value: torch.Tensor | None, rows: int, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Key and value, both given; BatchError unless they are `[at least rows, Hkv, D]` and as many values."""
+    if key is None or value is None:
+        name = "key" if key is None else "value"
+        raise BatchError(name, None, "is required: it is not in a KV cache")
+    dtype = compute_dtype(spec)
+    check_rows("key", key, rows, (spec.num_kv_heads, spec.head_size), dtype)
+    check_rows("value", value, rows, (spec.num_kv_heads, spec.head_size_v), dtype)
+    return key, value
+
+
+def check_queries(
+    query: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+    rows: int,
+    spec: LayerSpec,
+    **output_scales: torch.Tensor | None,
+) -> None:
+    """BatchError unless queries, outputs and LSE fit the layer and hold `rows` rows.
+
+    It refuses an LSE that the layer does not declare, and every output scale.
+    """
+    dtype = compute_dtype(spec)
+    check_rows("query", query, rows, (spec.num_heads, spec.head_size), dtype)
+    check_rows("output", output, rows, (spec.num_heads, spec.head_size_v), dtype)
+    refuse_output_scales(**output_scales)
+    if output_lse is None:
+        return
+    if not spec.needs_lse:
+        remedy = "declare the layer with needs_lse=True"
+        raise BatchError("output_lse", tuple(output_lse.shape), "must be None", remedy)
+    check_rows("output_lse", output_lse, rows, (spec.num_heads,), torch.float32)
+
+
+def refuse_output_scales(**scales: torch.Tensor | None) -> None:
+    """BatchError if an output scale is given: outputs have the layer's dtype only."""
+    for name, scale in scales.items():
+        if scale is not None:
+            raise BatchError(name, tuple(scale.shape), "must be None", "quantise the output after attention")
+
+
+def check_indices(name: str, tensor: torch.Tensor) -> None:
+    """BatchError unless `tensor` is int32 and the elements of a row are adjacent, as kernels read them."""
+    if tensor.dtype != torch.int32:
+        raise BatchError(f"{name}.dtype", tensor.dtype, "must be torch.int32")
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        limit = "must be 1: kernels read adjacent elements"
+        raise BatchError(f"{name}.stride({tensor.ndim - 1})", tensor.stride(-1), limit)
+
+
+def check_step_sizes(common: CommonAttentionMetadata) -> None:
+    """BatchError unless the tensors of a batch have a row for each request; nothing waits for the device.
+
+    Keys of the call must start where both sides say, and be no more than the tokens of their request.
+    """
+    reqs, host = common.num_reqs, common.query_start_loc_cpu
+    if not isinstance(host, torch.Tensor) or host.device.type != "cpu":
+        raise BatchError("query_start_loc_cpu", host, "must be a tensor on the CPU")
+    for name, tensor, rows in (
+        ("query_start_loc", common.query_start_loc, reqs + 1),
+        ("query_start_loc_cpu", host, reqs + 1),
+        ("seq_lens", common.seq_lens, reqs),
+        ("block_table_tensor", common.block_table_tensor, reqs),
+    ):
+        if tensor.shape[0] < rows:
+            limit = f"must have at least {rows} rows for num_reqs={reqs}"
+            raise BatchError(name, tuple(tensor.shape), limit)
+    starts, keys = common.key_start_loc, common.key_start_loc_cpu
+    if keys is None:
+        return
+    if starts is None:
+        limit = "is None, and key_start_loc_cpu is given"
+        raise BatchError("key_start_loc", None, limit, "give the locations on both sides")
+    known = common.seq_lens_host
+    if known is not None and common.seq_lens_host_exact:
+        lens = np.diff(keys[: reqs + 1].numpy())
+        bad = lens > known[:reqs]
+        if bad.any():
+            worst = int(bad.argmax())
+            limit = f"request {worst} has more keys than its {int(known[worst])} tokens"
+            raise BatchError("key_start_loc", int(lens[worst]), limit)
+
+
+def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
+    """BatchError if the host knows that a request has more tokens than the pages of its row in the table."""
+    room = common.block_table_tensor.shape[1] * block_size
+    # The bound of the step is enough for most.
+    if common.max_seq_len <= room or common.seq_lens_host is None or not common.seq_lens_host_exact:
+        return
+    longest = int(common.seq_lens_host[: common.num_reqs].max(initial=0))
+    if longest > room:
+        pages = common.block_table_tensor.shape[1]
+        limit = f"is past the {room} tokens of {pages} pages per request"
+        raise BatchError("seq_lens", longest, limit, "widen block_table_tensor")
+
+
+def check_step_tensors(common: CommonAttentionMetadata) -> None:
+    """`check_step_sizes`, and `check_indices` of the tensors that every kernel reads."""
+    check_step_sizes(common)
+    check_indices("query_start_loc", common.query_start_loc)
+    check_indices("seq_lens", common.seq_lens)
+    check_indices("block_table_tensor", common.block_table_tensor)
+
+
+def check_spans(spans: torch.Tensor, tokens: int) -> None:
+    """BatchError unless `mm_prefix_spans` is int32 `[at least tokens, 2]`."""
+    if spans.ndim != 2 or spans.shape[0] < tokens or spans.shape[1] != 2 or spans.dtype != torch.int32:
+        found = f"{spans.dtype} {tuple(spans.shape)}"
+        raise BatchError("mm_prefix_spans", found, f"must be torch.int32 of the shape (at least {tokens}, 2)")
+
+
+def check_spans_given(is_given: bool, spec: LayerSpec) -> None:
+    """BatchError if a layer with mm_prefix runs in a step without multimodal spans."""
+    if spec.mm_prefix and not is_given:
+        remedy = "give the batch int32 [T, 2], zeros for text"
+        raise BatchError("mm_prefix_spans", None, "is required: the layer has mm_prefix", remedy)
+
+
+def check_cache_given(kv_cache: torch.Tensor | None, spec: LayerSpec) -> None:
+    """LayoutError if a layer with direct K and V gets a cache, or another layer gets none."""
+    if kv_cache is not None:
+        if spec.direct_kv:
+            raise LayoutError("kv_cache", tuple(kv_cache.shape), "must be None with direct_kv=True")
+        return
+    encodes = spec.is_encoder
+    if not (spec.direct_kv or encodes):
+        remedy = "declare the layer with direct_kv=True to give K and V with the call"
+        raise LayoutError("kv_cache", None, "is required", remedy)
+
+
+def check_cache(kv_cache: torch.Tensor, spec: LayerSpec) -> None:
+    """LayoutError unless `kv_cache` has the logical shape of the layer's cache."""
+    heads, block = spec.num_kv_heads, spec.block_size or "block_size"
+    if spec.head_size_v == spec.head_size:
+        limits: tuple[int | str, ...] = ("num_blocks", 2, block, heads, spec.head_size)
+    else:
+        limits = ("num_blocks", block, heads, spec.head_size + spec.head_size_v)
+    shape = tuple(kv_cache.shape)
+    fits = len(shape) == len(limits) and all(
+        isinstance(limit, str) or found == limit for found, limit in zip(shape, limits, strict=True)
+    )
+    if not fits:
+        expected = ", ".join(map(str, limits))
+        remedy = "pass the logical view; the physical order shows only in the strides"
+        raise LayoutError("kv_cache", shape, f"must have the shape ({expected})", remedy)
+
+
+def pages_of(
+    backend: type[AttentionBackend], kv_cache: torch.Tensor, spec: LayerSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as `backend` splits the layer's cache, checked, in their stored dtype.
+
+    Raises:
+        LayoutError: a cache of another shape or element type.
+    """
+    check_cache(kv_cache, spec)
+    return backend.split_kv(typed_view(kv_cache, spec), spec)
+
+
+def kv_scales(layer: AttentionLayer | None, tensors: LayerTensors) -> tuple[float, float]:
+    """The scales of stored keys and values, from the engine's layer or else from the layer's tensors.
+
+    A scale in a device tensor makes the host wait, so a layer should call this once.
+    """
+    if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
+        return float(layer._k_scale_float), float(layer._v_scale_float)
+    return float(tensors.k_scale), float(tensors.v_scale)

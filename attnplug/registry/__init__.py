@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
-        "decision": "Candidate Decision Gate",
+        "selection.decision": "Candidate Decision Gate",
         "default": "explain get_registry list_backends register select select_layers",
-        "hookspecs": "API_VERSION ENTRY_POINT_GROUP hookimpl",
-        "measured_choice": "Measured",
-        "policy": "Rule parse_rules use",
-        "records": "PluginRecord PluginStatus",
+        "plugins.hookspecs": "API_VERSION ENTRY_POINT_GROUP hookimpl",
+        "measured.measured_reason": "Measured",
+        "selection.policy": "Rule parse_rules use",
+        "plugins.records": "PluginRecord PluginStatus",
         "registry": "Registry",
-        "step_shapes": "StepShape",
-        "tuned": "TunedTable",
-        "tuned_files": "read_table",
+        "measured.step_shapes": "StepShape",
+        "measured.tuned": "TunedTable",
+        "measured.tuned_files": "read_table",
     },
 )

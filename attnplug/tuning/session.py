@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
 from attnplug.registry.selection.decision import Decision
-from attnplug.tuning.cells import Contender, LayerKind, Observer, Outcome, TuneCell
-from attnplug.tuning.contenders import composites, contenders
+from attnplug.tuning.cells import Contender, LayerKind, Observer, Outcome, TuneCell, composites, contenders
 from attnplug.tuning.jobs import Event, Job, events_of, run_jobs
 from attnplug.tuning.rounds import ROUNDS
 from attnplug.tuning.workloads import Workload, measurable

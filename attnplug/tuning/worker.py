@@ -18,13 +18,12 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.selection.decision import Placement
 from attnplug.registry.selection.gates import import_parts, preferred_pages, serving
 from attnplug.testing.comparison import tolerance
-from attnplug.tuning.ceilings import measured_ceilings
+from attnplug.tuning.cells import environment
 from attnplug.tuning.jobs import Job
 from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
 from attnplug.tuning.step_inputs import SharedCaches, StepInputs, made_inputs, made_parts
-from attnplug.tuning.subjects import environment
-from attnplug.tuning.timers import Timer, release, synchronize, timer_for
+from attnplug.tuning.timers import Timer, measured_ceilings, release, synchronize, timer_for
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

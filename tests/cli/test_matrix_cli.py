@@ -21,7 +21,8 @@ from attnplug.cli.commands import matrix_files, matrix_verify
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.matrix import declared, verify
+from attnplug.matrix import design as declared
+from attnplug.matrix import verify
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import read_matrix, write_matrix

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.output.strip import LayerStrip
-from attnplug.matrix.letters import letters
+from attnplug.matrix.words import letters
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 NAMES = ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4")

@@ -16,8 +16,8 @@ from workplace import readers_environment, run_python
 
 from attnplug.errors import AttnplugError
 from attnplug.matrix import Matrix, Run, Status
-from attnplug.matrix.changes import Kind, changes
-from attnplug.matrix.declared import declare
+from attnplug.matrix.design import declare
+from attnplug.matrix.merging import Kind, changes
 from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.registry import list_backends
 

@@ -68,7 +68,7 @@ def test_what_users_are_shown_imports_from_public_modules_only() -> None:
         shown += [path for path in folder.rglob("*") if path.suffix in (".py", ".tmpl")]
     imported = re.compile(r"^\W*(?:from|import) (attnplug(?:\.\w+)*)", re.M)
     found = {(path.name, name) for path in shown for name in imported.findall(path.read_text())}
-    assert {"attnplug", "attnplug.core", "attnplug.ops.calls"} <= {name for _, name in found}
+    assert {"attnplug", "attnplug.core", "attnplug.ops.checks"} <= {name for _, name in found}
     assert sorted((where, name) for where, name in found if name not in PUBLIC) == []
 
 

@@ -85,7 +85,7 @@ def test_it_imports_nothing_of_attnplug_but_its_public_modules() -> None:
         "attnplug.core",
         "attnplug.errors",
         "attnplug.ops",
-        "attnplug.ops.calls",
+        "attnplug.ops.checks",
         "attnplug.ops.storage",
     }
     assert lines

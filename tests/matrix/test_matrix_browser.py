@@ -20,8 +20,7 @@ from attnplug.backends.triton.backend import TritonBackend
 from attnplug.core.device import Device
 from attnplug.matrix import Cell, Matrix, Status
 from attnplug.matrix.axes import axes_of, goes_with, own_latents
-from attnplug.matrix.declared import declare
-from attnplug.matrix.design import cell_reasons
+from attnplug.matrix.design import cell_reasons, declare
 from attnplug.matrix.html import render_html
 from attnplug.matrix.model_page import model_data
 from attnplug.matrix.summary import summarise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from synthetic_matrix import finding, run
 
-from attnplug.matrix.changes import Kind, changes
+from attnplug.matrix.merging import Kind, changes
 from attnplug.matrix.model import Matrix, Status
 
 NOWHERE = None

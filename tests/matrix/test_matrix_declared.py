@@ -15,8 +15,7 @@ import attnplug
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.matrix.axes import LATENT, phase_of, spec_of
-from attnplug.matrix.declared import declare, source_commit
-from attnplug.matrix.design import design
+from attnplug.matrix.design import declare, design, source_commit
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.registry.default import get_registry
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES
@@ -143,7 +142,7 @@ def test_plain_sentences_are_reasons() -> None:
 def test_torch_is_not_imported() -> None:
     code = (
         "import sys\n"
-        "from attnplug.matrix.declared import declare\n"
+        "from attnplug.matrix.design import declare\n"
         "from attnplug.registry.default import get_registry\n"
         "for offer in get_registry().plugins.offers: declare(offer, 'sm90'), declare(offer, 'cpu')\n"
         "print({'torch', 'triton', 'numpy', 'attnplug.testing.conformance', 'attnplug.testing.batches'} & set(sys.modules))"

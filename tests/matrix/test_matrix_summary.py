@@ -7,7 +7,7 @@ from synthetic_matrix import cell, finding, run, synthetic_matrix
 
 from attnplug.backends.triton.backend import TritonBackend
 from attnplug.matrix import Finding, Matrix, Status
-from attnplug.matrix.declared import declare
+from attnplug.matrix.design import declare
 from attnplug.matrix.summary import (
     Answer,
     by_device,

@@ -13,9 +13,9 @@ import pytest
 from attnplug.cli import main
 from attnplug.integrations.transformers import read_config
 from attnplug.matrix.example_models import ExampleModel, example_models, models_text
-from attnplug.matrix.letters import letters
 from attnplug.matrix.model_page import model_data
 from attnplug.matrix.which_backend import KV_CHOICES, answers_for
+from attnplug.matrix.words import letters
 from attnplug.registry import Registry
 from attnplug.registry.devices import resolve_device
 

@@ -20,15 +20,15 @@ from triton.runtime import driver
 from attnplug.core import Selection, SparseSpec
 from attnplug.ops.triton import (
     compute_slot_mapping,
-    gather,
     kv_write,
     merge_attn_states,
     merging,
-    page_indices,
     selection,
-    slots,
     write_kv_cache,
 )
+from attnplug.ops.triton import pages as gather
+from attnplug.ops.triton import pages as page_indices
+from attnplug.ops.triton import pages as slots
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -113,7 +113,7 @@ def slot_mapping() -> None:
 
 def pages() -> None:
     table, out = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
-    page_indices._bound.cache_clear()
+    page_indices._bound_page_indices.cache_clear()
     page_indices.gather_page_indices(table, torch.arange(4), 16, torch.arange(2).int(), out, 9)
 
 
@@ -123,7 +123,7 @@ def gathered() -> None:
         torch.zeros(9, 8, 128, dtype=torch.bfloat16),
     )
     table, starts = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    gather._bound.cache_clear()
+    gather._bound_gather.cache_clear()
     gather.gather_keys(cache[:, 0], cache[:, 1], table, starts, out, out)
 
 

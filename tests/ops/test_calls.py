@@ -9,7 +9,7 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import LayerSpec
 from attnplug.core.impl import LayerTensors
 from attnplug.errors import BatchError, LayoutError
-from attnplug.ops.calls import (
+from attnplug.ops.checks import (
     check_cache_given,
     check_keys,
     check_queries,

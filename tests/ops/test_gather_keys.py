@@ -47,7 +47,7 @@ def test_each_requests_keys_stand_behind_those_before(
     if operation == "torch":
         gather_keys(*given, *outs)
     else:
-        from attnplug.ops.triton.gather import gather_keys as launch
+        from attnplug.ops.triton.pages import gather_keys as launch
 
         launch(*given, *outs)
     for found, right in zip(outs, expected, strict=True):
@@ -56,7 +56,7 @@ def test_each_requests_keys_stand_behind_those_before(
 
 def test_rows_past_the_devices_lengths_are_left(device: str) -> None:
     """If the device has fewer keys than the host counted, no page is read for the rest."""
-    from attnplug.ops.triton.gather import gather_keys as launch
+    from attnplug.ops.triton.pages import gather_keys as launch
 
     cache = torch.randn(3, PAGE, 2, 16, device=device)
     outs = [torch.full((9, 2, 16), 7.0, device=device) for _ in range(2)]

@@ -30,7 +30,7 @@ def gather(operation: str, *arguments: object) -> None:
     if operation == "torch":
         gather_page_indices(*arguments)  # type: ignore[arg-type]
     else:
-        from attnplug.ops.triton.page_indices import gather_page_indices as launch
+        from attnplug.ops.triton.pages import gather_page_indices as launch
 
         launch(*arguments)  # type: ignore[arg-type]
 

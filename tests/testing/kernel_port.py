@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attnplug.backends.torch_native.impl import TorchImpl
-from attnplug.ops.calls import check_spans_given
+from attnplug.ops.checks import check_spans_given
 from attnplug.ops.reach import Reach
 from attnplug.testing.oracle import chosen_keys
 

@@ -10,7 +10,7 @@ import torch
 
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
-from attnplug.ops.calls import check_spans_given
+from attnplug.ops.checks import check_spans_given
 from attnplug.testing.oracle import chosen_keys
 
 __all__ = ["PlainImpl"]

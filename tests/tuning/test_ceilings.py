@@ -8,7 +8,7 @@ import torch
 from attnplug import LayerSpec
 from attnplug.core.mla import MLADims
 from attnplug.registry.measured.step_shapes import StepShape
-from attnplug.tuning.ceilings import COPY, MATMUL, measured_ceilings, share_of_ceiling, step_bytes, step_flops
+from attnplug.tuning.timers import COPY, MATMUL, measured_ceilings, share_of_ceiling, step_bytes, step_flops
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=8, head_size_v=6)
 DIMS = MLADims(q_lora_rank=None, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)

@@ -24,10 +24,9 @@ from attnplug.registry.plugins.backend_versions import BackendVersions
 from attnplug.registry.plugins.records import Offer
 from attnplug.registry.selection.refuted import read_evidence
 from attnplug.tuning import jobs, timers
-from attnplug.tuning.cells import Contender
+from attnplug.tuning.cells import Contender, record_wrong
 from attnplug.tuning.jobs import Event, Job, run_jobs
 from attnplug.tuning.reference import check_output
-from attnplug.tuning.refuting import record_wrong
 from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
 from attnplug.tuning.worker import Runner
 

@@ -17,7 +17,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.ops.calls import check_step_sizes, check_table_width
+from attnplug.ops.checks import check_step_sizes, check_table_width
 
 
 class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):

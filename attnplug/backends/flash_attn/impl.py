@@ -11,7 +11,7 @@ from attnplug.backends.flash_attn.metadata import Call, FlashAttnMetadata, Kerne
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_cache_given, check_keys, check_queries
+from attnplug.ops.checks import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 
 _BYTES = 16

@@ -15,7 +15,7 @@ from attnplug.backends.impl import BuiltinImpl
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.hyperparameters import PerLayerParameters
 from attnplug.core.impl import AttentionLayer
-from attnplug.ops.calls import check_cache_given, check_queries
+from attnplug.ops.checks import check_cache_given, check_queries
 
 # FlashInfer returns LSE in base 2; attnplug's LSE is in base e.
 _LN_2 = math.log(2.0)

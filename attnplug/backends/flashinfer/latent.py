@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from attnplug.backends.flashinfer.host_arrays import HostArrays
-from attnplug.backends.flashinfer.latent_plans import LatentPlans, LatentStep
+from attnplug.backends.flashinfer.latent_plans import HostArrays, LatentPlans, LatentStep
 from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost

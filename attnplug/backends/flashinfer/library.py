@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from packaging.version import InvalidVersion, Version
 
-from attnplug.backends.flashinfer.modules import LatentModule, Module
-from attnplug.backends.flashinfer.sink_modules import (
+from attnplug.backends.flashinfer.modules import (
     PREFILL,
     SINKS,
+    LatentModule,
+    Module,
     named_sinks,
     own_name,
     sink_arguments,

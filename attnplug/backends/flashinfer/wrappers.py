@@ -12,8 +12,15 @@ from attnplug.backends.flashinfer.compiling import announced
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.library import Library
 from attnplug.backends.flashinfer.modules import Module
-from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlannedWrapper, PlanSpace, one_request
-from attnplug.backends.flashinfer.workspace import captured_bytes, schedule_bytes, workspace_bytes
+from attnplug.backends.flashinfer.planned_wrapper import (
+    PlanCost,
+    PlannedWrapper,
+    PlanSpace,
+    captured_bytes,
+    one_request,
+    schedule_bytes,
+    workspace_bytes,
+)
 from attnplug.core.device import Device
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import Phase

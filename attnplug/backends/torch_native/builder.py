@@ -15,7 +15,7 @@ from attnplug.backends.torch_native.decode import SHORT_QUERY
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.ops.calls import check_spans, check_step_sizes
+from attnplug.ops.checks import check_spans, check_step_sizes
 
 _Ints = npt.NDArray[np.int64]
 

@@ -21,10 +21,10 @@ from attnplug.backends.triton.launch import (
     merging,
     partial_sums,
     prefill_launch,
+    share_launch,
 )
 from attnplug.backends.triton.layout import head_tiles, tile_side
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
-from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.specialized import (
     ROWS,
     is_aligned,

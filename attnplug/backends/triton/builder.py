@@ -16,7 +16,7 @@ from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.ops.calls import check_indices, check_spans, check_step_tensors, check_table_width
+from attnplug.ops.checks import check_indices, check_spans, check_step_tensors, check_table_width
 
 _FEW_QUERIES = 16
 """Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products."""

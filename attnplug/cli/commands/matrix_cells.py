@@ -87,7 +87,7 @@ def declared_cells(
         PolicyError: a feature is unknown, or a pattern matches no cell.
     """
     from attnplug.matrix.axes import FEATURES
-    from attnplug.matrix.declared import declare
+    from attnplug.matrix.design import declare
     from attnplug.matrix.unsampled import evaluate
 
     for name in features:

@@ -14,7 +14,7 @@ from attnplug._system import files
 from attnplug.cli.output.output import STDOUT, check_output, console, echo, json_text, put
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
-from attnplug.matrix.changes import Change, Kind, changes
+from attnplug.matrix.merging import Change, Kind, changes
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import matrix_text, read_matrix
 

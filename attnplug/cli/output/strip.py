@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from attnplug.matrix.letters import NO_BACKEND, letters
+from attnplug.matrix.words import NO_BACKEND, letters
 
 _COLOURS = (
     "green",

@@ -11,7 +11,7 @@ from attnplug.cli.output.output import console, features_in_words, layers_in_wor
 from attnplug.cli.output.run_report import RunReport, counted, in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.registry.measured.tuned import Row, RowStatus, layer_key
-from attnplug.tuning.ceilings import COPY, MATMUL, share_of_ceiling
+from attnplug.tuning.timers import COPY, MATMUL, share_of_ceiling
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
@@ -80,7 +80,7 @@ class TuneReport(RunReport):
 
     def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str | None) -> None:
         """Print a wrong output, and remember one that a check has found for selections."""
-        from attnplug.tuning.refuting import record_wrong
+        from attnplug.tuning.cells import record_wrong
 
         self.wrong_outputs += 1
         self.say(f"{contender.offer.name} is wrong at {row.shape}: {row.why.splitlines()[0]}", "red")

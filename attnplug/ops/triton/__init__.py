@@ -11,10 +11,10 @@ from attnplug.core._lazy import lazy_exports
 if TYPE_CHECKING:
     from attnplug.ops.triton.kv_write import write_kv_cache as write_kv_cache
     from attnplug.ops.triton.merging import merge_attn_states as merge_attn_states
-    from attnplug.ops.triton.slots import compute_slot_mapping as compute_slot_mapping
+    from attnplug.ops.triton.pages import compute_slot_mapping as compute_slot_mapping
 
 __getattr__, __dir__, _ = lazy_exports(
-    __name__, {"kv_write": "write_kv_cache", "merging": "merge_attn_states", "slots": "compute_slot_mapping"}
+    __name__, {"kv_write": "write_kv_cache", "merging": "merge_attn_states", "pages": "compute_slot_mapping"}
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from flash_attn_on_cpu import FlashAttn2OnCpu
 
 from attnplug.backends.flash_attn.builder import FlashAttnMetadataBuilder
-from attnplug.backends.flash_attn.fa2_decode import num_splits
+from attnplug.backends.flash_attn.fa2 import num_splits
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.errors import BatchError

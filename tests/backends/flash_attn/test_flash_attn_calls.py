@@ -10,7 +10,8 @@ import pytest
 import torch
 from flash_attn_on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
 
-from attnplug.backends.flash_attn import fa2, fa2_decode
+from attnplug.backends.flash_attn import fa2
+from attnplug.backends.flash_attn import fa2 as fa2_decode
 from attnplug.backends.flash_attn.builder import FlashAttnMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for

@@ -10,7 +10,8 @@ import flash_attn_fakes
 import pytest
 from flash_attn_signatures import RECORDED
 
-from attnplug.backends.flash_attn import fa2, fa2_decode, fa3, fa4
+from attnplug.backends.flash_attn import fa2, fa3, fa4
+from attnplug.backends.flash_attn import fa2 as fa2_decode
 
 
 def signature(name: str) -> inspect.Signature:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from flashinfer_on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
 
-from attnplug.backends.flashinfer import workspace
+from attnplug.backends.flashinfer import planned_wrapper
 from attnplug.testing import parametrize_with_checks
 
 pytestmark = pytest.mark.usefixtures("fake_library")
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fake_library")
 @pytest.fixture(autouse=True)
 def _only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     # To fill 128 MiB for each builder takes most of the time, and workspaces of the computed need may not be too small.
-    monkeypatch.setattr(workspace, "_LEAST", 1 << 20)
+    monkeypatch.setattr(planned_wrapper, "_LEAST", 1 << 20)
 
 
 @parametrize_with_checks(FlashInferOnCpu, device="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from attnplug.backends.flashinfer.host_arrays import HostArrays
+from attnplug.backends.flashinfer.latent_plans import HostArrays
 
 
 def test_arrays_that_share_a_block_keep_their_own_values() -> None:

@@ -16,7 +16,7 @@ from attnplug.backends.flashinfer.builder import FlashInferMetadataBuilder
 from attnplug.backends.flashinfer.groups import PlanGroup
 from attnplug.backends.flashinfer.impl import FlashInferImpl
 from attnplug.backends.flashinfer.options import Options
-from attnplug.backends.flashinfer.workspace import workspace_bytes
+from attnplug.backends.flashinfer.planned_wrapper import workspace_bytes
 from attnplug.core import Device, LayerSpec
 from attnplug.errors import BatchError, PolicyError
 from attnplug.runtime.steps.attention_groups import share_workspace

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_kernel
 from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
 from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
-from attnplug.backends.triton.latent_launch import hopper_launch
+from attnplug.backends.triton.latent import hopper_launch
 from attnplug.backends.triton.launch import tile_side
 
 POINTERS = {"query_start_loc": "*i32", "seq_lens": "*i32", "block_table": "*i32", "tiles": "*i32"}

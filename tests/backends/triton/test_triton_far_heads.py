@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, specialized
+from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, Specialized
-from attnplug.backends.triton.options import Options
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import direct_batch, paged_batch
 from attnplug.testing.conformance.harness import Answer, Harness, blank_answer

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug.backends.triton import latent, latent_launch, launch, specialized
-from attnplug.backends.triton.latent_launch import hopper_kernels, hopper_launch
+from attnplug.backends.triton import latent, launch, specialized
+from attnplug.backends.triton import latent as latent_launch
+from attnplug.backends.triton.latent import hopper_kernels, hopper_launch
 from attnplug.backends.triton.launch import Gpu, tile_side
 from attnplug.backends.triton.specialized import ROWS
 

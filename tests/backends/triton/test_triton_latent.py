@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from attnplug.backends.triton import latent
 from attnplug.backends.triton import shares as host_shares
 from attnplug.backends.triton.backend import TritonBackend
-from attnplug.backends.triton.latent_launch import LatentLaunch, latent_launch
+from attnplug.backends.triton.latent import LatentLaunch, latent_launch
 from attnplug.backends.triton.launch import Gpu
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec

@@ -13,9 +13,9 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings, latent, share_bindings
-from attnplug.backends.triton.latent_launch import latent_tiles
+from attnplug.backends.triton.backend import Options
+from attnplug.backends.triton.latent import latent_tiles
 from attnplug.backends.triton.layout import head_tiles, tile_parts, tile_side
-from attnplug.backends.triton.options import Options
 from attnplug.core import LayerSpec, MLADims
 from attnplug.core.device import Device
 from attnplug.ops.triton.launch import BoundKernel

@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
-from attnplug.backends.triton.options import Options
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.harness import Answer

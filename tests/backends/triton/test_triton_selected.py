@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, latent
-from attnplug.backends.triton.latent_launch import LatentLaunch
+from attnplug.backends.triton.latent import LatentLaunch
 from attnplug.backends.triton.launch import Gpu
 from attnplug.core import BuilderConfig, LayerSpec, MLADims, Selection, SparseSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import (
     Gpu,
     decode_launch,
@@ -24,7 +25,6 @@ from attnplug.backends.triton.launch import (
     tile_side,
 )
 from attnplug.backends.triton.metadata import TritonMetadata
-from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.core import LayerSpec
 from attnplug.ops.reach import Reach

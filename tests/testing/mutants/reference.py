@@ -14,16 +14,16 @@ from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.selection import Selection
-from attnplug.ops.calls import (
+from attnplug.ops.checks import (
     check_cache_given,
     check_keys,
+    check_kv_write,
     check_queries,
     check_rows,
     check_spans_given,
     kv_scales,
     pages_of,
 )
-from attnplug.ops.checks import check_kv_write
 from attnplug.ops.output_quant import FP8_OUTPUTS, check_output_scale, quantise_output
 
 Tensor = torch.Tensor

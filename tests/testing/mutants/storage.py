@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attnplug.ops.calls import kv_scales
+from attnplug.ops.checks import kv_scales
 from mutants.making import mutant
 from mutants.reference import Reference, Request, Tensor
 

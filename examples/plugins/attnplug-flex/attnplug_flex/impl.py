@@ -8,7 +8,7 @@ import torch
 from attnplug.core import AttentionImpl, AttentionLayer
 from attnplug.errors import BatchError, PolicyError
 from attnplug.ops import Reach, write_kv_cache
-from attnplug.ops.calls import check_cache_given, check_keys, check_queries, kv_scales, pages_of
+from attnplug.ops.checks import check_cache_given, check_keys, check_queries, kv_scales, pages_of
 from attnplug.ops.storage import compute_dtype
 
 from attnplug_flex.backend import FlexOptions
