@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-TARGET = Path(__file__).parents[1] / "attnplug" / "core" / "vllm_names.py"
+TARGET = Path(__file__).parents[1] / "attnplug" / "core" / "interface" / "vllm_names.py"
 CLASSES: Mapping[str, frozenset[str]] = {
     "BACKEND": frozenset({"AttentionBackend"}),
     "IMPL": frozenset(

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from attnplug._system import files
-from attnplug._system import json_files as json_reading
+from attnplug._system import files, json_files
 from attnplug._system.json_files import parse_json
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.extent import Extent
@@ -237,4 +236,4 @@ def _run_text(run: dict[str, Any]) -> str:
 
 
 def _line(value: Any) -> str:
-    return json_reading.whole_json(json.dumps(value, ensure_ascii=False))
+    return json_files.whole_json(json.dumps(value, ensure_ascii=False))

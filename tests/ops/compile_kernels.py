@@ -26,9 +26,7 @@ from attnplug.ops.triton import (
     selection,
     write_kv_cache,
 )
-from attnplug.ops.triton import pages as gather
-from attnplug.ops.triton import pages as page_indices
-from attnplug.ops.triton import pages as slots
+from attnplug.ops.triton import pages as page_operations
 
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -113,8 +111,8 @@ def slot_mapping() -> None:
 
 def pages() -> None:
     table, out = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
-    page_indices._bound_page_indices.cache_clear()
-    page_indices.gather_page_indices(table, torch.arange(4), 16, torch.arange(2).int(), out, 9)
+    page_operations._bound_page_indices.cache_clear()
+    page_operations.gather_page_indices(table, torch.arange(4), 16, torch.arange(2).int(), out, 9)
 
 
 def gathered() -> None:
@@ -123,8 +121,8 @@ def gathered() -> None:
         torch.zeros(9, 8, 128, dtype=torch.bfloat16),
     )
     table, starts = torch.zeros(4, 9, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
-    gather._bound_gather.cache_clear()
-    gather.gather_keys(cache[:, 0], cache[:, 1], table, starts, out, out)
+    page_operations._bound_gather.cache_clear()
+    page_operations.gather_keys(cache[:, 0], cache[:, 1], table, starts, out, out)
 
 
 def token_table() -> None:
@@ -152,11 +150,11 @@ def main() -> None:
             call = functools.partial(write, dtype, head_size, layout, converts=name == "sm90")
             counts[case] = compiler.instructions(kv_write, call)
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
-        counts[f"{name} pages"] = compiler.instructions(page_indices, pages)
-        counts[f"{name} gathered"] = compiler.instructions(gather, gathered)
+        counts[f"{name} pages"] = compiler.instructions(page_operations, pages, "_PAGE_INDICES")
+        counts[f"{name} gathered"] = compiler.instructions(page_operations, gathered, "_GATHER")
         counts[f"{name} tokens"] = compiler.instructions(selection, token_table)
         counts[f"{name} ends"] = compiler.instructions(selection, ends, "_ENDS")
-        counts[f"{name} slots"] = compiler.instructions(slots, slot_mapping)
+        counts[f"{name} slots"] = compiler.instructions(page_operations, slot_mapping, "_SLOTS")
     json.dump(counts, sys.stdout)
 
 

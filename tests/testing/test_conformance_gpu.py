@@ -21,15 +21,21 @@ from catching import failures, variant
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.testing.conformance.builders import builder_inputs, builders
-from attnplug.testing.conformance.builders import builders as sharing
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.numbers import merging
 from attnplug.testing.conformance.serving import gpu, runtimes
-from attnplug.testing.conformance.serving import gpu as graphs
 
 pytestmark = pytest.mark.gpu
 
-GROUPS = (builders, builder_inputs, sharing, merging, runtimes, gpu, graphs)
+GROUPS = (
+    builders.checks,
+    builder_inputs.checks,
+    builders.isolation_checks,
+    merging.checks,
+    runtimes.checks,
+    gpu.checks,
+    gpu.graph_checks,
+)
 
 
 class WaitingBuilder(CapturableBuilder):
@@ -62,9 +68,11 @@ class GrowingBuilder(CapturableBuilder):
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, Capturable], ids=lambda backend: backend.get_name())
-@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__.rpartition(".")[2])
+@pytest.mark.parametrize(
+    "group", GROUPS, ids=lambda group: f"{group.__module__.rpartition('.')[2]}-{group.__name__}"
+)
 def test_an_honest_backend_fails_nothing(backend: Any, group: Any) -> None:
-    assert failures(backend, group.checks, Level.SMOKE, "current") == {}
+    assert failures(backend, group, Level.SMOKE, "current") == {}
 
 
 def test_torch_declared_step_safe_is_caught_waiting() -> None:
@@ -90,7 +98,7 @@ def test_a_backend_that_waits_or_grows_is_caught(backend: Any, caught: str, says
 
 def test_a_graph_that_keeps_its_lengths_is_caught() -> None:
     backend = lying("KEEPS_LENGTHS", builder=KeepsLengths)
-    found = failures(backend, graphs.graph_checks, Level.SMOKE, "current")
+    found = failures(backend, gpu.graph_checks, Level.SMOKE, "current")
     assert {"gpu/graph-single", "gpu/graph-uniform"} <= found.keys()
     assert all("a graph that keeps what was captured" in str(problem) for problem in found.values())
 
@@ -103,7 +111,7 @@ from attnplug.testing.conformance import graphs
 from attnplug.testing.conformance.check import Level
 
 builder = type("Declares", (TorchBackend.get_builder_cls(),), {"cudagraph_support": AttentionCGSupport.ALWAYS})
-found = failures(variant("TORCH_GRAPHS", builder=builder), graphs.graph_checks, Level.SMOKE, "current")
+found = failures(variant("TORCH_GRAPHS", builder=builder), gpu.graph_checks, Level.SMOKE, "current")
 print(*sorted(found), flush=True)
 """
 

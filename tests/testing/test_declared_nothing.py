@@ -20,23 +20,28 @@ from attnplug.core import AttentionBackend, AttentionCGSupport, Device, Feature,
 from attnplug.testing.conformance.builders import builders
 from attnplug.testing.conformance.calls import outputs as quantised_outputs
 from attnplug.testing.conformance.check import Check, CheckUntested, ConformanceError
-from attnplug.testing.conformance.declared import declared_values as declared
-from attnplug.testing.conformance.declared import options, untested
+from attnplug.testing.conformance.declared import declared_values, options, untested
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
-GROUPS = (declared, untested, options, quantised_outputs, builders)
+GROUPS = (
+    declared_values.checks,
+    untested.checks,
+    options.checks,
+    quantised_outputs.quantised_output_checks,
+    builders.checks,
+)
 FLAGS = [flag for flag in COMPUTED & TorchBackend.features if flag is not Feature.SPARSE]
 
 
 def check(backend: type[AttentionBackend], check_id: str) -> Check:
     target = Target(backend, Device("cpu"))
-    found = (each for group in GROUPS for each in group.checks(target))
+    found = (each for group in GROUPS for each in group(target))
     return next(each for each in found if each.id == check_id)
 
 
 def declared_ids(backend: type[AttentionBackend] = TorchBackend) -> list[str]:
-    return [each.id for each in declared.checks(Target(backend, Device("cpu")))]
+    return [each.id for each in declared_values.checks(Target(backend, Device("cpu")))]
 
 
 class Zeros(Around):

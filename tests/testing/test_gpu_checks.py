@@ -21,7 +21,6 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionCGSupport, Device
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.serving import gpu
-from attnplug.testing.conformance.serving import gpu as graphs
 from attnplug.testing.conformance.target import Target
 
 SINGLE = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -70,7 +69,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> PretendGpu:
     monkeypatch.setattr(gpu, "_SHORT", 64)
     monkeypatch.setattr(gpu, "_LONG", 256)
     monkeypatch.setattr(gpu, "GPU_TYPES", ("cpu",))
-    monkeypatch.setattr(graphs, "GPU_TYPES", ("cpu",))
+    monkeypatch.setattr(gpu, "GPU_TYPES", ("cpu",))
     return device
 
 
@@ -89,13 +88,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch, pretend: PretendGpu) -> None:
 
         return replay
 
-    monkeypatch.setattr(graphs, "record", record)
+    monkeypatch.setattr(gpu, "record", record)
 
 
 def outcomes(group: Any, backend: Any) -> dict[str, str]:
     """The message of each failing or skipped check, by id."""
     found = {}
-    for check in group.checks(Target(backend, Device("cpu"))):
+    for check in group(Target(backend, Device("cpu"))):
         try:
             check()
         except (CheckSkipped, ConformanceError) as problem:
@@ -105,13 +104,13 @@ def outcomes(group: Any, backend: Any) -> dict[str, str]:
 
 def test_a_device_that_stays_busy_and_keeps_its_memory_is_as_it_should_be(pretend: PretendGpu) -> None:
     pretend.busy = [True] * 8
-    assert outcomes(gpu, Capturable) == {}
+    assert outcomes(gpu.checks, Capturable) == {}
     assert pretend.modes == ["error", 0] * 4
 
 
 def test_a_step_that_returns_when_the_device_is_idle_has_waited(pretend: PretendGpu) -> None:
     pretend.busy = [True, True, False, False, False, True, True, True]
-    assert outcomes(gpu, Capturable) == {
+    assert outcomes(gpu.checks, Capturable) == {
         "gpu/no-wait-decode": "forward of a decode step, where step_safe is declared: "
         "it returned only when the GPU had done all work before it"
     }
@@ -137,7 +136,7 @@ def test_what_torch_raises_of_waits_is_told_from_other_errors(
             return super().build(*given, **asked)
 
     pretend.busy = [True] * 8
-    found = outcomes(gpu, lying("RAISES", builder=Raising))
+    found = outcomes(gpu.checks, lying("RAISES", builder=Raising))
     assert found["gpu/no-wait-decode"].startswith(says)
     assert pretend.modes[-1] == 0
 
@@ -154,7 +153,7 @@ def test_memory_that_grows_with_context_is_measured(
 
     pretend.busy = [True] * 8
     pretend.kept, pretend.counts_requests = 1, counts_requests
-    found = outcomes(gpu, lying("GROWS", builder=Growing))
+    found = outcomes(gpu.checks, lying("GROWS", builder=Growing))
     verb = "keeps" if what == "kept" else "takes"
     assert found.keys() == {"gpu/no-growth-decode", "gpu/no-growth-extend"}
     assert found["gpu/no-growth-decode"] == (
@@ -172,7 +171,7 @@ def test_larger_blocks_for_the_same_tensors_are_no_growth(pretend: PretendGpu) -
 
     pretend.busy = [True] * 8
     pretend.kept = 1
-    assert outcomes(gpu, lying("REUSES", builder=Reusing)) == {}
+    assert outcomes(gpu.checks, lying("REUSES", builder=Reusing)) == {}
 
 
 def test_memory_that_python_frees_at_any_time_is_no_growth(pretend: PretendGpu) -> None:
@@ -231,12 +230,12 @@ def test_a_builder_is_told_no_more_of_lengths_than_it_declares_to_need(pretend: 
 
 @pytest.mark.usefixtures("recorded")
 def test_what_is_replayed_with_other_lengths_is_right() -> None:
-    assert outcomes(graphs, Capturable) == {}
+    assert outcomes(gpu.graph_checks, Capturable) == {}
 
 
 @pytest.mark.usefixtures("recorded")
 def test_a_graph_that_keeps_its_lengths_is_caught() -> None:
-    found = outcomes(graphs, lying("KEEPS_LENGTHS", builder=KeepsLengths))
+    found = outcomes(gpu.graph_checks, lying("KEEPS_LENGTHS", builder=KeepsLengths))
     assert found.keys() == {"gpu/graph-single", "gpu/graph-uniform", "gpu/graph-any"}
     for message in found.values():
         assert message.startswith("replay of a graph of 2 requests with new tokens {'a':")
@@ -247,7 +246,7 @@ def test_a_graph_that_keeps_its_lengths_is_caught() -> None:
 def test_levels_that_are_not_declared_are_skipped() -> None:
     builder = type("Single", (CapturableBuilder,), {"cudagraph_support": SINGLE})
     below = "SINGLE declares UNIFORM_SINGLE_TOKEN_DECODE, which is below"
-    assert outcomes(graphs, lying("SINGLE", builder=builder)) == {
+    assert outcomes(gpu.graph_checks, lying("SINGLE", builder=builder)) == {
         "gpu/graph-uniform": f"{below} UNIFORM_BATCH",
         "gpu/graph-any": f"{below} ALWAYS",
     }
@@ -259,7 +258,9 @@ def test_what_a_capture_raises_is_charged_to_the_level_declared() -> None:
         def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturableMetadata:
             raise ValueError("no graph for you")
 
-    said, *trail = outcomes(graphs, lying("REFUSES", builder=Refusing))["gpu/graph-any"].splitlines()
+    said, *trail = outcomes(gpu.graph_checks, lying("REFUSES", builder=Refusing))[
+        "gpu/graph-any"
+    ].splitlines()
     assert said == "capture of 2 requests of 3 tokens, ALWAYS declared: raised ValueError: no graph for you"
     assert "in build_for_cudagraph_capture: raise ValueError" in trail[-1]
 
@@ -273,16 +274,16 @@ def test_a_backend_that_is_wrong_without_a_graph_is_not_called_a_keeper() -> Non
 
         rows: set[int]
 
-    assert outcomes(graphs, lying("DOUBLES", impl=type("First", (Doubling,), {"rows": {19}})))[
+    assert outcomes(gpu.graph_checks, lying("DOUBLES", impl=type("First", (Doubling,), {"rows": {19}})))[
         "gpu/graph-any"
     ].startswith("without a graph, new tokens {'a': 19}: layer full of KV group 0: output[")
-    late = outcomes(graphs, lying("DOUBLES_LATE", impl=type("Late", (Doubling,), {"rows": {4, 6}})))
+    late = outcomes(gpu.graph_checks, lying("DOUBLES_LATE", impl=type("Late", (Doubling,), {"rows": {4, 6}})))
     assert "; without the graph: layer full of KV group 0: output[" in late["gpu/graph-any"]
 
 
 def test_the_pretended_device_is_asked_for_nothing_on_a_cpu() -> None:
     target = Target(Capturable, Device("cpu"))
-    assert [*gpu.checks(target), *graphs.graph_checks(target)] == []
+    assert [*gpu.checks(target), *gpu.graph_checks(target)] == []
 
 
 def test_step_safe_is_checked_only_where_it_is_declared() -> None:

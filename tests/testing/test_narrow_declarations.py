@@ -8,7 +8,7 @@ from catching import variant
 from attnplug.core import Device, Feature
 from attnplug.core.blocks import MultipleOf
 from attnplug.testing.conformance.builders import layer_state
-from attnplug.testing.conformance.declared import declared_values as declared
+from attnplug.testing.conformance.declared import declared_values
 from attnplug.testing.conformance.target import Target
 
 
@@ -29,7 +29,7 @@ def test_a_layer_is_found_for_chunks_of_large_pages_and_for_one_pair_of_head_siz
         get_supported_kernel_block_sizes=lambda cls, spec=None, device=None: (MultipleOf(256),),
         get_preferred_block_size=lambda cls, spec=None, device=None, default=16: 256,
     )
-    found = {check.id: check for check in declared.checks(Target(narrow, Device("cpu")))}
+    found = {check.id: check for check in declared_values.checks(Target(narrow, Device("cpu")))}
     # A skipped check raises too, so the layer of the feature was run.
     found[f"declared/feature-{feature}"]()
 

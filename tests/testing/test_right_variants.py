@@ -11,12 +11,10 @@ from right_narrow import NARROWS
 from right_unusual import UNUSUAL
 
 from attnplug.core import AttentionBackend, Device, Feature, composite_backend
-from attnplug.testing.conformance.builders import builders
-from attnplug.testing.conformance.builders import kv_group_builds as shared_builds
+from attnplug.testing.conformance.builders import builders, kv_group_builds
 from attnplug.testing.conformance.cases.spec_grid import plainest
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.declared import declared_values, options, pages, refusals, untested
-from attnplug.testing.conformance.declared import refusals as limits
 from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.numbers import merging
 from attnplug.testing.conformance.numbers.correctness import check_case
@@ -104,7 +102,7 @@ def test_options_of_every_type_are_tried() -> None:
     assert found.keys() - set(passed) == {"options/label", "options/most"}
 
 
-AROUND = (builders, limits, merging, pages, refusals, shared_builds)
+AROUND = (builders, refusals, merging, pages, refusals, kv_group_builds)
 """The checks around the computation."""
 
 

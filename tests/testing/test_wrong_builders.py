@@ -18,15 +18,13 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature
 from attnplug.core.errors import BatchError
 from attnplug.testing.conformance.builders import builder_inputs, builders
-from attnplug.testing.conformance.builders import builders as sharing
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
-from attnplug.testing.conformance.numbers import common_prefix as shared_prefix
-from attnplug.testing.conformance.numbers import merging
+from attnplug.testing.conformance.numbers import common_prefix, merging
 from attnplug.testing.conformance.serving import runtimes
 from attnplug.testing.conformance.target import Target
 
 GROUPS = tuple(
-    module.checks for module in (builders, builder_inputs, shared_prefix, sharing, merging, runtimes)
+    module.checks for module in (builders, builder_inputs, common_prefix, builders, merging, runtimes)
 )
 
 

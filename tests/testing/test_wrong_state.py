@@ -12,14 +12,13 @@ from wrong_state import RIGHT_STATE, WRONG_STATE
 from attnplug.core import AttentionBackend
 from attnplug.testing.conformance.builders import layer_state
 from attnplug.testing.conformance.check import Check
-from attnplug.testing.conformance.numbers import common_prefix as shared_prefix
+from attnplug.testing.conformance.numbers import common_prefix
 from attnplug.testing.conformance.process import process_memory, process_state
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
-from attnplug.testing.conformance.serving import runtimes
-from attnplug.testing.conformance.serving import serving as step_chains
+from attnplug.testing.conformance.serving import runtimes, serving
 from attnplug.testing.conformance.target import Target
 
-GROUPS = (process_state, layer_state, process_memory, step_chains, shared_prefix, runtimes)
+GROUPS = (process_state, layer_state, process_memory, serving, common_prefix, runtimes)
 
 
 @pytest.fixture(autouse=True)

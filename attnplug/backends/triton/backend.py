@@ -1,22 +1,22 @@
-"""The declarations of TRITON: all of TORCH on GPUs, except odd page sizes and storage types.
-
-The options of TRITON; torch-free.
-
-The layers that the prefill kernel with specialised warps can serve, said without torch for priorities.
-"""
+"""The declarations of TRITON: all of TORCH on GPUs, except odd page sizes and storage types."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from attnplug.backends.triton.layout import head_bytes, head_tiles, tile_memory, tile_side
+from attnplug.backends.triton.layout import (
+    has_specialized_prefill,
+    head_bytes,
+    head_tiles,
+    tile_memory,
+    tile_side,
+)
+from attnplug.backends.triton.options import Options
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.errors import PolicyError
 from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
@@ -28,39 +28,6 @@ if TYPE_CHECKING:
     from attnplug.backends.triton.impl import TritonImpl
     from attnplug.backends.triton.latent import TritonMLABuilder, TritonMLAImpl
     from attnplug.core.device import Device
-
-
-_SPLITS = ("requests", "shares")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Options:
-    """Options of TRITON.
-
-    Args:
-        decode_split: how decodes are divided over the GPU. With "shares", every program takes an equal share of all
-            keys, across the borders of requests. Up to 16 queries per request are decodes then, longer extends take
-            shares where their tiles are few, and a prefix that requests share is read once. With "requests", the keys
-            of each request are cut into about equal items; small batches of equal lengths are up to 6 % faster.
-
-    Raises:
-        PolicyError: another value.
-    """
-
-    decode_split: Literal["requests", "shares"] = "shares"
-
-    def __post_init__(self) -> None:
-        if self.decode_split not in _SPLITS:
-            limit = f"must be one of {', '.join(_SPLITS)}"
-            raise PolicyError("options['decode_split']", self.decode_split, limit)
-
-
-def has_specialized_prefill(spec: LayerSpec) -> bool:
-    """Whether the prefill kernel with specialised warps, which is for compute capability 9.0, can serve a layer."""
-    plain = spec.logits_soft_cap is None and not spec.has_alibi and not spec.mm_prefix
-    has_16_bits = spec.dtype != "float32" and not spec.has_quantized_kv_cache
-    size = spec.head_size
-    return plain and has_16_bits and spec.head_size_v == size and size % 16 == 0 and 64 <= size <= 256
 
 
 # Triton reads this variable when it is imported, so attnplug also reads it once.

@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 import torch
 
 from attnplug.backends.impl import BuiltinImpl, Pages
-from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
 from attnplug.backends.triton.specialized import tiles
 from attnplug.core.errors import BatchError

@@ -5,7 +5,10 @@ It imports neither torch nor Triton, because declarations are read without them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from attnplug.core.spec import LayerSpec
 
 _LEAST = 16
 """The least side of a tile of a matrix product."""
@@ -80,3 +83,11 @@ def head_bytes(head_size: int, itemsize: int) -> int:
 def tile_memory(block_m: int, block_n: int, num_stages: int, width: int) -> int:
     """Bytes of the queries, keys and values of a program, whose rows have `width` bytes."""
     return (block_m + 2 * block_n * num_stages) * width
+
+
+def has_specialized_prefill(spec: LayerSpec) -> bool:
+    """Whether the prefill kernel with specialised warps, which is for compute capability 9.0, can serve a layer."""
+    plain = spec.logits_soft_cap is None and not spec.has_alibi and not spec.mm_prefix
+    has_16_bits = spec.dtype != "float32" and not spec.has_quantized_kv_cache
+    size = spec.head_size
+    return plain and has_16_bits and spec.head_size_v == size and size % 16 == 0 and 64 <= size <= 256

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from attnplug.backends.triton.backend import has_specialized_prefill
 from attnplug.backends.triton.launch import Specialized, gpu_of, runs_gluon
-from attnplug.backends.triton.layout import tile_memory, tile_side
+from attnplug.backends.triton.layout import has_specialized_prefill, tile_memory, tile_side
 from attnplug.core.spec import LayerSpec
 
 ROWS = 128

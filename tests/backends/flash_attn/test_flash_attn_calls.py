@@ -11,7 +11,6 @@ import torch
 from flash_attn_on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
 
 from attnplug.backends.flash_attn import fa2
-from attnplug.backends.flash_attn import fa2 as fa2_decode
 from attnplug.backends.flash_attn.builder import FlashAttnMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
@@ -45,7 +44,7 @@ def calls(monkeypatch):
 
     for function, names in (
         (flash_attn_2_fakes.varlen_fwd, fa2.VARLEN_FWD),
-        (flash_attn_2_fakes.fwd_kvcache, fa2_decode.FWD_KVCACHE),
+        (flash_attn_2_fakes.fwd_kvcache, fa2.FWD_KVCACHE),
     ):
         monkeypatch.setattr(flash_attn_cpu_impls, function.__name__, recording(function, names))
     return made

@@ -11,7 +11,6 @@ import pytest
 from flash_attn_signatures import RECORDED
 
 from attnplug.backends.flash_attn import fa2, fa3, fa4
-from attnplug.backends.flash_attn import fa2 as fa2_decode
 
 
 def signature(name: str) -> inspect.Signature:
@@ -37,7 +36,7 @@ def test_the_positions_that_flash_attn_2_is_given_are_those_of_its_extension():
 
 def test_the_positions_of_decodes_that_flash_attn_2_is_given_are_those_of_its_extension():
     taken = [name.rstrip("_") for name in inspect.signature(flash_attn_2_fakes.fwd_kvcache).parameters]
-    assert taken == list(fa2_decode.FWD_KVCACHE)
+    assert taken == list(fa2.FWD_KVCACHE)
     told = set(signature("flash_attn 2.8.3 flash_attn_with_kvcache").parameters)
     names = {
         "k_cache": "kcache",
@@ -49,7 +48,7 @@ def test_the_positions_of_decodes_that_flash_attn_2_is_given_are_those_of_its_ex
     }
     # The wrapper gives the window as a pair, and no output.
     given = {names.get(each, each) for each in told} - {"window_size", "return_softmax_lse"}
-    assert given | {"window_size_left", "window_size_right", "out"} == set(fa2_decode.FWD_KVCACHE)
+    assert given | {"window_size_left", "window_size_right", "out"} == set(fa2.FWD_KVCACHE)
 
 
 def test_what_flash_attn_3_is_given_is_in_the_operators_schemas():

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from attnplug.backends.triton import latent, launch, specialized
-from attnplug.backends.triton import latent as latent_launch
 from attnplug.backends.triton.latent import hopper_kernels, hopper_launch
 from attnplug.backends.triton.launch import Gpu, tile_side
 from attnplug.backends.triton.specialized import ROWS
@@ -26,7 +25,7 @@ CUDA = torch.device("cuda", 0)
 @pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(latent_launch, "gpu_of", lambda device: Gpu(132, 227 << 10))
+    monkeypatch.setattr(latent, "gpu_of", lambda device: Gpu(132, 227 << 10))
     hopper_kernels.cache_clear()
 
 
@@ -88,7 +87,7 @@ def test_prefill_compiles_within_a_multiprocessor() -> None:
 def test_compiles_within_a_multiprocessor(forms: list[Form]) -> None:
     compiled = compiled_forms(["latents", *form] for form in forms)
     for (rows, rank, _, _, latents), found in zip(forms, compiled, strict=True):
-        assert found["shared"] <= latent_launch._SHARED_MEMORY
+        assert found["shared"] <= latent._SHARED_MEMORY
         assert found["registers by group"]
         assert not found["serialized"]
         products = {f"m64n{width}k16" for width in ((64, rank // 2) if rows == 64 else (rows,))}
@@ -143,7 +142,7 @@ def test_other_gpus_have_the_other_kernel(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], memory: int
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(latent_launch, "gpu_of", lambda device: Gpu(132, memory))
+    monkeypatch.setattr(latent, "gpu_of", lambda device: Gpu(132, memory))
     hopper_kernels.cache_clear()
     assert not hopper_kernels(512, 64, torch.bfloat16, torch.bfloat16, CUDA)
     hopper_kernels.cache_clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.ranges import load_spans
 from attnplug.backends.triton.kernels.scan import (
     LN2,
     LOG2E,
@@ -13,7 +14,7 @@ from attnplug.backends.triton.kernels.scan import (
     finish,
 )
 from attnplug.backends.triton.kernels.splits import FIELDS
-from attnplug.backends.triton.kernels.tiles import load_queries, load_spans
+from attnplug.backends.triton.kernels.tiles import load_queries
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish
-from attnplug.backends.triton.kernels.tiles import key_range, load_queries, load_spans
+from attnplug.backends.triton.kernels.tiles import load_queries
 
 
 # Values that differ between steps must not compile another kernel.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.tiles import common_range, halves_of, pages_of, rows_of
+from attnplug.backends.triton.kernels.ranges import common_range
+from attnplug.backends.triton.kernels.tiles import halves_of, pages_of, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

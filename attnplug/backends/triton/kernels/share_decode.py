@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend
 from attnplug.backends.triton.kernels.shares import place_of, request_range
-from attnplug.backends.triton.kernels.tiles import key_range, load_queries, load_spans
+from attnplug.backends.triton.kernels.tiles import load_queries
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.ranges import key_range
 from attnplug.backends.triton.kernels.scan import LN2, add_parts
-from attnplug.backends.triton.kernels.tiles import key_range
 
 SLACK: tl.constexpr = tl.constexpr(4)
 """Tiles that take about as long as the merge of what is cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.tiles import key_range
+from attnplug.backends.triton.kernels.ranges import key_range
 
 FIELDS = tl.constexpr(8)
 """Fields of an item: request, its index and the number of the request's items, first token, tokens, lo, hi, 0."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.mistakes import latent_mistakes as latent
+from attnplug.testing.conformance.mistakes import latent_mistakes
 from attnplug.testing.conformance.mistakes.rule_changes import (
     LIMITS,
     Changes,
@@ -298,19 +298,27 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("pages of HND read as NHD", "several KV heads", set_fields(read_as="NHD")),
     KnownMistake("pages of NHD read as HND", "several KV heads", set_fields(read_as="HND")),
     # Latent attention.
-    KnownMistake("scale of the latent, not of the query before absorption", "latent", latent.latent_scale),
-    KnownMistake("values from the last elements of the latent", "latent", latent.values_at_the_end),
-    KnownMistake("rotated part of the latent taken first", "latent", latent.rotated_latent_first),
-    KnownMistake("rotated part of the keys taken first", "latent", latent.rotated_key_first),
-    KnownMistake("rotated part of the query taken first", "latent", latent.rotated_query_first),
-    KnownMistake("rotated part left out", "latent", latent.without_rotated_part),
-    KnownMistake("halves of the query's rotated part swapped", "latent", latent.rotated_halves_swapped),
     KnownMistake(
-        "pairs of the query's rotated part taken as halves", "latent", latent.rotated_pairs_as_halves
+        "scale of the latent_mistakes, not of the query before absorption",
+        "latent",
+        latent_mistakes.latent_scale,
     ),
-    KnownMistake("W_UV of the next head", "latent", latent.next_heads_values),
-    KnownMistake("k_scale left out for the rotated part", "latent fp8", latent.unscaled_rotated_part),
-    KnownMistake("k_scale left out for values", "latent fp8", latent.unscaled_values),
+    KnownMistake("values from the last elements of the latent", "latent", latent_mistakes.values_at_the_end),
+    KnownMistake("rotated part of the latent taken first", "latent", latent_mistakes.rotated_latent_first),
+    KnownMistake("rotated part of the keys taken first", "latent", latent_mistakes.rotated_key_first),
+    KnownMistake("rotated part of the query taken first", "latent", latent_mistakes.rotated_query_first),
+    KnownMistake("rotated part left out", "latent", latent_mistakes.without_rotated_part),
+    KnownMistake(
+        "halves of the query's rotated part swapped", "latent", latent_mistakes.rotated_halves_swapped
+    ),
+    KnownMistake(
+        "pairs of the query's rotated part taken as halves", "latent", latent_mistakes.rotated_pairs_as_halves
+    ),
+    KnownMistake("W_UV of the next head", "latent", latent_mistakes.next_heads_values),
+    KnownMistake(
+        "k_scale left out for the rotated part", "latent fp8", latent_mistakes.unscaled_rotated_part
+    ),
+    KnownMistake("k_scale left out for values", "latent fp8", latent_mistakes.unscaled_values),
     # A right output with the LSE of other rules.
     KnownMistake("LSE before the soft cap", "cap", set_fields(cap=None), "lse"),
     KnownMistake("LSE without ALiBi", "alibi", set_fields(slopes=None), "lse"),

@@ -119,7 +119,7 @@ def main() -> None:
     answer: dict[str, Any] = {"loaded": loaded, "raised": raised}
     if request.get("parts"):
         # It imports torch, which the other requests watch for.
-        from attnplug.testing.conformance.process.import_effects import part_effects
+        from attnplug.testing.conformance.process.part_effects import part_effects
 
         with contextlib.redirect_stdout(printed):
             answer["parts"] = part_effects(backend)

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from attnplug.backends.triton.kernels.tiles import key_range
+from attnplug.backends.triton.kernels.ranges import key_range
 
 UNIT: gl.constexpr = gl.constexpr(16)
 """Rows of keys are counted in so many elements: all strides are multiples of them, and 32 bits hold any row."""

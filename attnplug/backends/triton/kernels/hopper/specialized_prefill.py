@@ -16,8 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnplug.backends.triton.kernels.hopper.prefill_loads import copy_tiles, tile_of
+from attnplug.backends.triton.kernels.ranges import common_range
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E
-from attnplug.backends.triton.kernels.tiles import common_range
 
 
 @gluon.jit
