@@ -148,7 +148,7 @@ def remedy_for(path: Path, delete: str, rename: str) -> str:
     return delete if is_plain and not is_of_system and os.access(here.parent, os.W_OK) else rename
 
 
-def told(problem: Exception) -> str:
+def json_problem(problem: Exception) -> str:
     """What an error of reading malformed JSON says; that of a missing key is the key alone."""
     return f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
 

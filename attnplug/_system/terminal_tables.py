@@ -63,7 +63,7 @@ class Paragraph:
             yield from _unbroken(wrapped(line, options.max_width))
 
 
-class WordTable:
+class WrappedTable:
     """A table without a frame. Lines have no trailing blanks.
 
     It wraps cells between words. If the width does not suffice for that, or is below 70 columns, each row becomes a

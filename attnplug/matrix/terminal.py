@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from attnplug._system.terminal_tables import WordTable
+from attnplug._system.terminal_tables import WrappedTable
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
     BESIDE,
@@ -95,7 +95,7 @@ class _Page:
             )
 
     def _runs(self, summaries: Sequence[Summary]) -> None:
-        table = WordTable(("backend", "from", "date", "cells"))
+        table = WrappedTable(("backend", "from", "date", "cells"))
         for summary in summaries:
             run = summary.run
             source = f"{run.distribution or '-'} {run.version or ''}".strip()
@@ -108,7 +108,7 @@ class _Page:
         self.line()
 
     def _answers(self, summaries: Sequence[Summary]) -> None:
-        table = WordTable(("", *(one_line(summary.run.backend) for summary in summaries)))
+        table = WrappedTable(("", *(one_line(summary.run.backend) for summary in summaries)))
         for axis in BESIDE:
             for value in values_of(summaries, axis):
                 answers = [summary.answers[axis].get(value) for summary in summaries]
@@ -137,20 +137,20 @@ class _Page:
     def _values(self, summaries: Sequence[Summary]) -> None:
         listed = [axis for axis in AXIS_NAMES if axis not in BESIDE]
         if len(summaries) == 1:
-            table = WordTable(("", "", ""))
+            table = WrappedTable(("", "", ""))
             for axis in listed:
                 self._list(table, f"{AXIS_NAMES[axis]}s", axis, summaries[0].answers[axis])
             self._console.print(table)
             self.line()
             return
         for axis in listed:
-            table = WordTable((f"{AXIS_NAMES[axis]}s", "", ""))
+            table = WrappedTable((f"{AXIS_NAMES[axis]}s", "", ""))
             for summary in summaries:
                 self._list(table, one_line(summary.run.backend), axis, summary.answers[axis])
             self._console.print(table)
             self.line()
 
-    def _list(self, table: WordTable, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
+    def _list(self, table: WrappedTable, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
         self._limited |= any(answer.limits for answer in answers.values())
         for status, words in values_by_status(axis, answers).items():
             table.add_row(Text(label), self._status(status), Text(words))

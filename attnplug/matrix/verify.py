@@ -32,7 +32,7 @@ _NO_VERDICT = re.compile(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Extent:
+class RunScope:
     """The part of the cells to run."""
 
     unclaimed: bool = False
@@ -64,7 +64,7 @@ class Verification:
         *,
         name: str,
         asked: str | None = None,
-        extent: Extent | None = None,
+        extent: RunScope | None = None,
         checks_of: str = _CHECKS,
     ) -> None:
         self._declared = declared
@@ -80,7 +80,7 @@ class Verification:
         self._findings = {each.cell.id: each for each in declared.findings}
         self.compile_keys = 0
         """The number of compile keys of the cells to run."""
-        self.ids = self._chosen(extent or Extent())
+        self.ids = self._chosen(extent or RunScope())
         """The cells to run, those of one compile key together, the largest such group first."""
 
     def prepare(self, *, resume: bool = False) -> str | None:
@@ -102,7 +102,7 @@ class Verification:
         return None
 
     @property
-    def rest(self) -> list[str]:
+    def remaining(self) -> list[str]:
         """The cells without a result."""
         return [each for each in self.ids if each not in self.results]
 
@@ -117,12 +117,12 @@ class Verification:
         """
         if self._listing is None or self._saved is None:
             raise RuntimeError("Verification.run needs a successful Verification.prepare first")
-        if not (ids := self.rest):
+        if not (ids := self.remaining):
             return None
         self._observer = observer
         self._saved.remove(ids)
         problem = run_checks(self._listing, ids, limits, self)
-        self._leave_out(self.rest, f"no result came: {problem}" if problem else "no result came")
+        self._leave_out(self.remaining, f"no result came: {problem}" if problem else "no result came")
         return problem
 
     def started(self, check_id: str) -> None:
@@ -163,7 +163,7 @@ class Verification:
             return declared
         return Finding(declared.cell, Status.NOT_RUN, (self._why_not.get(declared.cell.id, INTERRUPTED),))
 
-    def _chosen(self, extent: Extent) -> list[str]:
+    def _chosen(self, extent: RunScope) -> list[str]:
         statuses = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
         claimed = {each.cell for each in self._declared.findings if each.status is Status.DECLARED}
         groups: dict[Hashable | None, list[Cell]] = {}

@@ -19,7 +19,7 @@ from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.plugins.switches import Switches
 from attnplug.registry.selection.gates import conflicting, not_loaded
-from attnplug.registry.selection.part_imports import PartImports, Pending
+from attnplug.registry.selection.part_imports import PartImports, StillImporting
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -121,7 +121,7 @@ class PluginSet:
         replaced = self._loaded.pop(title, None)
         if replaced is not None:
             self._host.forget(replaced.plugin)
-        loaded = self._host.admit(PluginRecord(title, None, None, PluginStatus.BLOCKED), plugin)
+        loaded = self._host.check_and_load(PluginRecord(title, None, None, PluginStatus.BLOCKED), plugin)
         if loaded.record.status is not PluginStatus.LOADED:
             raise PluginError(str(loaded.record.reason))
         taken = {offer.name: offer for offer in self.every_offer}
@@ -207,7 +207,7 @@ class PluginSet:
             and self._host.has_hook("attnplug_rank", plugin := self._loaded[record.name].plugin)
         ]
 
-    def import_failure(self, backend: type[AttentionBackend]) -> Reason | Pending | None:
+    def import_failure(self, backend: type[AttentionBackend]) -> Reason | StillImporting | None:
         """The last gate, remembered: why a backend's parts do not import here; see `PartImports.failure`."""
         return self._imports.failure(backend)
 

@@ -26,7 +26,7 @@ from attnplug.testing.isolation.listing import versions
 if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.registry.measured.step_shapes import StepShape
-    from attnplug.registry.measured.tuned import Row, TunedTable
+    from attnplug.registry.measured.tuned import TimedRow, TunedTable
     from attnplug.registry.plugins.records import Offer
     from attnplug.registry.registry import Registry
     from attnplug.registry.selection.evidence import Pages
@@ -77,10 +77,10 @@ class Observer(Protocol):
     def started(self, cell: TuneCell) -> None:
         """A cell is about to be measured."""
 
-    def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
+    def finished(self, cell: TuneCell, rows: Sequence[TimedRow]) -> None:
         """A cell has its rows; those of an earlier run are not told."""
 
-    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str | None) -> None:
+    def wrong(self, contender: Contender, spec: LayerSpec, row: TimedRow, feature: str | None) -> None:
         """A backend gave a wrong output; `feature` is the one at fault, or None if only its timed calls are wrong."""
 
 
@@ -172,7 +172,7 @@ def _contender(offer: Offer, placement: Placement) -> Contender:
     return Contender(offer, subject_of(offer, placement.device), pages)
 
 
-def record_wrong(contender: Contender, spec: LayerSpec, row: Row, feature: str) -> Recorded:
+def record_wrong(contender: Contender, spec: LayerSpec, row: TimedRow, feature: str) -> Recorded:
     """Remember the cell of a wrong output; MatrixFileError where the file of refuted cells cannot be written."""
     offer, device = contender.offer, contender.subject.device
     cell = {

@@ -23,7 +23,7 @@ _K = TypeVar("_K", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Moment:
+class DeviceState:
     """The state of a device between rounds.
 
     Args:
@@ -64,7 +64,7 @@ def measure_in_turns(
     runs: Mapping[_K, Callable[[], float]],
     default: _K | None,
     rounds: int = ROUNDS,
-    watch: Callable[[], Moment] | None = None,
+    watch: Callable[[], DeviceState] | None = None,
 ) -> dict[_K, Timing]:
     """The time of each of `runs`, whose calls give microseconds.
 
@@ -84,7 +84,7 @@ def measure_in_turns(
     order = list(runs)
     for name in order:
         runs[name]()
-    moments: list[Moment] = [] if watch is None else [watch()]
+    moments: list[DeviceState] = [] if watch is None else [watch()]
     number, steady = 0, list[int]()
     for number in range(rounds if watch is None else rounds + MORE_ROUNDS):
         turn = number % len(order)
@@ -104,7 +104,7 @@ def measure_in_turns(
     noisy = ""
     if len(steady) <= _DROP_AFTER:
         noisy, steady = _why(moments), list(range(number + 1))
-    least = _unrest(moments) if noisy else 0.0
+    least = _mean_speed_change(moments) if noisy else 0.0
     found = {name: timing_of(_chosen(each, steady)) for name, each in times.items()}
     return {
         name: dataclasses.replace(each, spread=max(each.spread, least), noisy=noisy)
@@ -117,7 +117,7 @@ def _chosen(times: Mapping[int, float], rounds: Sequence[int]) -> list[float]:
     return [times[number] for number in rounds if number in times] or list(times.values())
 
 
-def _steady(moments: Sequence[Moment], rounds: int) -> list[int]:
+def _steady(moments: Sequence[DeviceState], rounds: int) -> list[int]:
     """The rounds before and after which the device was as in most others."""
     if not moments:
         return list(range(rounds))
@@ -130,13 +130,13 @@ def _steady(moments: Sequence[Moment], rounds: int) -> list[int]:
     return [number for number in range(rounds) if fine[number] and fine[number + 1]]
 
 
-def _unrest(moments: Sequence[Moment]) -> float:
+def _mean_speed_change(moments: Sequence[DeviceState]) -> float:
     """The mean change of the device's speed, because the median of two speeds in turn has no deviation."""
     middle = statistics.median(moment.us for moment in moments)
     return statistics.fmean(abs(moment.us / middle - 1) for moment in moments)
 
 
-def _why(moments: Sequence[Moment]) -> str:
+def _why(moments: Sequence[DeviceState]) -> str:
     others = [moment.others for moment in moments]
     if max(others) - min(others) > _MORE_MEMORY:
         more = (max(others) - min(others)) >> 20

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable, layer_key, merged
+from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable, layer_key, merged
 from attnplug.registry.selection.decision import Decision
 from attnplug.tuning.cells import Contender, LayerKind, Observer, Outcome, TuneCell, composites, contenders
 from attnplug.tuning.jobs import Event, Job, events_of, run_jobs
@@ -79,7 +79,7 @@ class Tuner:
             if part:
                 self.kinds.append(LayerKind(spec, tuple(names), part))
         self._environment: Mapping[str, str] = {}
-        self._rows: dict[tuple[int, StepShape, str], Row] = {}
+        self._rows: dict[tuple[int, StepShape, str], TimedRow] = {}
         self._checked: set[tuple[int, StepShape, str]] = set()
         self._measured: set[tuple[int, StepShape]] = set()
         self.cells = self._made_cells()
@@ -150,7 +150,9 @@ class Tuner:
         outcome.kept += kept
         outcome.measured += measured
         # A cell whose backends all failed has nothing left to measure.
-        outcome.left += [cell for cell in pending if cell not in measured and self._unfailed(cell)]
+        outcome.left += [
+            cell for cell in pending if cell not in measured and self._contenders_not_failed(cell)
+        ]
 
     def _is_late(self, deadline: float | None) -> bool:
         return deadline is not None and self._clock() >= deadline
@@ -240,7 +242,7 @@ class Tuner:
         """Run each backend once in each cell, in a process of its own; gives the seconds of first calls."""
         is_late = functools.partial(self._is_late, deadline)
         compiled: dict[str, float] = {}
-        checks = [(cell, each) for cell in pending for each in self._unfailed(cell)]
+        checks = [(cell, each) for cell in pending for each in self._contenders_not_failed(cell)]
         split = 1 if self._checks_at_once == 1 else _CHECKERS
         by_worker: dict[tuple[str, int], list[Job]] = {}
         for number, (cell, each) in enumerate(checks):
@@ -291,7 +293,10 @@ class Tuner:
     ) -> Iterable[TuneCell]:
         """Measure the cells until the deadline, and give each as it is done."""
         by_number = dict(enumerate(pending))
-        jobs = [self._job(number, cell, self._alive(cell), timed=True) for number, cell in by_number.items()]
+        jobs = [
+            self._job(number, cell, self._contenders_left(cell), timed=True)
+            for number, cell in by_number.items()
+        ]
         jobs = [job for job in jobs if job.backends]
         started = iter(jobs)
         if not jobs or self._is_late(deadline):
@@ -330,15 +335,15 @@ class Tuner:
                 row = self._row(cell, contender, RowStatus.MEASURED, **figures)
                 self._rows[cell.layer, cell.shape, contender.offer.full_name] = row
 
-    def _alive(self, cell: TuneCell) -> list[Contender]:
+    def _contenders_left(self, cell: TuneCell) -> list[Contender]:
         """The contenders of a cell that were right in it and failed in no cell of its layer and phase."""
         return [
             each
-            for each in self._unfailed(cell)
+            for each in self._contenders_not_failed(cell)
             if (cell.layer, cell.shape, each.offer.full_name) in self._checked
         ]
 
-    def _unfailed(self, cell: TuneCell) -> list[Contender]:
+    def _contenders_not_failed(self, cell: TuneCell) -> list[Contender]:
         failed = {
             name
             for (layer, shape, name), row in self._rows.items()
@@ -361,11 +366,11 @@ class Tuner:
             timed,
         )
 
-    def _row(self, cell: TuneCell, contender: Contender, status: RowStatus, **figures: Any) -> Row:
+    def _row(self, cell: TuneCell, contender: Contender, status: RowStatus, **figures: Any) -> TimedRow:
         date = self._now().isoformat(timespec="seconds")
-        return Row(contender.subject, cell.shape, contender.pages, status, date=date, **figures)
+        return TimedRow(contender.subject, cell.shape, contender.pages, status, date=date, **figures)
 
-    def _rows_of(self, cell: TuneCell) -> list[Row]:
+    def _rows_of(self, cell: TuneCell) -> list[TimedRow]:
         names = [each.offer.full_name for each in cell.contenders]
         return [row for name in names if (row := self._rows.get((cell.layer, cell.shape, name))) is not None]
 
@@ -389,7 +394,7 @@ class Tuner:
         environment = self._environment or (current.environment if current is not None else {})
         return TunedTable(self.device, merged(before, layers), environment, self.policy)
 
-    def _with_old(self, place: int, old: Iterable[Row]) -> tuple[Row, ...]:
+    def _with_old(self, place: int, old: Iterable[TimedRow]) -> tuple[TimedRow, ...]:
         """The rows of a layer, and those of the file whose cells were not measured again, such as of other backends."""
         rows = {_place(row): row for (layer, _, _), row in self._rows.items() if layer == place}
         steps = {shape for shape, _ in self.kinds[place].workload}
@@ -411,7 +416,7 @@ def _parts(cells: Sequence[TuneCell]) -> Iterator[Sequence[TuneCell]]:
         start, size = start + size, size * _GROWTH
 
 
-def _place(row: Row) -> Hashable:
+def _place(row: TimedRow) -> Hashable:
     return row.subject.backend, row.subject.distribution, row.shape, row.pages
 
 
@@ -419,7 +424,7 @@ def _is_short_of_memory(event: Event) -> bool:
     return event["event"] == "failed" and _OUT_OF_MEMORY in str(event["why"]).lower()
 
 
-def _earlier(layer: TunedLayer | None, shape: StepShape, contender: Contender) -> Row | None:
+def _earlier(layer: TunedLayer | None, shape: StepShape, contender: Contender) -> TimedRow | None:
     """The row of an earlier run; for a backend that failed in the phase, the row that says so."""
     mine = [row for row in (layer.rows if layer else ()) if row.subject == contender.subject]
     same = (row for row in mine if row.shape == shape and row.pages == contender.pages)

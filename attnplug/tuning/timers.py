@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from attnplug.testing.captures import captured
-from attnplug.tuning.rounds import Moment
+from attnplug.tuning.rounds import DeviceState
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
@@ -53,7 +53,7 @@ class Timer(Protocol):
         """
         ...
 
-    def moment(self) -> Moment:
+    def moment(self) -> DeviceState:
         """The state of the device now."""
         ...
 
@@ -81,10 +81,10 @@ class HostTimer:
         count = _count(self._us(call, 1), self.round_us)
         return lambda: self._us(call, count)
 
-    def moment(self) -> Moment:
+    def moment(self) -> DeviceState:
         """As `Timer.moment`, with a matmul of a tenth of a millisecond."""
         factor, product = _factors("cpu", 256, torch.float32)
-        return Moment(min(self.us(lambda: torch.mm(factor, factor, out=product)) for _ in range(3)))
+        return DeviceState(min(self.us(lambda: torch.mm(factor, factor, out=product)) for _ in range(3)))
 
     def us(self, run: Callable[[], object]) -> float:
         """As `Timer.us`."""
@@ -128,7 +128,7 @@ class GpuTimer:
         repeats = max(1, min(-(-count // some), 16))
         return lambda: statistics.median(1e3 * timed_ms(run, self.sleeps) / some for _ in range(repeats))
 
-    def moment(self) -> Moment:
+    def moment(self) -> DeviceState:
         """As `Timer.moment`, with matmuls of half a millisecond, and the memory that is not of this process."""
         factor, product = _factors("cuda", 4096, torch.bfloat16)
 
@@ -136,7 +136,7 @@ class GpuTimer:
             for _ in range(3):
                 torch.mm(factor, factor, out=product)
 
-        return Moment(min(self.us(run) for _ in range(3)), others_bytes())
+        return DeviceState(min(self.us(run) for _ in range(3)), others_bytes())
 
     def us(self, run: Callable[[], object]) -> float:
         """As `Timer.us`."""

@@ -14,7 +14,7 @@ from attnplug import LayerSpec
 from attnplug.cli.output import run_report, tune_report
 from attnplug.cli.output.tune_report import TuneReport, print_outcome
 from attnplug.registry.measured.step_shapes import StepShape
-from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
 from attnplug.registry.plugins.backend_versions import BackendVersions
 from attnplug.tuning.cells import Outcome, TuneCell
 from attnplug.tuning.session import Tuner
@@ -68,7 +68,7 @@ def test_a_terminal_shows_how_many_cells_there_are(clock: dict[str, float]) -> N
 
 def test_crashes_are_told_once_and_not_those_of_other_models(capsys: pytest.CaptureFixture[str]) -> None:
     shape = StepShape.parse("decode 8 x 1k")
-    crash = Row(
+    crash = TimedRow(
         BackendVersions("B", None, None, CPU, ()), shape, (16, "NHD"), RowStatus.CRASHED, why="SIGSEGV"
     )
     specs = [SPEC, SPEC.replace(sliding_window=64), SPEC.replace(num_heads=8)]

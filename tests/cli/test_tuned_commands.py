@@ -12,7 +12,7 @@ from attnplug import Device
 from attnplug.integrations.transformers import read_config
 from attnplug.registry.measured import tuned_lookup
 from attnplug.registry.measured.step_shapes import StepShape
-from attnplug.registry.measured.tuned import Row, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned import TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.registry.plugins.backend_versions import BackendVersions
 
@@ -27,7 +27,7 @@ def h200_table(path: Path, **times: float) -> Path:
     (spec,) = set(read_config(QWEN).layers.values())
     shape = StepShape.parse("decode 64 x 8k")
     rows = tuple(
-        Row(
+        TimedRow(
             BackendVersions(name, "attnplug", "0.1.0", H200, (("torch", "2.11.0+cu130"), ("triton", "3.6.0"))),
             shape, (16, "NHD"), us=us, spread=0.006, rounds=5, date="2026-11-22T02:00:00+00:00",
         )

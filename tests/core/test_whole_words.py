@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from attnplug._system.terminal_tables import Paragraph, SafeConsole, WordTable, verdict
+from attnplug._system.terminal_tables import Paragraph, SafeConsole, WrappedTable, verdict
 
 WIDTHS = (20, 60, 69, 70, 80, 120)
 WORD = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30)
@@ -22,8 +22,8 @@ def shown(renderable: object, width: int, **settings: object) -> list[str]:
     return file.getvalue().splitlines()
 
 
-def made(rows: list[tuple[str, ...]], **settings: object) -> WordTable:
-    table = WordTable(("name", "number", "why"), right=("number",), **settings)
+def made(rows: list[tuple[str, ...]], **settings: object) -> WrappedTable:
+    table = WrappedTable(("name", "number", "why"), right=("number",), **settings)
     for row in rows:
         table.add_row(*row)
     return table
@@ -98,7 +98,7 @@ def test_the_heading_of_a_block_may_name_columns():
 
 
 def test_names_and_values_need_no_blocks():
-    table = WordTable(("", ""))
+    table = WrappedTable(("", ""))
     table.add_row("features", "one two three four")
     table.add_row("class", "b" * 25)
     assert shown(table, 26) == ["features  one two three", "          four", "class", f"    {'b' * 25}"]
@@ -131,7 +131,7 @@ def test_verdicts_have_colours(word, colour):
 
 
 def test_the_style_of_a_cell_survives_wrapping():
-    table = WordTable(("", ""))
+    table = WrappedTable(("", ""))
     table.add_row("a", Text("one two three", "green"))
     lines = shown(table, 12, force_terminal=True, color_system="standard")
     assert [line.count("\x1b[32m") for line in lines] == [1, 1]

@@ -17,7 +17,7 @@ from attnplug.matrix.axes import spec_of
 from attnplug.matrix.cell_checks import cases_of, cell_checks
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Status
-from attnplug.matrix.verify import Extent, Verification
+from attnplug.matrix.verify import RunScope, Verification
 from attnplug.registry.plugins.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
@@ -108,7 +108,7 @@ def play(monkeypatch, tmp_path):
         monkeypatch.setattr(verify, "list_checks", lambda request, timeout: listed)
         monkeypatch.setattr(verify, "run_checks", run_checks)
         offer = Offer("TORCH", backend, "attnplug:torch", "attnplug", "0.1.0")
-        return Verification(declared, offer, CPU, name="TORCH", extent=Extent(**extent))
+        return Verification(declared, offer, CPU, name="TORCH", extent=RunScope(**extent))
 
     return make
 
@@ -301,15 +301,15 @@ def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, observer)
     ]
     second = play(declared, [result("wrong", head_size=64)])
     second.prepare(resume=True)
-    assert second.rest == [cell(head_size=64).id]
+    assert second.remaining == [cell(head_size=64).id]
     second.run(LIMITS, observer)
     assert [status for status, _ in found(second)] == [Status.VERIFIED, Status.REFUTED, Status.REFUSED]
     third = play(declared)
     third.prepare(resume=True)
-    assert third.rest == [cell(head_size=64).id]
+    assert third.remaining == [cell(head_size=64).id]
     fourth = play(declared)
     fourth.prepare()
-    assert fourth.rest == fourth.ids
+    assert fourth.remaining == fourth.ids
 
 
 def test_with_nothing_left_to_run_no_worker_starts(play, observer):

@@ -23,7 +23,7 @@ RECORD = PluginRecord("acme:fast", "acme", "1.0", PluginStatus.BLOCKED)
 
 
 def verdict(module: object, record: PluginRecord = RECORD) -> tuple[PluginStatus, str | None]:
-    loaded = Host().admit(record, module).record
+    loaded = Host().check_and_load(record, module).record
     return loaded.status, loaded.reason
 
 
@@ -202,12 +202,12 @@ def test_a_misspelt_hook_and_one_with_unknown_arguments_are_charged_to_their_plu
 
     host = Host()
     misspelt = plugin(backend("A"), attnplug_rang=hookimpl(lambda: None))
-    bad = host.admit(RECORD, misspelt).record
+    bad = host.check_and_load(RECORD, misspelt).record
     assert bad.status is PluginStatus.BROKEN
     assert "does not follow the hooks: unknown hook 'attnplug_rang'" in str(bad.reason)
-    future = host.admit(RECORD, plugin(backend("A"), attnplug_rank=attnplug_rank)).record
+    future = host.check_and_load(RECORD, plugin(backend("A"), attnplug_rank=attnplug_rank)).record
     assert "budget" in str(future.reason)
-    assert host.admit(RECORD, plugin(backend("A"))).record.reason is None
+    assert host.check_and_load(RECORD, plugin(backend("A"))).record.reason is None
 
 
 def test_a_plugin_without_hooks_is_broken() -> None:
@@ -231,8 +231,10 @@ def test_a_plugin_may_only_rank() -> None:
 
 def test_the_same_module_under_two_entry_points_loads_once() -> None:
     host, module = Host(), plugin(backend("A"))
-    assert host.admit(RECORD, module).record.status is PluginStatus.LOADED
-    second = host.admit(PluginRecord("acme:again", "acme", None, PluginStatus.BLOCKED), module).record
+    assert host.check_and_load(RECORD, module).record.status is PluginStatus.LOADED
+    second = host.check_and_load(
+        PluginRecord("acme:again", "acme", None, PluginStatus.BLOCKED), module
+    ).record
     assert second.status is PluginStatus.BROKEN
     assert second.reason == "acme:again is the same module as acme:fast, which is loaded"
     assert host.has_hook("attnplug_backends", module)
@@ -242,7 +244,7 @@ def test_hooks_are_called_on_one_plugin_alone() -> None:
     host, asked = Host(), []
     modules = [plugin(backend(name), rank=asked.append) for name in "AB"]
     for index, module in enumerate(modules):
-        host.admit(PluginRecord(str(index), None, None, PluginStatus.BLOCKED), module)
+        host.check_and_load(PluginRecord(str(index), None, None, PluginStatus.BLOCKED), module)
     host.call("attnplug_rank", modules[1], spec=None, device=None, phase=None, candidates=["B"])
     assert asked == [["B"]]
     assert host.call("attnplug_rank", object(), spec=None, device=None, phase=None, candidates=[]) is None

@@ -35,7 +35,7 @@ FIELDS = (
 def refusal(*backends: Any, **attributes: Any) -> str:
     """Why a plugin with these classes does not load; others are not touched."""
     record = PluginRecord("acme:bad", "acme", "1", PluginStatus.BLOCKED)
-    found = Host().admit(record, plugin(*backends, **attributes)).record
+    found = Host().check_and_load(record, plugin(*backends, **attributes)).record
     assert found.status in (PluginStatus.BROKEN, PluginStatus.CONFLICT), found
     assert found.reason is not None
     assert len(found.reason) < 5000

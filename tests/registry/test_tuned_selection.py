@@ -15,9 +15,9 @@ from fake_plugins import CPU, H100, SPEC, backend, registry
 from attnplug import Decision, Device, LayerSpec, Phase, Registry
 from attnplug.errors import MatrixFileError, PolicyError, SpecError
 from attnplug.registry.measured import tuned_lookup
-from attnplug.registry.measured.standings import PhaseTimes
+from attnplug.registry.measured.comparisons import PhaseTimes
 from attnplug.registry.measured.step_shapes import StepShape
-from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, table_text, update_table
 from attnplug.registry.plugins.backend_versions import BackendVersions
 from attnplug.registry.selection.evidence import Pages
@@ -31,21 +31,21 @@ DATE = "2026-11-22T02:00:00+00:00"
 NAMES = {"A": 90, "B": 50, "C": 10}
 
 
-def row(name: str, us: float, shape: StepShape = DECODE, **facts: Any) -> Row:
+def row(name: str, us: float, shape: StepShape = DECODE, **facts: Any) -> TimedRow:
     """A measurement of a backend that nobody ships."""
     versions = tuple(facts.pop("versions", {}).items())
     subject = BackendVersions(name, None, None, facts.pop("device", CPU), versions)
     given = {"pages": (16, "NHD"), "build_us": 0.0, "spread": 0.004, "rounds": 5, "date": DATE, **facts}
-    return Row(subject, shape, us=us, **given)
+    return TimedRow(subject, shape, us=us, **given)
 
 
-def of_both(name: str, us: float, **facts: Any) -> tuple[Row, Row]:
+def of_both(name: str, us: float, **facts: Any) -> tuple[TimedRow, TimedRow]:
     """Equal times in both phases."""
     return row(name, us, **facts), row(name, us, PREFILL, **facts)
 
 
 def table(
-    *rows: Row, spec: LayerSpec = SPEC, count: int = 1, device: Device = CPU, **facts: Any
+    *rows: TimedRow, spec: LayerSpec = SPEC, count: int = 1, device: Device = CPU, **facts: Any
 ) -> TunedTable:
     """A table of one layer; each of its shapes has the same weight."""
     shapes = dict.fromkeys(each.shape for each in rows)
@@ -188,7 +188,7 @@ def test_without_the_default_nothing_is_compared() -> None:
     assert decision.notes[0].endswith("has no time of A, the default, that applies: not used")
 
 
-def failed(name: str) -> Row:
+def failed(name: str) -> TimedRow:
     return row(name, 0.0, status=RowStatus.CRASHED, why="x")
 
 
@@ -202,7 +202,7 @@ def failed(name: str) -> Row:
         ([failed("A"), row("C", 1.0)], "BCA"),
     ],
 )
-def test_who_failed_comes_last_without_times_too(rows: list[Row], order: str) -> None:
+def test_who_failed_comes_last_without_times_too(rows: list[TimedRow], order: str) -> None:
     decision = found(table(*rows))
     assert "".join(each.name for each in decision.candidates) == order
     assert (decision.chosen_by, decision.measured) == ("priority", None)
@@ -525,7 +525,7 @@ def test_ranks_with_unlike_tables_have_unlike_plans() -> None:
 MIXED = StepShape.parse("mixed 16 x 4k + 1 x 512")
 
 
-def in_three(name: str, decode: float, prefill: float, mixed: float, **facts: Any) -> list[Row]:
+def in_three(name: str, decode: float, prefill: float, mixed: float, **facts: Any) -> list[TimedRow]:
     times = ((DECODE, decode), (PREFILL, prefill), (MIXED, mixed))
     return [row(name, us, shape, **facts) for shape, us in times]
 

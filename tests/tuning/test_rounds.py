@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from attnplug.tuning.rounds import MORE_ROUNDS, ROUNDS, Moment, measure_in_turns, timing_of
+from attnplug.tuning.rounds import MORE_ROUNDS, ROUNDS, DeviceState, measure_in_turns, timing_of
 
 
 def scripted(times: dict[str, list[float]]) -> tuple[dict[str, Callable[[], float]], list[str]]:
@@ -67,11 +67,11 @@ def test_a_wide_gap_ends_the_rounds_early() -> None:
     assert measure_in_turns(near, "A")["A"].rounds == ROUNDS
 
 
-def watched(*us: float, others: dict[int, int] | None = None) -> Callable[[], Moment]:
+def watched(*us: float, others: dict[int, int] | None = None) -> Callable[[], DeviceState]:
     """A device whose fixed work takes these times in order, the last one for ever."""
     number = itertools.count()
     values = itertools.chain(us, itertools.repeat(us[-1]))
-    return lambda: Moment(next(values), (others or {}).get(next(number), 0))
+    return lambda: DeviceState(next(values), (others or {}).get(next(number), 0))
 
 
 def test_rounds_beside_a_change_of_the_clock_are_repeated() -> None:

@@ -12,7 +12,7 @@ import pytest
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug import LayerSpec, Phase
-from attnplug.registry.measured.tuned import Row, RowStatus, TunedTable
+from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.tuning.jobs import Event, Job
 from attnplug.tuning.session import Tuner
@@ -92,10 +92,10 @@ class Log:
     def started(self, cell: Any) -> None:
         self.told.append(f"started {cell.shape}")
 
-    def finished(self, cell: Any, rows: Sequence[Row]) -> None:
+    def finished(self, cell: Any, rows: Sequence[TimedRow]) -> None:
         self.told.append(f"finished {cell.shape}")
 
-    def wrong(self, contender: Any, spec: LayerSpec, row: Row, feature: str | None) -> None:
+    def wrong(self, contender: Any, spec: LayerSpec, row: TimedRow, feature: str | None) -> None:
         self.wrongs.append(f"{contender.offer.name} {row.shape}")
 
 

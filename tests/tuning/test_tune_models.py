@@ -14,7 +14,7 @@ import tune_models
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug.registry.default import get_registry
-from attnplug.registry.measured.tuned import Row, RowStatus, TunedLayer, TunedTable
+from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.registry.measured.tuned_lookup import PACKAGED
 from attnplug.registry.plugins.backend_versions import BackendVersions
@@ -27,7 +27,7 @@ FAKES = [backend(name, priority) for name, priority in (("A", 90), ("B", 50))]
 def measured(**times: float) -> TunedTable:
     """A table of every step, in which each backend takes equally long at all of them."""
     rows = tuple(
-        Row(
+        TimedRow(
             BackendVersions(name, None, None, CPU, ()), shape, (16, "NHD"), us=us, rounds=5, date="2026-11-22"
         )
         for name, us in times.items()

@@ -19,7 +19,7 @@ from attnplug.cli.output.tune_report import TuneReport
 from attnplug.core.mla import MLADims
 from attnplug.registry.default import list_backends
 from attnplug.registry.measured.step_shapes import StepShape
-from attnplug.registry.measured.tuned import Row, RowStatus
+from attnplug.registry.measured.tuned import RowStatus, TimedRow
 from attnplug.registry.plugins.backend_versions import BackendVersions
 from attnplug.registry.plugins.records import Offer
 from attnplug.registry.selection.refuted import read_evidence
@@ -133,7 +133,7 @@ def test_a_wrong_output_is_a_refuted_cell(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path / "refuted.json"))
     offer = Offer("TORCH", list_backends()["TORCH"], "", "attnplug", "0.1.0")
     subject = BackendVersions("TORCH", "attnplug", "0.1.0", HERE, ())
-    row = Row(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
+    row = TimedRow(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
               date="2026-11-22T00:00:00+00:00", why="off by 1")  # fmt: skip
     sliding = LAYERS["sliding"]
     assert record_wrong(Contender(offer, subject, (16, "NHD")), sliding, row, "sliding_window").refuted == 1
@@ -152,7 +152,7 @@ def test_only_a_wrong_check_is_remembered_for_selections(
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path / "refuted.json"))
     offer = Offer("TORCH", list_backends()["TORCH"], "", "attnplug", "0.1.0")
     subject = BackendVersions("TORCH", "attnplug", "0.1.0", HERE, ())
-    row = Row(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
+    row = TimedRow(subject, StepShape.parse("decode 2 x 50"), (16, "NHD"), RowStatus.WRONG,
               date="2026-11-22T00:00:00+00:00", why="off by 1")  # fmt: skip
     report = TuneReport()
     report.wrong(Contender(offer, subject, (16, "NHD")), SPEC, row, feature)

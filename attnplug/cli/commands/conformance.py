@@ -16,7 +16,7 @@ from attnplug._system import files
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson, jobs_option, memory_option, timeout_option
 from attnplug.cli.output.conformance_report import CHECK_SECONDS
-from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, put
+from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, write_text
 from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import PolicyError
 
@@ -162,7 +162,7 @@ def _as_file(path: Path | None) -> Iterator[Path | None]:
         file = Path(folder, "junit.xml")
         yield file
         if files.may_exist(file):
-            put(STDOUT, files.read_text(file))
+            write_text(STDOUT, files.read_text(file))
 
 
 def _import_pytest() -> None:

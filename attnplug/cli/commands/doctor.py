@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from attnplug._system.terminal_tables import WordTable
+from attnplug._system.terminal_tables import WrappedTable
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli import completion
 from attnplug.cli.arguments import MOST_SECONDS, AsJson
@@ -86,7 +86,7 @@ def doctor(
     else:
         out = console()
         out.print(", ".join(f"{name} {found}" for name, found in _environment().items()) + "\n")
-        shown = WordTable(("checked", "state", "detail"), fixed=("state",), heading="{checked}  {state}")
+        shown = WrappedTable(("checked", "state", "detail"), fixed=("state",), heading="{checked}  {state}")
         for finding in findings:
             shown.add_row(finding.what, verdict(finding.state), finding.detail)
         out.print(shown)
@@ -102,7 +102,7 @@ def _print_libraries(
         return
     out = console()
     out.print()
-    shown = WordTable(
+    shown = WrappedTable(
         ("kernel library", "version", "state", "detail"),
         fixed=("state",),
         heading="{kernel library}  {state}",
@@ -124,7 +124,9 @@ def _print_engines(engines: Sequence[EngineState]) -> None:
         return
     out = console()
     out.print()
-    shown = WordTable(("engine", "version", "state", "detail"), fixed=("state",), heading="{engine}  {state}")
+    shown = WrappedTable(
+        ("engine", "version", "state", "detail"), fixed=("state",), heading="{engine}  {state}"
+    )
     for each in engines:
         lines = [each.detail, *([f"activate: {each.activate}"] if each.activate else [])]
         shown.add_row(each.engine, each.version or "-", verdict(each.state), "\n".join(lines))

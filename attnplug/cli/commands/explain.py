@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from attnplug._system.terminal_tables import WordTable
+from attnplug._system.terminal_tables import WrappedTable
 from attnplug.cli import completion
 from attnplug.cli.arguments import (
     AllowRefuted,
@@ -194,7 +194,7 @@ def explain_code(
         return
     out = console()
     out.print(facts["code"], style="bold")
-    shown = WordTable(("", ""))
+    shown = WrappedTable(("", ""))
     shown.add_row("means", facts["meaning"])
     shown.add_row("looks like", facts["example"])
     for index, step in enumerate(facts["remedies"]):
@@ -207,7 +207,7 @@ def _list(as_json: bool) -> None:
     if as_json:
         print_json({"codes": facts}, "attnplug.reason-codes")
         return
-    shown = WordTable(("code", "means"), fixed=("code",))
+    shown = WrappedTable(("code", "means"), fixed=("code",))
     for each in facts:
         shown.add_row(each["code"], each["meaning"])
     console().print(shown)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnplug._system.terminal_tables import WordTable
+from attnplug._system.terminal_tables import WrappedTable
 from attnplug.cli import completion
 from attnplug.cli.arguments import AsJson
 from attnplug.cli.output.output import console, print_json, verdict
@@ -43,7 +43,7 @@ def list_backends(
         return
     out = console()
     columns = ("backend", "priority", "from", "devices", "needs")
-    shown = WordTable(columns, right=("priority",), fixed=("backend",))
+    shown = WrappedTable(columns, right=("priority",), fixed=("backend",))
     for row in rows:
         shown.add_row(
             row["name"],
@@ -53,7 +53,7 @@ def list_backends(
             _needs(row),
         )
     out.print(shown)
-    reports = WordTable(("status", "plugin problem"), fixed=("status",))
+    reports = WrappedTable(("status", "plugin problem"), fixed=("status",))
     for record in registry.records:
         if record.reason:
             reports.add_row(verdict(str(record.status)), record.reason)
@@ -121,7 +121,7 @@ def _list_entry_points(as_json: bool) -> None:
     if as_json:
         print_json({"plugins": rows}, "attnplug.plugins")
         return
-    shown = WordTable(("plugin", "version", "module", "would load"), fixed=("plugin",))
+    shown = WrappedTable(("plugin", "version", "module", "would load"), fixed=("plugin",))
     for row in rows:
         would = f"no, {row['blocked_by']}" if row["blocked_by"] else "yes"
         shown.add_row(str(row["plugin"]), row["version"] or "-", str(row["module"]), would)
@@ -148,7 +148,7 @@ def show(
         return
     out = console()
     for fact in facts:
-        shown = WordTable(("", ""))
+        shown = WrappedTable(("", ""))
         for name, value in fact.items():
             words = ", ".join(map(str, value)) if isinstance(value, list) else value
             shown.add_row(name.replace("_", " "), "-" if words in (None, "") else str(words))

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from attnplug._system import files
-from attnplug.cli.output.output import STDOUT, check_output, console, echo, json_text, put
+from attnplug.cli.output.output import STDOUT, check_output, console, echo, json_text, write_text
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
 from attnplug.matrix.merging import Change, Kind, changes
@@ -50,7 +50,7 @@ class Outputs:
     def save_json(self, matrix: Matrix) -> None:
         """Write the data to its file, if it has one, while a run goes on."""
         if self.json is not None and self.json != STDOUT:
-            put(self.json, matrix_text(matrix))
+            write_text(self.json, matrix_text(matrix))
 
     def write(self, matrix: Matrix, *, with_models: bool = False) -> None:
         """Write all files; MatrixFileError names one that cannot be written.
@@ -58,15 +58,15 @@ class Outputs:
         `with_models` adds the view "Which backend for my model?" to the page, from the backends of this machine.
         """
         if self.json is not None:
-            put(self.json, matrix_text(matrix))
+            write_text(self.json, matrix_text(matrix))
         if self.html is not None:
             from attnplug.matrix.html import render_html
 
-            put(self.html, render_html(matrix, models=_models() if with_models else None))
+            write_text(self.html, render_html(matrix, models=_models() if with_models else None))
         if self.markdown is not None:
             from attnplug.matrix.markdown import render_markdown
 
-            put(self.markdown, render_markdown(matrix))
+            write_text(self.markdown, render_markdown(matrix))
 
 
 def _models() -> dict[str, Any] | None:
@@ -157,7 +157,7 @@ def diff(
     counts = Counter(change.kind for change in found)
     if json_file is not None:
         data = {"counts": counts, "changes": [dataclasses.asdict(change) for change in found]}
-        put(json_file, json_text(data, "attnplug.matrix-changes"))
+        write_text(json_file, json_text(data, "attnplug.matrix-changes"))
     if not outputs.to_stdout:
         _print_changes(found, counts, show_all)
     if any(kind.is_loss for kind in counts):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from attnplug._system.terminal_tables import Paragraph, WordTable
+from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.output.output import console, layers_in_words
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) ->
         )
     columns = ("group", "kind", "layers", "which", "block", "page bytes", "blocks", "tokens alone")
     numbers = ("group", "layers", "block", "page bytes", "blocks", "tokens alone")
-    shown = WordTable(columns, right=numbers, heading="group {group}: layers {which}")
+    shown = WrappedTable(columns, right=numbers, heading="group {group}: layers {which}")
     for index, group in enumerate(budget.groups):
         cache = group.kv_cache_spec
         shown.add_row(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnplug._system.terminal_tables import Paragraph, WordTable
+from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -246,11 +246,11 @@ def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
     return list(groups.values())
 
 
-def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WordTable:
+def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WrappedTable:
     phases = any(members[0].phase for members in groups)
     served_by = ["prefill", "decode"] if split else ["backend", "prio"]
     columns = ["layers", "which", "heads", "size", "asks for", *served_by, "block"]
-    shown = WordTable(
+    shown = WrappedTable(
         ["phase", *columns] if phases else columns,
         right=("layers", "size", "prio", "block"),
         fixed=("phase", "layers", "heads", "backend", "prefill", "decode"),

@@ -162,11 +162,11 @@ def _regret(
     tables = tables_by_source(tuner.device)
     kept: list[TunedTable] = []
 
-    def keep(change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
+    def keep_in_memory(change: Callable[[TunedTable | None], TunedTable]) -> TunedTable:
         kept[:] = [change(kept[-1] if kept else None)]
         return kept[0]
 
-    save = keep if path is None else functools.partial(update_table, path)
+    save = keep_in_memory if path is None else functools.partial(update_table, path)
     with report.bar():
         outcome = tuner.run(None, report, save, budget)
     cells = regrets(tuner.registry, outcome.table, tables)

@@ -57,7 +57,7 @@ STDOUT = Path("-")
 """The name of a file that means standard output."""
 
 
-def put(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write `text` to a file whole or not at all, or to standard output if `path` is "-".
 
     Raises:

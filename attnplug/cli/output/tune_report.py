@@ -6,11 +6,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from attnplug._system.terminal_tables import WordTable
+from attnplug._system.terminal_tables import WrappedTable
 from attnplug.cli.output.output import console, features_in_words, layers_in_words
 from attnplug.cli.output.run_report import RunReport, counted, in_words
 from attnplug.core.errors import MatrixFileError
-from attnplug.registry.measured.tuned import Row, RowStatus, layer_key
+from attnplug.registry.measured.tuned import RowStatus, TimedRow, layer_key
 from attnplug.tuning.timers import COPY, MATMUL, share_of_ceiling
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class TuneReport(RunReport):
             self._start = time.monotonic()
         super().started(_id(cell))
 
-    def finished(self, cell: TuneCell, rows: Sequence[Row]) -> None:
+    def finished(self, cell: TuneCell, rows: Sequence[TimedRow]) -> None:
         """Print the times of a cell."""
         self._under_way.pop(_id(cell), None)
         self._verdicts[_id(cell)] = RowStatus.MEASURED
@@ -74,11 +74,11 @@ class TuneReport(RunReport):
             self.say(f"{_id(cell)}: {why}")
         self._tell_how_far()
 
-    def _share(self, cell: TuneCell, row: Row) -> str:
+    def _share(self, cell: TuneCell, row: TimedRow) -> str:
         found = share_of_ceiling(cell.spec, row.shape, row.us, self._environment)
         return "" if found is None else f" ({100 * found[1]:.0f} % of {found[0]})"
 
-    def wrong(self, contender: Contender, spec: LayerSpec, row: Row, feature: str | None) -> None:
+    def wrong(self, contender: Contender, spec: LayerSpec, row: TimedRow, feature: str | None) -> None:
         """Print a wrong output, and remember one that a check has found for selections."""
         from attnplug.tuning.cells import record_wrong
 
@@ -103,7 +103,7 @@ def _id(cell: TuneCell) -> str:
 
 def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
     """Print the choices as a table on standard output, and what was not measured."""
-    shown = WordTable(
+    shown = WrappedTable(
         ("kind", "layers", "which", "asks for", "phase", "chosen", "why"),
         right=("kind", "layers"),
         fixed=("kind", "layers", "phase", "chosen"),
@@ -142,7 +142,7 @@ def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
 
 def print_regret(found: Sequence[Summary], table: TunedTable) -> None:
     """Print the regret of each policy on standard output."""
-    shown = WordTable(
+    shown = WrappedTable(
         ("policy", "cells", "mean", "p95", "worst", "against priorities"),
         right=("cells", "mean", "p95", "worst", "against priorities"),
         fixed=("cells", "mean", "p95", "worst"),

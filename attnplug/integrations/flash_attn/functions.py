@@ -284,7 +284,7 @@ def flash_attn_with_kvcache(
         _check_new(k, v, batch, q=q, k_cache=k_cache, v_cache=v_cache)
     new = 0 if k is None else k.shape[1]
     before = read_lengths(cache_seqlens, batch, pages.capacity, new, q.device)
-    after = before.plus(new)
+    after = before.with_more_tokens(new)
     given = (cache_seqlens if isinstance(cache_seqlens, torch.Tensor) else None, block_table, cache_batch_idx)
     if block_table is not None:
         check_pages(pages, after, given)

@@ -34,7 +34,7 @@ class Lengths:
         """Lengths that the host knows."""
         return cls(torch.from_numpy(host.astype(np.int32)).to(device), host)
 
-    def plus(self, count: int) -> Lengths:
+    def with_more_tokens(self, count: int) -> Lengths:
         """With `count` more tokens for each request."""
         if not count:
             return self

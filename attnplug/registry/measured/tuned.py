@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.device import find_gpu, same_gpu_name
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.measured.standings import PhaseTimes
+from attnplug.registry.measured.comparisons import PhaseTimes
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.plugins.installed import installed_version
 from attnplug.registry.plugins.records import canonical_name
@@ -62,7 +62,7 @@ class RowStatus(enum.StrEnum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class TimedRow:
     """The measurement of one backend for one layer and step.
 
     Args:
@@ -109,9 +109,9 @@ class TunedLayer:
     spec: LayerSpec
     count: int
     workload: tuple[tuple[StepShape, float], ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TimedRow, ...]
 
-    def cost(self, row: Row) -> float:
+    def cost(self, row: TimedRow) -> float:
         """Microseconds of a step of the model: its layers like this one, and one build of their metadata."""
         return self.count * row.us + row.build_us
 
@@ -164,19 +164,19 @@ class TunedTable:
         }
 
     @functools.cached_property
-    def _judged(self) -> dict[tuple[bool, Assumed], Mapping[int, str | None]]:
+    def _version_verdicts(self) -> dict[tuple[bool, Assumed], Mapping[int, str | None]]:
         return {}
 
     def other_versions(self, *, here: bool, assumed: Assumed) -> Mapping[int, str | None]:
         """For the `id` of each row's subject, what `other_version` says of it: computed once for all layers."""
         # What is installed is looked up once in a process.
         key = here, assumed
-        found = self._judged.get(key)
+        found = self._version_verdicts.get(key)
         if found is None:
             subjects = [row.subject for layer in self.layers for row in layer.rows]
             why = {each: other_version(each, here=here, assumed=assumed) for each in dict.fromkeys(subjects)}
             # A hash of a subject takes longer than all else of a look-up.
-            found = self._judged[key] = {id(each): why[each] for each in subjects}
+            found = self._version_verdicts[key] = {id(each): why[each] for each in subjects}
         return found
 
     def is_for(self, device: Device) -> bool:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug._system import files
 from attnplug._system.json_files import (
+    json_problem,
     locked,
     read_document,
     remedy_for,
-    told,
     typed,
     unreadable,
     unwritable,
@@ -27,8 +27,8 @@ from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import (
     SCHEMA,
     VERSION,
-    Row,
     RowStatus,
+    TimedRow,
     TunedLayer,
     TunedTable,
     layer_key,
@@ -70,7 +70,7 @@ def read_table(path: Path, remedy: str = _REMEDY) -> TunedTable:
     try:
         table = _table(data, path)
     except _MALFORMED as problem:
-        raise MatrixFileError(path, f"cannot be made sense of: {told(problem)}", remedy) from None
+        raise MatrixFileError(path, f"cannot be made sense of: {json_problem(problem)}", remedy) from None
     _ = table.times  # computed here, so that the first selection of each layer finds them
     return table
 
@@ -134,7 +134,7 @@ def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
     layers = [_layer(each) for each in typed(data, "layers", list)]
     if len({layer_key(layer.spec) for layer in layers}) < len(layers):
         raise ValueError("two layers are alike")
-    rows: list[dict[Any, Row]] = [{} for _ in layers]
+    rows: list[dict[Any, TimedRow]] = [{} for _ in layers]
     for cell in typed(data, "cells", list):
         index, row = _index(cell, "layer", len(layers)), _row(cell, subjects)
         place = (row.subject.backend, row.subject.distribution, row.shape, row.pages)
@@ -197,7 +197,7 @@ def _layer(data: Mapping[str, Any]) -> TunedLayer:
     return TunedLayer(spec, count, tuple(workload), ())
 
 
-def _row(data: Mapping[str, Any], subjects: list[BackendVersions]) -> Row:
+def _row(data: Mapping[str, Any], subjects: list[BackendVersions]) -> TimedRow:
     _only(data, _ROW, "a cell")
     size, layout = typed(data, "block_size", int, None), typed(data, "layout", str, None)
     if (size is None) is not (layout is None) or layout not in (None, "NHD", "HND") or (size or 1) < 1:
@@ -205,7 +205,7 @@ def _row(data: Mapping[str, Any], subjects: list[BackendVersions]) -> Row:
     pages: Pages = None if size is None or layout is None else (size, layout)
     status, rounds, date = RowStatus(typed(data, "status", str)), typed(data, "rounds", int), data["date"]
     dt.datetime.fromisoformat(date)
-    row = Row(
+    row = TimedRow(
         subjects[_index(data, "subject", len(subjects))],
         StepShape.from_dict(data),
         pages,

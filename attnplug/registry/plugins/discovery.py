@@ -188,14 +188,14 @@ class Host:
         announce()
         if error is not None:
             return _broken(found.record, f"raised {describe(error)} when imported")
-        loaded = self.admit(found.record, plugin)
+        loaded = self.check_and_load(found.record, plugin)
         heavy = [name for name in _HEAVY if name in sys.modules and name not in before]
         if heavy and loaded.record.status is PluginStatus.LOADED:
             warning = f"{found.record.name} imports {', '.join(heavy)} when listed; import that in get_impl_cls or get_builder_cls"
             return dataclasses.replace(loaded, record=dataclasses.replace(loaded.record, reason=warning))
         return loaded
 
-    def admit(self, record: PluginRecord, plugin: object) -> Loaded:
+    def check_and_load(self, record: PluginRecord, plugin: object) -> Loaded:
         """Check a plugin object against the interface and get its backends."""
         forget_answers()
         announce(f"while it examined the plugin {record.name}")

@@ -24,7 +24,7 @@ from attnplug.registry.plugins.option_values import as_tuples, make_options
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-    from attnplug._system.terminal_tables import WordTable
+    from attnplug._system.terminal_tables import WrappedTable
     from attnplug.core.backend import AttentionBackend
 
 SCHEMA = "attnplug.decision"
@@ -245,13 +245,13 @@ class Decision:
         lines = [f"{c.name}: {'; '.join(c.reasons)}" for c in self.refused]
         return "\n".join(lines) if lines else "no backend is installed"
 
-    def table(self) -> WordTable:
+    def table(self) -> WrappedTable:
         """A table for rich: candidate, priority, verdict and reasons."""
         # rich is imported only when a decision is printed.
-        from attnplug._system.terminal_tables import WordTable, verdict
+        from attnplug._system.terminal_tables import WrappedTable, verdict
 
         columns = ("backend", "priority", "verdict", "why")
-        table = WordTable(columns, ("priority",), ("backend", "verdict"), heading="{backend}  {verdict}")
+        table = WrappedTable(columns, ("priority",), ("backend", "verdict"), heading="{backend}  {verdict}")
         for candidate in self.candidates:
             won = candidate is self.chosen
             word = "chosen" if won else "accepted" if candidate.accepted else "refused"

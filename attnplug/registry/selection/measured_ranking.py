@@ -11,8 +11,8 @@ from attnplug.registry.measured.tuned import layer_key
 from attnplug.registry.selection.decision import Placement
 
 if TYPE_CHECKING:
+    from attnplug.registry.measured.comparisons import PhaseTimes, Run
     from attnplug.registry.measured.measured_reason import Measured
-    from attnplug.registry.measured.standings import PhaseTimes, Run
     from attnplug.registry.measured.tuned import TunedTable
     from attnplug.registry.measured.tuned_lookup import Tables
     from attnplug.registry.plugins.installed import Assumed
@@ -65,7 +65,7 @@ def rank_by_tables(
                 notes.append(f"{table.name} has no times of this layer: not used")
             continue
         others = table.other_versions(here=is_here(placement.device), assumed=assumed)
-        applying = _Applying(table, layer[placement.phase], placement, others, notes)
+        applying = _TableForLayer(table, layer[placement.phase], placement, others, notes)
         found = _ranked(applying, order, pages)
         applying.note_stale()
         if found is not None:
@@ -73,7 +73,7 @@ def rank_by_tables(
     return Ranked(order, notes=tuple(notes))
 
 
-def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
+def _ranked(applying: _TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
     """The order by one table; None if it says nothing about the default. Who failed comes last without times too."""
     runs: dict[int, Offer] = {}
     default, others, failed = None, [], []
@@ -95,7 +95,7 @@ def _ranked(applying: _Applying, order: list[Offer], pages: Sequence[Pages]) -> 
     if default is not None:
         applying.note(f"has no time of {default.name}, the default, that applies: not used")
         return _unranked(order, failed)
-    found = applying.times.standing(next(iter(runs)), sorted(runs))
+    found = applying.times.comparison(next(iter(runs)), sorted(runs))
     # The fastest backend of one phase may be the slowest of the other.
     if found.alone is not None and applying.needs_both_phases:
         applying.note(f"has times of {found.alone} only, not of both phases: not used")
@@ -130,7 +130,7 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
         if layer is None or composite.chosen is None or alone.chosen is None:
             continue
         others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
-        applying = _Applying(table, layer[None], placement, others, [])
+        applying = _TableForLayer(table, layer[None], placement, others, [])
         runs = [
             applying.run_of(each, _pages_of(decision))
             for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
@@ -158,7 +158,7 @@ def _words(device: Any) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class _Applying:
+class _TableForLayer:
     """Finds the rows of one table that apply to a layer, and notes why others do not."""
 
     table: TunedTable

@@ -30,7 +30,7 @@ _WORDS: Final = {"requires": "after", "block_size": "without"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class SpecChange:
     """One change by the user.
 
     Args:
@@ -58,7 +58,7 @@ class NearMiss:
     """A refused backend, and the changes with which it would serve the layer; `cost` orders several."""
 
     backend: str
-    changes: tuple[Change, ...]
+    changes: tuple[SpecChange, ...]
     cost: int
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def _changes_that_help(offer: Offer, decision: Decision, gate: EvidenceGate) -> 
             yield NearMiss(offer.name, tuple(change for _, change in changes), sum(c for c, _ in changes))
 
 
-def _passes(offer: Offer, decision: Decision, changes: list[Change], gate: EvidenceGate) -> bool:
+def _passes(offer: Offer, decision: Decision, changes: list[SpecChange], gate: EvidenceGate) -> bool:
     fields = {change.field: change.value for change in changes if change.field != "requires"}
     installs = any(change.field == "requires" for change in changes)
     assumed: Assumed = "all" if installs else decision.assumed
@@ -128,7 +128,7 @@ def _passes(offer: Offer, decision: Decision, changes: list[Change], gate: Evide
     return candidate.accepted
 
 
-_Choices = list[tuple[int, Change | None]]
+_Choices = list[tuple[int, SpecChange | None]]
 _NO_CHANGE: Final[tuple[int, None]] = (0, None)
 
 
@@ -143,13 +143,13 @@ def _installs(offer: Offer, decision: Decision) -> _Choices:
         return [_NO_CHANGE]
     commands = [reason.remedy or str(reason) for reason in missing]
     command = " and ".join(commands)
-    return [_NO_CHANGE, (_INSTALL, Change("requires", command.replace("pip install ", ""), command))]
+    return [_NO_CHANGE, (_INSTALL, SpecChange("requires", command.replace("pip install ", ""), command))]
 
 
 def _dtypes(decision: Decision) -> _Choices:
     """Dtypes of the model; a conversion to float32 would only cost memory and time."""
     others = [dtype for dtype in ("bfloat16", "float16") if dtype != decision.spec.dtype]
-    return [_NO_CHANGE, *((_DTYPE, Change("dtype", each, f"dtype {each}")) for each in others)]
+    return [_NO_CHANGE, *((_DTYPE, SpecChange("dtype", each, f"dtype {each}")) for each in others)]
 
 
 def _kv_dtypes(decision: Decision) -> _Choices:
@@ -164,7 +164,7 @@ def _kv_dtypes(decision: Decision) -> _Choices:
         *(
             (
                 _SAME_KIND if is_quantized_kv_cache(name) == quantized else _OTHER_KIND,
-                Change("kv_cache_dtype", name, f"--kv-cache-dtype {name}"),
+                SpecChange("kv_cache_dtype", name, f"--kv-cache-dtype {name}"),
             )
             for name in names
         ),
@@ -175,4 +175,4 @@ def _block_sizes(decision: Decision) -> _Choices:
     """No block size: the backend then chooses one of its own."""
     if decision.spec.direct_kv or decision.spec.block_size is None:
         return [_NO_CHANGE]
-    return [_NO_CHANGE, (_SAME_KIND, Change("block_size", None, "--block-size"))]
+    return [_NO_CHANGE, (_SAME_KIND, SpecChange("block_size", None, "--block-size"))]

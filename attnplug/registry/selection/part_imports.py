@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
 
 
-class _Pending(enum.Enum):
-    PENDING = enum.auto()
+class _StillImporting(enum.Enum):
+    STILL_IMPORTING = enum.auto()
 
 
-PENDING: Final = _Pending.PENDING
+STILL_IMPORTING: Final = _StillImporting.STILL_IMPORTING
 """Not known yet: another thread imports the parts, and waiting for it could last for ever."""
-Pending: TypeAlias = Literal[_Pending.PENDING]
+StillImporting: TypeAlias = Literal[_StillImporting.STILL_IMPORTING]
 
 
 class PartImports:
@@ -39,7 +39,7 @@ class PartImports:
             made._found = {each: known for each, known in self._found.items() if not known[1].done()}
         return made
 
-    def failure(self, backend: type[AttentionBackend]) -> Reason | Pending | None:
+    def failure(self, backend: type[AttentionBackend]) -> Reason | StillImporting | None:
         """Why the parts of a backend do not import, or None. The first thread that asks imports them.
 
         Other threads wait for its result, unless the first may be waiting for them; see `waited`. They then get
@@ -48,16 +48,16 @@ class PartImports:
         me, mine = threading.get_ident(), Future[Reason | None]()
         # Such a module may be one of the parts, whose import would wait for the other thread.
         if backend not in self._found and is_joined_by_import():
-            return PENDING
+            return STILL_IMPORTING
         with self._lock:
             owner, result = self._found.setdefault(backend, (me, mine))
         if result is not mine:
             if owner == me and not result.done():
-                return PENDING
+                return STILL_IMPORTING
             if result.done():
                 return result.result()
             if not waited(lambda seconds: bool(wait([result], seconds).done), lambda: owner):
-                return PENDING
+                return STILL_IMPORTING
             return result.result()
         try:
             reason = import_parts(backend)

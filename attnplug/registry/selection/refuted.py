@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from attnplug._system import files
-from attnplug._system.json_files import locked, read_document, remedy_for, told, unwritable, whole_json
+from attnplug._system.json_files import (
+    json_problem,
+    locked,
+    read_document,
+    remedy_for,
+    unwritable,
+    whole_json,
+)
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.registry.plugins.backend_versions import BackendVersions
@@ -160,7 +167,7 @@ def _read(path: Path) -> Cells:
         }
     except _MALFORMED as problem:
         raise MatrixFileError(
-            path, f"cannot be made sense of: {told(problem)}", remedy_for(path, _DELETE, _RENAME)
+            path, f"cannot be made sense of: {json_problem(problem)}", remedy_for(path, _DELETE, _RENAME)
         ) from None
 
 
@@ -170,7 +177,7 @@ def _run(path: Path, run: Mapping[str, Any]) -> tuple[BackendVersions, list[tupl
         was_run = [each for each in run["cells"] if each["status"] in (*_WRONG, *_RIGHT)]
         return _subject(run), [(each["status"], _refuted_cell(each, run["date"])) for each in was_run]
     except _MALFORMED as problem:
-        raise MatrixFileError(path, f"cannot take the run in: {told(problem)}") from None
+        raise MatrixFileError(path, f"cannot take the run in: {json_problem(problem)}") from None
 
 
 def _subject(data: Mapping[str, Any]) -> BackendVersions:

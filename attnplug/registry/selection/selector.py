@@ -17,7 +17,7 @@ from attnplug.registry.selection.decision import Candidate, Decision, Gate, Plac
 from attnplug.registry.selection.evidence_gate import EvidenceGate
 from attnplug.registry.selection.gates import Examined, blame, examine
 from attnplug.registry.selection.measured_ranking import rank_by_tables
-from attnplug.registry.selection.part_imports import PENDING
+from attnplug.registry.selection.part_imports import STILL_IMPORTING
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -95,7 +95,7 @@ def decide(
             break
         serves = examined[offer]
         reason = plugins.import_failure(serves.backend) if try_parts else None
-        if reason is None or reason is PENDING:
+        if reason is None or reason is STILL_IMPORTING:
             options, error = guarded_call(_options, offer, serves.backend, policy)
             if error is None:
                 winner, level = offer, "usable" if try_parts and reason is None else "declared"

@@ -26,7 +26,7 @@ from attnplug.runtime.plan.sharding import SharingCost, is_sharded, tokens_per_b
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from attnplug._system.terminal_tables import WordTable
+    from attnplug._system.terminal_tables import WrappedTable
     from attnplug.registry.registry import Registry
 
 SCHEMA = "attnplug.plan"
@@ -139,12 +139,12 @@ class ModelPlan:
         """The backend of each layer in each phase: a composite's halves, or one backend in both."""
         return {name: decision.members for name, decision in self.decisions.items()}
 
-    def table(self) -> WordTable:
+    def table(self) -> WrappedTable:
         """A table for rich: a row for each group of layers with equal specs and decisions.
 
         It has a column for each phase if phases were decided alone or a composite serves a layer.
         """
-        from attnplug._system.terminal_tables import WordTable
+        from attnplug._system.terminal_tables import WrappedTable
 
         split = bool(self.by_phase) or any("+" in name for name in self.backends)
         who = ["prefill", "decode"] if split else ["backend"]
@@ -154,7 +154,7 @@ class ModelPlan:
             alike.setdefault((d.spec, served, d.block_size, d.kv_cache_layout), []).append(name)
         home = {n: str(i) for i, g in enumerate(self.kv_cache_config.kv_cache_groups) for n in g.layer_names}
         columns = ("layers", "first", "kind", *who, "block", "layout", "KV groups")
-        table = WordTable(columns, right=("layers", "block"), heading="{layers} x {first}")
+        table = WrappedTable(columns, right=("layers", "block"), heading="{layers} x {first}")
         for (spec, served, block_size, layout), names in alike.items():
             groups = ", ".join(dict.fromkeys(home[name] for name in names if name in home))
             row = (len(names), names[0], " ".join(spec.kinds), *served, block_size, layout, groups)

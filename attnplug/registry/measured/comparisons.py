@@ -13,7 +13,7 @@ from attnplug.registry.measured.measured_reason import Measured, least_gain
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
-    from attnplug.registry.measured.tuned import Row, TunedLayer
+    from attnplug.registry.measured.tuned import TimedRow, TunedLayer
     from attnplug.registry.plugins.backend_versions import BackendVersions
     from attnplug.registry.selection.evidence import Pages
 
@@ -38,13 +38,13 @@ class Run:
     number: int
     subject: BackendVersions
     pages: Pages
-    rows: dict[int, Row] = dataclasses.field(default_factory=dict)
+    rows: dict[int, TimedRow] = dataclasses.field(default_factory=dict)
     costs: dict[int, float] = dataclasses.field(default_factory=dict)
     failed: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Standing:
+class Comparison:
     """The comparison of some runs with one of them, the default.
 
     Args:
@@ -75,7 +75,7 @@ class PhaseTimes:
         self._names = [str(shape) for shape, _ in layer.workload]
         self._phases = [shape.phase for shape, _ in layer.workload]
         self._runs = _runs(layer, phase)
-        self._standings: dict[tuple[int, ...], Standing] = {}
+        self._comparisons: dict[tuple[int, ...], Comparison] = {}
         self.by_owner: dict[Owner, tuple[Run, ...]] = {}
         """The runs of each backend."""
         for run in self._runs:
@@ -92,21 +92,21 @@ class PhaseTimes:
         # A backend with rows of several versions or pages takes part with one of them.
         for numbers in itertools.islice(itertools.product(*choices), _MOST_PREPARED):
             for default in numbers:
-                self.standing(default, sorted(numbers))
+                self.comparison(default, sorted(numbers))
 
-    def standing(self, default: int, numbers: Sequence[int]) -> Standing:
+    def comparison(self, default: int, numbers: Sequence[int]) -> Comparison:
         """The comparison of the runs with these numbers, which ascend, with the run `default` among them."""
         key = (default, *numbers)
-        found = self._standings.get(key)
+        found = self._comparisons.get(key)
         if found is None:
-            found = self._standings[key] = self._compared(default, numbers)
+            found = self._comparisons[key] = self._compared(default, numbers)
         return found
 
     def has_mixed(self, run: Run) -> bool:
         """Whether a run has times of a mixed step."""
         return any(self._phases[place] is None for place in run.rows)
 
-    def _compared(self, default: int, numbers: Sequence[int]) -> Standing:
+    def _compared(self, default: int, numbers: Sequence[int]) -> Comparison:
         own = self._runs[default]
         shapes = sorted(own.rows)
         # Who was not measured at every shape of the default cannot be compared with it.
@@ -127,7 +127,7 @@ class PhaseTimes:
         phases = {self._phases[shape] for shape in shapes}
         found = (winner, *rest)
         times = tuple(self._runs[number].rows[shown].us for number in found)
-        return Standing(found, times, measured, next(iter(phases)) if len(phases) == 1 else None)
+        return Comparison(found, times, measured, next(iter(phases)) if len(phases) == 1 else None)
 
     def overall_gain(self, one: Run, other: Run) -> Measured | None:
         """How much faster one run is than another over all steps that both have; None if not beyond the noise."""
