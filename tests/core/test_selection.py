@@ -152,3 +152,13 @@ def test_micro_batches_have_their_own_rows() -> None:
         [UBatchSlice(slice(0, 2), slice(0, 3)), UBatchSlice(slice(1, 2), slice(3, 6))], common
     )
     assert [rows_of(part) for part in parts] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_its_tensors_cannot_be_replaced() -> None:
+    made = selection([0])
+    # Layers and graphs hold these very tensors, and an indexer writes into them.
+    for field in ("positions", "counts"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field, getattr(made, field).clone())
+    assert made != made[:]
+    assert hash(made) == object.__hash__(made)
