@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.batch.host import is_one_each, query_spans
-from attnplug.core.composite.cut import Cut, cut_at
+from attnplug.core.composite.step_split import StepSplit, split_at
 from attnplug.core.config import CONTEXT_CHUNK_ROWS, BuilderConfig
 from attnplug.core.errors import BatchError, PluginError
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
@@ -161,7 +161,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             raise BatchError("max_query_len", longest, limit, "run such steps without a graph")
         return super().build_for_cudagraph_capture(common_attn_metadata)
 
-    def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> Cut:
+    def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> StepSplit:
         threshold, reqs = self.reorder_batch_threshold or 1, lens.size
         if self.query_lens is QueryLens.UNIFORM:
             lengths = lens[lens > 0]
@@ -174,8 +174,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         if reqs == lens.size:
             if tokens != common.num_actual_tokens:
                 common = dataclasses.replace(common, num_actual_tokens=tokens)
-            return Cut(reqs, tokens, common, None)
-        return cut_at(common, reqs, tokens) if tokens else Cut(0, 0, None, common)
+            return StepSplit(reqs, tokens, common, None)
+        return split_at(common, reqs, tokens) if tokens else StepSplit(0, 0, None, common)
 
     def _without_idle(self, common: CommonAttentionMetadata, lens: _Ints) -> CommonAttentionMetadata:
         """The decodes without requests that have no queries, unless any query length is allowed."""

@@ -18,7 +18,7 @@ from attnplug.core import (
     composite_backend,
 )
 from attnplug.core.batch import UBatchSlice, split_attn_metadata
-from attnplug.core.composite.cut import cut_step
+from attnplug.core.composite.step_split import split_step
 from attnplug.core.errors import BatchError
 
 
@@ -39,7 +39,7 @@ def test_halves_are_what_micro_batches_of_the_same_requests_are(lengths, thresho
     tokens = [a + b for a, b in lengths]
     host = np.array(tokens, dtype=np.int32) if known else None
     common = batch(new, tokens, seq_lens_host=host, seq_lens_host_exact=known)
-    cut = cut_step(common, threshold, False)
+    cut = split_step(common, threshold, False)
     first = next((i for i, count in enumerate(new) if count > threshold), len(new))
     assert cut.num_reqs == first
     assert cut.num_tokens == sum(new[:first])
@@ -72,7 +72,7 @@ def test_halves_are_what_micro_batches_of_the_same_requests_are(lengths, thresho
 
 def test_nothing_but_start_locations_is_copied():
     common = batch(*MIXED)
-    cut = cut_step(common, 1, False)
+    cut = split_step(common, 1, False)
     for field in ("seq_lens", "block_table_tensor", "slot_mapping"):
         whole = getattr(common, field)
         for half in (cut.decode, cut.prefill):
@@ -82,20 +82,20 @@ def test_nothing_but_start_locations_is_copied():
 
 def test_padding_tokens_go_with_the_last_requests():
     common = dataclasses.replace(batch(*MIXED), num_actual_tokens=10, slot_mapping=torch.arange(10))
-    assert cut_step(common, 1, False).prefill.num_actual_tokens == 8
+    assert split_step(common, 1, False).prefill.num_actual_tokens == 8
     decodes = dataclasses.replace(batch([1, 1], [2, 2]), num_actual_tokens=4, slot_mapping=torch.arange(4))
-    assert cut_step(decodes, 1, False).decode is decodes
+    assert split_step(decodes, 1, False).decode is decodes
 
 
 def test_cross_layers_have_all_slots_in_both_halves():
     common = dataclasses.replace(batch(*MIXED), slot_mapping=torch.arange(33))
-    cut = cut_step(common, 1, True)
+    cut = split_step(common, 1, True)
     assert cut.decode.slot_mapping is cut.prefill.slot_mapping is common.slot_mapping
 
 
 def test_lengths_per_rank_are_cut_too():
     common = dataclasses.replace(batch(*MIXED), dcp_local_seq_lens=torch.tensor([5, 2, 4, 1]))
-    cut = cut_step(common, 1, False)
+    cut = split_step(common, 1, False)
     assert cut.decode.dcp_local_seq_lens.tolist() == [5, 2]
     assert cut.prefill.dcp_local_seq_lens.tolist() == [4, 1]
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.composite.cut import Cut, cut_step
 from attnplug.core.composite.impl import CompositeMetadata
+from attnplug.core.composite.step_split import StepSplit, split_step
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
@@ -175,13 +175,13 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         written = slot_mapping if self._is_cross else slot_mapping[: metadata.num_actual_tokens]
         return dataclasses.replace(metadata, slot_mapping=written, decode=decode, prefill=prefill)
 
-    def _cut(self, common: CommonAttentionMetadata) -> Cut:
-        return cut_step(common, self.reorder_batch_threshold or 1, self._is_cross)
+    def _cut(self, common: CommonAttentionMetadata) -> StepSplit:
+        return split_step(common, self.reorder_batch_threshold or 1, self._is_cross)
 
     def _made(
         self,
         common: CommonAttentionMetadata,
-        cut: Cut,
+        cut: StepSplit,
         decode: AttentionMetadata | None,
         prefill: AttentionMetadata | None,
     ) -> CompositeMetadata:

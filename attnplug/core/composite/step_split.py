@@ -12,7 +12,7 @@ from attnplug.core.metadata import CommonAttentionMetadata
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class StepSplit:
     """The number of decodes and their tokens, and the step of each part; None for an empty part."""
 
     num_reqs: int
@@ -21,7 +21,7 @@ class Cut:
     prefill: CommonAttentionMetadata | None
 
 
-def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> Cut:
+def split_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> StepSplit:
     """Cut the step before its first query longer than `threshold`; nothing is read back.
 
     The parts are views of the step's tensors. Only the start locations of the rest are new, because they begin at 0:
@@ -38,20 +38,20 @@ def cut_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) ->
     """
     reqs, rest, tokens, _ = split_decodes_and_prefills(common, threshold)
     if not rest:
-        return Cut(reqs, tokens, common, None)
+        return StepSplit(reqs, tokens, common, None)
     if not reqs:
-        return Cut(0, 0, None, common)
-    return cut_at(common, reqs, tokens, is_cross, longest=1 if threshold == 1 else None)
+        return StepSplit(0, 0, None, common)
+    return split_at(common, reqs, tokens, is_cross, longest=1 if threshold == 1 else None)
 
 
-def cut_at(
+def split_at(
     common: CommonAttentionMetadata,
     reqs: int,
     tokens: int,
     is_cross: bool = False,
     longest: int | None = None,
-) -> Cut:
-    """Cut the step after `reqs` requests, which have `tokens` queries; both parts have requests. See `cut_step`.
+) -> StepSplit:
+    """Cut the step after `reqs` requests, which have `tokens` queries; both parts have requests. See `split_step`.
 
     `longest` is the longest query of the first part; None if it must be computed.
     """
@@ -78,7 +78,7 @@ def cut_at(
         **second,
     )
     if not tokens:  # no request of the first part has new tokens
-        return Cut(reqs, 0, None, prefill)
+        return StepSplit(reqs, 0, None, prefill)
     decode = CommonAttentionMetadata(
         start_locs[: reqs + 1],
         start_locs_cpu[: reqs + 1],
@@ -94,7 +94,7 @@ def cut_at(
         seq_lens_host_exact=common.seq_lens_host_exact,
         **first,
     )
-    return Cut(reqs, tokens, decode, prefill)
+    return StepSplit(reqs, tokens, decode, prefill)
 
 
 _PER_REQUEST = (
