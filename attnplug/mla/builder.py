@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.batch.host import is_one_each, query_spans
+from attnplug.core.composite.member_layers import MemberLayers
 from attnplug.core.composite.step_split import StepSplit, split_at
 from attnplug.core.config import CONTEXT_CHUNK_ROWS, BuilderConfig
 from attnplug.core.errors import BatchError, PluginError
@@ -18,6 +19,7 @@ from attnplug.core.interface.impl_and_builder import checked_metadata, make_buil
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.spec import Phase
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
@@ -62,8 +64,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         if self.backend.prefill is not None:
             # The expanded layer has no pages, but builders read the heads of a layer from a page spec.
             pages = cast(KVCacheSpec, kv_cache_spec_for(impl.spec.expanded().replace(direct_kv=False), 1))
-            layers = _PrefillLayers(config.layers, layer_names)
-            own = dataclasses.replace(config, layers=layers)
+            own = dataclasses.replace(config, layers=MemberLayers(config.layers, Phase.PREFILL))
             self.prefill = make_builder(self.backend.prefill, pages, layer_names, own, device)
         rows = CONTEXT_CHUNK_ROWS if config.context_chunk_rows is None else config.context_chunk_rows
         self.context_chunk_rows = max(rows, kv_cache_spec.block_size)
@@ -315,30 +316,3 @@ def _selected_steps(
     decodes = config.max_num_seqs * (1 + config.num_speculative_tokens)
     sizes = sorted((decodes, max(config.max_num_batched_tokens, decodes)))
     return SelectedSteps(max(chosen), device, sizes) if chosen else None
-
-
-class _PrefillLayers(Mapping[str, Any]):
-    """The layers of a builder with the impls of their prefill half."""
-
-    def __init__(self, layers: Mapping[str, Any], names: Sequence[str]) -> None:
-        self._layers, self._names = layers, list(names)
-
-    def __getitem__(self, name: str) -> Any:
-        return _PrefillLayer(self._layers[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class _PrefillLayer:
-    """A layer with the impl of its prefill half; all other attributes are the layer's own."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self.impl = layer.impl.prefill_impl
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)

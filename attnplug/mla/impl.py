@@ -13,7 +13,7 @@ from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors, MLAA
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla import MLADims
 from attnplug.core.mla_weights import DenseProjection, LatentProjection, projection_of
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages
 from attnplug.ops.checks import check_rows, kv_scales, refuse_output_scales
@@ -95,20 +95,25 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             raise SpecError("sparse", str(spec.sparse), "is served by a class of its own", remedy)
         self._own_scale: float | None = None
         self.softmax_scale = spec.scale
-        self.prefill_impl: AttentionImpl[Any] | None = None
+        self.members: dict[Phase, AttentionImpl[Any]] = {}
         prefill = self.backend.prefill
         if prefill is not None:
-            self.prefill_impl = make_impl(
+            self.members[Phase.PREFILL] = make_impl(
                 prefill,
                 spec.expanded(),
                 layer_name=layer_name,
                 options=None if prefill.Options is None else prefill.Options(),
             )
 
+    @property
+    def prefill_impl(self) -> AttentionImpl[Any] | None:
+        """The impl of the prefill half; None without."""
+        return self.members.get(Phase.PREFILL)
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """As AttentionImpl.process_weights_after_loading, also of the prefill half."""
-        if self.prefill_impl is not None:
-            self.prefill_impl.process_weights_after_loading(act_dtype)
+        for member in self.members.values():
+            member.process_weights_after_loading(act_dtype)
 
     def update_kv_cache(
         self,

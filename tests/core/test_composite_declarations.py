@@ -18,7 +18,7 @@ from attnplug.core import (
     SparseSpec,
     composite_backend,
 )
-from attnplug.core.composite.references import class_of, reference_of
+from attnplug.core.composite.pair import class_of, reference_of
 from attnplug.core.errors import SpecError
 from attnplug.core.mla_backend import MLADecodeBackend
 
