@@ -147,32 +147,14 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         queries = query.split_with_sizes((cut, query.shape[0] - cut))
         outputs = output.split_with_sizes((cut, output.shape[0] - cut))
         # Decodes read their keys from the pages, which have them; prefills may be faster on the given ones.
-        self._decode.attend(
-            layer,
-            queries[0],
-            None,
-            None,
-            kv_cache,
-            decode,
-            outputs[0],
-            output_lse=None if output_lse is None else output_lse[:cut],
-            use_sinks=use_sinks,
-            **_rows_of(scales, slice(cut)),
-        )
-        if self._is_cross:
-            key = value = None
-        self._prefill.attend(
-            layer,
-            queries[1],
-            None if key is None else key[cut:],
-            None if value is None else value[cut:],
-            kv_cache,
-            prefill,
-            outputs[1],
-            output_lse=None if output_lse is None else output_lse[cut:],
-            use_sinks=use_sinks,
-            **_rows_of(scales, slice(cut, None)),
-        )
+        rest = [None if each is None or self._is_cross else each[cut:] for each in (key, value)]
+        for impl, part, rows, given, q, o in (
+            (self._decode, decode, slice(cut), (None, None), queries[0], outputs[0]),
+            (self._prefill, prefill, slice(cut, None), rest, queries[1], outputs[1]),
+        ):
+            lse = None if output_lse is None else output_lse[rows]
+            of_rows = _rows_of(scales, rows) if scales else scales
+            impl.attend(layer, q, *given, kv_cache, part, o, output_lse=lse, use_sinks=use_sinks, **of_rows)
         return output
 
     def _scales(

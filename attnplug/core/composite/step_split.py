@@ -55,45 +55,15 @@ def split_at(
 
     `longest` is the longest query of the first part; None if it must be computed.
     """
-    end = common.num_reqs
-    rest, rest_tokens = end - reqs, common.num_actual_tokens - tokens
-    start_locs, start_locs_cpu = common.query_start_loc, common.query_start_loc_cpu
-    slots = (common.slot_mapping, common.slot_mapping)
-    if not is_cross:
-        slots = slots[0][:tokens], slots[0][tokens : tokens + rest_tokens]
-    first, second = _optional(common, reqs, tokens)
-    prefill = CommonAttentionMetadata(
-        start_locs[reqs : end + 1] - tokens,
-        torch.from_numpy(start_locs_cpu.numpy()[reqs:] - tokens),
-        common.seq_lens[reqs:end],
-        rest,
-        rest_tokens,
-        common.max_query_len,
-        _longest(second, common),
-        common.block_table_tensor[reqs:end],
-        slots[1],
-        common.causal,
-        common.is_cut,
-        seq_lens_host_exact=common.seq_lens_host_exact,
-        **second,
-    )
+    end, starts, starts_cpu = common.num_reqs, common.query_start_loc, common.query_start_loc_cpu
+    own = starts[reqs : end + 1] - tokens, torch.from_numpy(starts_cpu.numpy()[reqs:] - tokens)
+    rest = slice(reqs, end), slice(tokens, common.num_actual_tokens)
+    prefill = _part(common, *rest, own, common.max_query_len, is_cross)
     if not tokens:  # no request of the first part has new tokens
         return StepSplit(reqs, 0, None, prefill)
-    decode = CommonAttentionMetadata(
-        start_locs[: reqs + 1],
-        start_locs_cpu[: reqs + 1],
-        common.seq_lens[:reqs],
-        reqs,
-        tokens,
-        int(start_locs_cpu[: reqs + 1].diff().max()) if longest is None else longest,
-        _longest(first, common),
-        common.block_table_tensor[:reqs],
-        slots[0],
-        common.causal,
-        common.is_cut,
-        seq_lens_host_exact=common.seq_lens_host_exact,
-        **first,
-    )
+    own = starts[: reqs + 1], starts_cpu[: reqs + 1]
+    longest = int(own[1].diff().max()) if longest is None else longest
+    decode = _part(common, slice(0, reqs), slice(0, tokens), own, longest, is_cross)
     return StepSplit(reqs, tokens, decode, prefill)
 
 
@@ -104,22 +74,33 @@ _PER_REQUEST = (
 _PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
 
 
-def _optional(
-    common: CommonAttentionMetadata, reqs: int, tokens: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The optional fields of the requests and tokens of the step, for each part."""
-    first: dict[str, Any] = {}
-    second: dict[str, Any] = {}
-    ends = dict.fromkeys(_PER_REQUEST, (reqs, common.num_reqs))
-    ends |= dict.fromkeys(_PER_TOKEN, (tokens, common.num_actual_tokens))
-    for name, (cut, end) in ends.items():
-        value = getattr(common, name)
-        if value is not None:
-            first[name], second[name] = value[:cut], value[cut:end]
-    return first, second
-
-
-def _longest(part: dict[str, Any], common: CommonAttentionMetadata) -> int:
-    """The longest sequence of a part, or the step's bound if the host does not know it."""
-    lengths = part.get("seq_lens_host")
-    return common.max_seq_len if lengths is None else min(int(lengths.max()), common.max_seq_len)
+def _part(
+    common: CommonAttentionMetadata,
+    reqs: slice,
+    tokens: slice,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    longest: int,
+    is_cross: bool,
+) -> CommonAttentionMetadata:
+    optional: dict[str, Any] = {}
+    for names, rows in ((_PER_REQUEST, reqs), (_PER_TOKEN, tokens)):
+        for name in names:
+            value = getattr(common, name)
+            if value is not None:
+                optional[name] = value[rows]
+    # Without lengths on the host, the step's bound is the part's.
+    lengths, most = optional.get("seq_lens_host"), common.max_seq_len
+    return CommonAttentionMetadata(
+        *starts,
+        common.seq_lens[reqs],
+        reqs.stop - reqs.start,
+        tokens.stop - tokens.start,
+        longest,
+        most if lengths is None else min(int(lengths.max()), most),
+        common.block_table_tensor[reqs],
+        common.slot_mapping if is_cross else common.slot_mapping[tokens],
+        common.causal,
+        common.is_cut,
+        seq_lens_host_exact=common.seq_lens_host_exact,
+        **optional,
+    )
