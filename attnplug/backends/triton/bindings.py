@@ -14,6 +14,7 @@ from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
     SHORT,
     Specialized,
+    compile_options,
     decode_launch,
     gpu_of,
     is_one_range,
@@ -244,8 +245,7 @@ class BoundLayer:
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
-            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            kernel = BoundKernel(_PREFILL, 14, values, **options)
+            kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
             found = self._prefills[key] = Prefill(kernel, block_m // self._group)
         return found
 
@@ -309,11 +309,8 @@ class BoundLayer:
             "MERGE": merge,
         }
         values["ONE"] = is_one_range(block_m, launch.block_n, self._reach.left, values["PAIRS"])
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        if launch.max_registers is not None:
-            options["maxnreg"] = launch.max_registers
         return Decode(
-            kernel=BoundKernel(_DECODE, 14, values, **options),
+            kernel=BoundKernel(_DECODE, 14, values, **compile_options(launch)),
             # A merge kernel of its own took Qwen3 1 x 8k from 28.2 to 16.2 us on an H200.
             merge=BoundKernel(_MERGE, 6, values) if merge == "later" else None,
             # The grid depends on no length, so a captured graph serves any lengths.

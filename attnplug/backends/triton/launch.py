@@ -256,7 +256,7 @@ _PREFILL = {
 
 
 class ShareLaunch(NamedTuple):
-    """Launch parameters of equal shares.
+    """Launch parameters of equal shares, of pages and of latents.
 
     Args:
         block_m: rows of a stream: queries times heads of a group.
@@ -277,6 +277,13 @@ class ShareLaunch(NamedTuple):
     least: int
     ahead: int = 0
     max_registers: int | None = None
+
+
+def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[str, int]:
+    """The compiler's options for a launch."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    limit: int | None = getattr(launch, "max_registers", None)
+    return options if limit is None else options | {"maxnreg": limit}
 
 
 # Each layer asks in each step.
