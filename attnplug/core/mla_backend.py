@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attnplug.core.backend import AttentionBackend
@@ -19,8 +19,6 @@ from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnplug.core.device import Device
 
 _SERVED = Feature.MLA | Feature.LSE | Feature.FP8_KV | Feature.SPARSE
@@ -157,7 +155,7 @@ class MLADecodeBackend(AttentionBackend):
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
         """The kernels of the prefill half; a decode that compiles adds its own."""
-        return _watch(cls.prefill)
+        return nullcontext([]) if cls.prefill is None else answer(cls.prefill, "watch_compiling")
 
     @classmethod
     def with_prefill(cls, prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
@@ -165,12 +163,6 @@ class MLADecodeBackend(AttentionBackend):
         if cls.is_selecting:
             raise SpecError("prefill", prefill.get_name(), "is not used: sparse layers decode every query")
         return cls if prefill is cls.prefill else _with_prefill(prefill, decode_of(cls))
-
-
-@contextmanager
-def _watch(prefill: type[AttentionBackend] | None) -> Iterator[list[str]]:
-    with ExitStack() as stack:
-        yield [] if prefill is None else stack.enter_context(answer(prefill, "watch_compiling"))
 
 
 @functools.cache

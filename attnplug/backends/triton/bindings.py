@@ -12,7 +12,7 @@ from attnplug.backends.impl import Pages
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
-    SHORT,
+    SHORT_PROMPT_LAUNCH,
     Specialized,
     compile_options,
     decode_launch,
@@ -208,7 +208,7 @@ class BoundLayer:
             most_keys: tokens of the longest request; None if the host does not know.
         """
         paged = k.dim() == 4
-        if self._group > SHORT.block_m:
+        if self._group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self._group, k.dtype.itemsize
         launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored)

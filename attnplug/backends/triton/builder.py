@@ -67,10 +67,12 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             limit = f"must be {reqs + 1} ascending locations in 0 .. num_actual_tokens={tokens}"
             raise BatchError("query_start_loc_cpu", starts.tolist(), limit)
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
+        key_rows = tokens
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
-        if common.key_start_loc is not None:
             check_indices("key_start_loc", common.key_start_loc)
+            # 0 if only the device knows the keys.
+            key_rows = 0 if common.key_start_loc_cpu is None else int(common.key_start_loc_cpu[reqs])
         if common.mm_prefix_spans is not None:
             check_spans(common.mm_prefix_spans, tokens)
             if not common.mm_prefix_spans.is_contiguous():
@@ -98,7 +100,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             workspace=self._workspace,
             spans=common.mm_prefix_spans,
             prefix_len=common_prefix_len if has_prefix else 0,
-            key_rows=_key_rows(common),
+            key_rows=key_rows,
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)
@@ -145,13 +147,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         sharing = int((query_lens[:decodes] > 0).sum())
         spared = common_prefix_len * (sharing - 1) * num_kv_heads
         return dcp_world_size == 1 and common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
-
-
-def _key_rows(common: CommonAttentionMetadata) -> int:
-    """The rows of keys that a call must give, with direct K and V; 0 if only the device knows them."""
-    if common.key_start_loc is None:
-        return common.num_actual_tokens
-    return 0 if common.key_start_loc_cpu is None else int(common.key_start_loc_cpu[common.num_reqs])
 
 
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:

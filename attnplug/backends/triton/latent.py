@@ -104,7 +104,12 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stor
     side, rope_side = latent_tiles(size, rope, stored)
     # Without a rope part, what Triton exchanges between warps takes as much.
     width = (side + max(rope_side, side // 8)) * itemsize
-    while (launch.block_m + launch.block_n * _tiles_held(launch, gpu)) * width > gpu.shared_memory:
+    while True:
+        # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
+        is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
+        tiles = launch.num_stages + is_late
+        if (launch.block_m + launch.block_n * tiles) * width <= gpu.shared_memory:
+            break
         if launch.num_stages > 1:
             launch = launch._replace(num_stages=launch.num_stages - 1)
         elif launch.block_n > 16:
@@ -114,13 +119,6 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stor
         else:
             break
     return launch
-
-
-def _tiles_held(launch: ShareLaunch, gpu: Gpu) -> int:
-    """Tiles of latents in shared memory at the same time."""
-    # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
-    is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
-    return launch.num_stages + is_late
 
 
 # The fastest on an H200 by rows of a tile, see benchmarks/results/mla-h200.json.

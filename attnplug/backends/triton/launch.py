@@ -192,7 +192,7 @@ def prefill_launch(
         least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
         if most_keys is not None and most_keys <= _SHORT_PROMPT and wide <= 256:
-            launch = SHORT
+            launch = SHORT_PROMPT_LAUNCH
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -242,7 +242,7 @@ _DECODE_8_BIT = {
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
 # tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
 _SHORT_PROMPT = 256
-SHORT = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
+SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384. The kernel with specialised
 # warps took 4341 to 3865 us for heads of 128 (1 x 16k), and 4579 to 3591 us for heads of 256. It is slower for heads of 64.
 # Its tiles have a power of two of columns, so the other kernel multiplies less from 129 to 192 elements.

@@ -147,14 +147,15 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         queries = query.split_with_sizes((cut, query.shape[0] - cut))
         outputs = output.split_with_sizes((cut, output.shape[0] - cut))
         # Decodes read their keys from the pages, which have them; prefills may be faster on the given ones.
-        rest = [None if each is None or self._is_cross else each[cut:] for each in (key, value)]
-        for impl, part, rows, given, q, o in (
-            (self._decode, decode, slice(cut), (None, None), queries[0], outputs[0]),
-            (self._prefill, prefill, slice(cut, None), rest, queries[1], outputs[1]),
+        new_k, new_v = (None if x is None or self._is_cross else x[cut:] for x in (key, value))
+        for impl, part, rows, q, k, v, into in (
+            (self._decode, decode, slice(cut), queries[0], None, None, outputs[0]),
+            (self._prefill, prefill, slice(cut, None), queries[1], new_k, new_v, outputs[1]),
         ):
             lse = None if output_lse is None else output_lse[rows]
-            of_rows = _rows_of(scales, rows) if scales else scales
-            impl.attend(layer, q, *given, kv_cache, part, o, output_lse=lse, use_sinks=use_sinks, **of_rows)
+            # Only the scales of blocks have rows.
+            cuts = {name: x[rows] if name == "output_block_scale" else x for name, x in scales.items()}
+            impl.attend(layer, q, k, v, kv_cache, part, into, output_lse=lse, use_sinks=use_sinks, **cuts)
         return output
 
     def _scales(
@@ -171,11 +172,6 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
             limit = f"must be None: {self.backend.get_name()} quantises no outputs to {output.dtype}"
             raise BatchError(next(iter(found)), "given", limit, "quantise the output after attention")
         return found
-
-
-def _rows_of(scales: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """The scales for some rows of the output: only those of blocks have rows."""
-    return {name: each[rows] if name == "output_block_scale" else each for name, each in scales.items()}
 
 
 @functools.cache
