@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.impl import own_slots
+from attnplug.backends.impl import check_prefix, own_slots
 from attnplug.backends.triton.impl import TritonImpl
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
@@ -78,9 +78,10 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             if not common.mm_prefix_spans.is_contiguous():
                 limit = "must be (2, 1): kernels read adjacent elements"
                 raise BatchError("mm_prefix_spans.stride()", common.mm_prefix_spans.stride(), limit)
-        _check_prefix(common_prefix_len, common, lens)
+        exact = common.seq_lens_host if common.seq_lens_host_exact else None
+        check_prefix(common_prefix_len, None if exact is None else exact[:reqs], lens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
-        known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
+        known = exact if decodes < reqs else None
         # A row of the prefix has no span: its tile has rows of several requests.
         has_prefix = self._by_shares and decodes > 1 and common.mm_prefix_spans is None
         metadata = TritonMetadata(
@@ -156,15 +157,3 @@ def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int
         return lens.size, longest, 0
     decodes = int((lens > threshold).argmax())
     return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
-
-
-def _check_prefix(prefix: int, common: CommonAttentionMetadata, query_lens: npt.NDArray[np.int32]) -> None:
-    if not prefix:
-        return
-    computed = max(prefix, 0)
-    if common.seq_lens_host is not None and common.seq_lens_host_exact:
-        before = common.seq_lens_host[: common.num_reqs] - query_lens
-        computed = int(before[query_lens > 0].min(initial=before.max(initial=0)))
-    if not 0 <= prefix <= computed:
-        limit = f"must be in 0 .. {max(computed, 0)}, the tokens that every request has computed"
-        raise BatchError("common_prefix_len", prefix, limit)
