@@ -52,7 +52,10 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, config, device)
-        impl = _impl_of(config, layer_names)
+        impl = getattr(config.layers.get(layer_names[0]) if layer_names else None, "impl", None)
+        if not isinstance(impl, MLADecodeImpl):
+            limit = "make the layers' impls first, of subclasses of MLADecodeImpl, and give them in BuilderConfig.layers"
+            raise PluginError(f"MLADecodeBuilder cannot read the layer of {list(layer_names)}: {limit}")
         self.backend: type[MLADecodeBackend] = impl.backend
         self.query_lens = QueryLens(self.backend.query_lens)
         several = self.query_lens is not QueryLens.SINGLE
@@ -294,16 +297,6 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
 
     def _on_device(self, values: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int32)).to(self.device, non_blocking=True)
-
-
-def _impl_of(config: BuilderConfig, layer_names: Sequence[str]) -> MLADecodeImpl:
-    """The impl of the first layer; PluginError unless it is one of latent attention."""
-    layer = config.layers.get(layer_names[0]) if layer_names else None
-    impl = getattr(layer, "impl", None)
-    if not isinstance(impl, MLADecodeImpl):
-        limit = "make the layers' impls first, of subclasses of MLADecodeImpl, and give them in BuilderConfig.layers"
-        raise PluginError(f"MLADecodeBuilder cannot read the layer of {list(layer_names)}: {limit}")
-    return impl
 
 
 def _selected_steps(

@@ -221,24 +221,21 @@ class BoundLayer:
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
                 self._prefills.clear()
+            values = {**self._values, **_strides(k.stride(), v.stride())}
+            values |= {"stride_table": stride_table, "PAGED": paged, "BLOCK_SIZE": block_size}
             if special is not None:
-                found = self._specialized(k, v, stride_table, special)
+                found = self._specialized(k, v, values, special)
                 if found is not None:
                     self._prefills[key] = found
                     return found
             block_m = max(launch.block_m, tile_side(self._group))
             parts = head_tiles(self._spec.head_size, self._spec.head_size_v, stored)
             (block_d, tail), (block_dv, tail_v) = parts
-            values = {
-                **self._values,
-                **_strides(k.stride(), v.stride()),
+            values |= {
                 "BLOCK_D": block_d,
                 "BLOCK_DV": block_dv,
                 "TAIL": tail,
                 "TAIL_V": tail_v,
-                "stride_table": stride_table,
-                "PAGED": paged,
-                "BLOCK_SIZE": block_size,
                 "BLOCK_M": block_m,
                 "BLOCK_N": launch.block_n,
                 "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
@@ -255,20 +252,16 @@ class BoundLayer:
         return programs(works, self._gpu.multiprocessors, has_limit, most_keys)
 
     def _specialized(
-        self, k: torch.Tensor, v: torch.Tensor, stride_table: int, launch: Specialized
+        self, k: torch.Tensor, v: torch.Tensor, values: dict[str, Any], launch: Specialized
     ) -> Prefill | None:
         """The kernel with specialised warps, if it serves the layer on this device."""
         kernel = specialized_kernel(k.device)
         if kernel is None or not serves(self._spec, self._values, k, v, launch):
             return None
         values = {
-            **self._values,
+            **values,
             **self._whole_tiles(k),
-            **_strides(k.stride(), v.stride()),
-            "stride_table": stride_table,
             "KV_HEADS": self.kv_heads,
-            "PAGED": k.dim() == 4,
-            "BLOCK_SIZE": k.shape[1] if k.dim() == 4 else 1,
             "BLOCK_M": ROWS,
             "BLOCK_N": launch.block_n,
             "STAGES": launch.num_stages,

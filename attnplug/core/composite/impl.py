@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.composite.backend import CompositeBackend
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,9 +53,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
     one that graphs capture, runs on that member only.
     """
 
-    prefill_backend: ClassVar[type[AttentionBackend]]
-    decode_backend: ClassVar[type[AttentionBackend]]
-
+    backend: type[CompositeBackend]  # pyright: ignore[reportIncompatibleVariableOverride]
     members: Mapping[Phase, AttentionImpl[Any]]
     """The impl of each phase."""
 
@@ -67,7 +66,6 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         options: Any = None,
     ) -> None:
         super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
-        backends = {Phase.PREFILL: self.prefill_backend, Phase.DECODE: self.decode_backend}
         # Given only where there are ranks, because a member's own from_spec may not take groups.
         groups: dict[str, Any] = {}
         if self.total_cp_world_size > 1:
@@ -83,7 +81,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
                 options=member_options(options, phase, member),
                 **groups,
             )
-            for phase, member in backends.items()
+            for phase, member in self.backend.members().items()
         }
         self._prefill, self._decode = self.members[Phase.PREFILL], self.members[Phase.DECODE]
         self._is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
@@ -180,8 +178,6 @@ def composite_impl(prefill: type[AttentionBackend], decode: type[AttentionBacken
     impls = prefill.get_impl_cls(), decode.get_impl_cls()
     namespace: dict[str, Any] = {
         "__module__": __name__,
-        "prefill_backend": prefill,
-        "decode_backend": decode,
         "can_return_lse_for_decode": impls[1].can_return_lse_for_decode,
         "supports_pcp": impls[0].supports_pcp,
         "supports_quant_query_input": all(impl.supports_quant_query_input for impl in impls),
