@@ -9,6 +9,7 @@ from typing import ClassVar, TypeVar
 
 import torch
 
+from attnplug.core.batch.host import IntArray
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
@@ -32,6 +33,19 @@ def own_slots(kv_cache_spec: KVCacheSpec, slot_mapping: torch.Tensor, tokens: in
             "slot_mapping", tuple(slot_mapping.shape), limit, "give -1 for tokens that are not written"
         )
     return slot_mapping[:tokens]
+
+
+def check_prefix(prefix: int, lengths: IntArray | None, query_lens: IntArray) -> None:
+    """BatchError unless every request with queries has computed `prefix` tokens, as far as `lengths` tells."""
+    if not prefix:
+        return
+    computed = max(prefix, 0)
+    if lengths is not None:
+        before = lengths - query_lens
+        computed = int(before[query_lens > 0].min(initial=before.max(initial=0)))
+    if not 0 <= prefix <= computed:
+        limit = f"must be in 0 .. {max(computed, 0)}, the tokens that every request has computed"
+        raise BatchError("common_prefix_len", prefix, limit)
 
 
 class Pages:

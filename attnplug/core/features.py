@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Ask:
+class FeatureRow:
     """One row: how a layer asks for a feature, and how attnplug names it to people and programs.
 
     Args:
@@ -94,17 +94,17 @@ class Feature(enum.Flag, boundary=enum.STRICT):
     so every plugin refuses a flag that is added here after the plugin was written.
     """
 
-    ask: Ask
+    ask: FeatureRow
 
-    def __new__(cls, row: Ask | int) -> Self:
+    def __new__(cls, row: FeatureRow | int) -> Self:
         """A member from its row, or the union of members that has the value `row`."""
         self = object.__new__(cls)
         self._value_ = row if isinstance(row, int) else 1 << len(cls.__members__)
-        if isinstance(row, Ask):
+        if isinstance(row, FeatureRow):
             self.ask = row
         return self
 
-    SLIDING_WINDOW = Ask(
+    SLIDING_WINDOW = FeatureRow(
         field="window",
         when=lambda spec: spec.is_windowed,
         values=((6, 0), (40, 40), (149, 0), (5, 11), (0, 0), (15, -1), (-1, 7), (150, 3)),
@@ -120,7 +120,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Only keys within `window` of the query's position are seen."""
-    CHUNKED_LOCAL = Ask(
+    CHUNKED_LOCAL = FeatureRow(
         field="chunk_size",
         values=(24, 129, 64, 16),
         fields=lambda head_size, block_size: {"chunk_size": _whole_pages(block_size)},
@@ -130,7 +130,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Only keys of the query's own chunk are seen."""
-    SOFT_CAP = Ask(
+    SOFT_CAP = FeatureRow(
         field="logits_soft_cap",
         values=(3.0, 1.7, 30.5, 0.9),
         shown=lambda spec: f"soft cap {spec.logits_soft_cap:g}",
@@ -139,7 +139,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Logits become `c * tanh(logits / c)`."""
-    SINKS = Ask(
+    SINKS = FeatureRow(
         field="has_sinks",
         code="sink",
         declared_by="supports_sink",
@@ -148,9 +148,11 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """One learned logit per head enters the softmax denominator."""
-    ALIBI = Ask(field="has_alibi", label="ALiBi", option="--alibi", help="ALiBi slopes.", per_request=True)
+    ALIBI = FeatureRow(
+        field="has_alibi", label="ALiBi", option="--alibi", help="ALiBi slopes.", per_request=True
+    )
     """A per-head slope times the distance is subtracted from the logits."""
-    MLA = Ask(
+    MLA = FeatureRow(
         field="mla",
         fields=lambda head_size, block_size: _latent(head_size),
         code="mla",
@@ -167,7 +169,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         ),
     )
     """Multi-head latent attention: one latent vector per token is cached."""
-    SPARSE = Ask(
+    SPARSE = FeatureRow(
         field="sparse",
         # The first is crossed by short contexts; the second equals dense attention for them.
         values=(
@@ -191,7 +193,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Only keys picked by an indexer are seen."""
-    MM_PREFIX = Ask(
+    MM_PREFIX = FeatureRow(
         field="mm_prefix",
         code="mm_prefix",
         refusal="multimodal prefix spans not supported",
@@ -202,11 +204,11 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Tokens of a multimodal span see their whole span, whatever the causal mask, window or chunk hides."""
-    LSE = Ask(
+    LSE = FeatureRow(
         field="needs_lse", label="LSE", option="--lse", help="The log-sum-exp is needed.", per_request=True
     )
     """The log-sum-exp of each row is returned, so that partial results can be merged."""
-    HEAD_SIZE_V = Ask(
+    HEAD_SIZE_V = FeatureRow(
         field="head_size_v",
         # With MLA the value is always a part of the latent, so it is no feature of its own.
         when=lambda spec: spec.head_size_v != spec.head_size and spec.mla is None,
@@ -219,7 +221,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Values have another head size than queries and keys."""
-    NON_CAUSAL = Ask(
+    NON_CAUSAL = FeatureRow(
         field="causal",
         when=lambda spec: not spec.causal,
         values=(False,),
@@ -228,7 +230,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Queries see keys after their own position."""
-    DIRECT_KV = Ask(
+    DIRECT_KV = FeatureRow(
         field="direct_kv",
         label="direct KV",
         option="--direct-kv",
@@ -236,7 +238,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         unpaged=True,
     )
     """K and V come with the call instead of from pages."""
-    FP8_KV = Ask(
+    FP8_KV = FeatureRow(
         field="kv_cache_dtype",
         # The resolved name is read, so that "auto" and "fp8" have the same answer as full names.
         when=lambda spec: spec.resolved_kv_cache_dtype.startswith("fp8"),
@@ -247,7 +249,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """The KV cache holds 8-bit floats with scales."""
-    CROSS = Ask(
+    CROSS = FeatureRow(
         field="attn_type",
         when=lambda spec: spec.attn_type == "encoder_decoder",
         values=("encoder_decoder",),
@@ -259,7 +261,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """Queries of a decoder attend the keys of an encoder."""
-    ENCODER = Ask(
+    ENCODER = FeatureRow(
         field="attn_type",
         when=lambda spec: spec.attn_type in ("encoder_only", "encoder"),
         values=("encoder_only", "encoder"),

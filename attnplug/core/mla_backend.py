@@ -5,21 +5,20 @@ from __future__ import annotations
 import enum
 import functools
 from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.checks import check_size
+from attnplug.core.composite.pair import decode_of, make_pair, said_by
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.interface.answers import answer, declared, serving_class
+from attnplug.core.interface.answers import answer, serving_class
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from attnplug.core.device import Device
 
 _SERVED = Feature.MLA | Feature.LSE | Feature.FP8_KV | Feature.SPARSE
@@ -72,7 +71,7 @@ class MLADecodeBackend(AttentionBackend):
         """For a sparse layer, if Feature.SPARSE is declared, the class that serves it in both phases; else this one."""
         if spec.mla is None or spec.sparse is None or cls.is_selecting or Feature.SPARSE not in cls.features:
             return cls
-        return _selecting(vars(cls).get("_decodes", cls))
+        return _selecting(decode_of(cls))
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:
@@ -122,9 +121,8 @@ class MLADecodeBackend(AttentionBackend):
         if spec.mla is None or cls.prefill is None or phase is Phase.DECODE or reasons:
             return reasons
         who = f"expanded prefill on {cls.prefill.get_name()}"
-        for reason in answer(cls.prefill, "validate_configuration", spec.expanded(), device, Phase.PREFILL):
-            reasons.append(Reason.from_dict({**reason.to_dict(), "text": f"{who}: {reason}"}))
-        return reasons
+        asked = spec.expanded(), device, Phase.PREFILL
+        return [said_by({who: each}) for each in answer(cls.prefill, "validate_configuration", *asked)]
 
     @classmethod
     def _check_declared(cls, num_heads: int) -> None:
@@ -157,40 +155,24 @@ class MLADecodeBackend(AttentionBackend):
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
         """The kernels of the prefill half; a decode that compiles adds its own."""
-        return _watch(cls.prefill)
+        return nullcontext([]) if cls.prefill is None else answer(cls.prefill, "watch_compiling")
 
     @classmethod
     def with_prefill(cls, prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
         """This backend with `prefill` for the expanded prefill, always the same class, for both phases."""
         if cls.is_selecting:
             raise SpecError("prefill", prefill.get_name(), "is not used: sparse layers decode every query")
-        return cls if prefill is cls.prefill else _with_prefill(vars(cls).get("_decodes", cls), prefill)
-
-
-@contextmanager
-def _watch(prefill: type[AttentionBackend] | None) -> Iterator[list[str]]:
-    with ExitStack() as stack:
-        yield [] if prefill is None else stack.enter_context(answer(prefill, "watch_compiling"))
+        return cls if prefill is cls.prefill else _with_prefill(prefill, decode_of(cls))
 
 
 @functools.cache
-def _with_prefill(decode: type[MLADecodeBackend], prefill: type[AttentionBackend]) -> type[MLADecodeBackend]:
-    names = answer(prefill, "get_name"), answer(decode, "get_name")
-    name = names[0] if names[0] == names[1] else "+".join(names)
-    theirs = declared(prefill, "device_types")
-    types = tuple(each for each in declared(decode, "device_types") if each in theirs)
-    namespace: dict[str, Any] = {
-        "__doc__": f"Decodes latents on {names[1]} and prefills expanded K and V on {names[0]}.",
-        "__module__": decode.__module__,
-        "_decodes": decode,
-        "prefill": prefill,
-        "get_name": staticmethod(lambda: name),
-        "requires": tuple(dict.fromkeys((*declared(prefill, "requires"), *declared(decode, "requires")))),
-        "device_types": types,
-        "supported_phases": tuple(Phase),
-        "step_safe": declared(prefill, "step_safe") and declared(decode, "step_safe"),
-    }
-    return type(f"{prefill.__name__}And{decode.__name__}", (decode,), namespace)
+def _with_prefill(prefill: type[AttentionBackend], decode: type[MLADecodeBackend]) -> type[MLADecodeBackend]:
+    name = "+".join(dict.fromkeys(answer(each, "get_name") for each in (prefill, decode)))
+    doc = "Decodes latents on {decode} and prefills expanded K and V on {prefill}."
+    phases = tuple(Phase)
+    made: type[MLADecodeBackend]
+    made = make_pair(_with_prefill, prefill, decode, decode, name, doc, supported_phases=phases)
+    return made
 
 
 @functools.cache

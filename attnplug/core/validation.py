@@ -29,8 +29,8 @@ def validate(
         *_sizes_and_dtypes(backend, spec, device),
         *_kinds(backend, spec),
         *_device(backend, device),
-        *_roles(backend, spec, phase),
-        *_rest(backend, spec, device),
+        *_type_and_phase(backend, spec, phase),
+        *_combination_and_features(backend, spec, device),
     ]
 
 
@@ -214,7 +214,9 @@ def depends_on_capability(backend: type[AttentionBackend]) -> bool:
     return overrides(backend, "supports_compute_capability") or declared(backend, "depends_on_capability")
 
 
-def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None) -> Iterator[Reason]:
+def _type_and_phase(
+    backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None
+) -> Iterator[Reason]:
     if not answer(backend, "supports_attn_type", spec.attn_type):
         supported = [kind for kind in AttentionType if answer(backend, "supports_attn_type", kind)]
         yield _outside("attn_type", str(spec.attn_type), supported, what="attention type")
@@ -226,7 +228,9 @@ def _roles(backend: type[AttentionBackend], spec: LayerSpec, phase: Phase | None
         yield _outside("phase", missing, phases, remedy=remedy)
 
 
-def _rest(backend: type[AttentionBackend], spec: LayerSpec, device: Device) -> Iterator[Reason]:
+def _combination_and_features(
+    backend: type[AttentionBackend], spec: LayerSpec, device: Device
+) -> Iterator[Reason]:
     """The combination, and the features that `features` alone declares; others have given their reason."""
     # A porter may mean False as a refusal or as none, so it is read as neither.
     why = answer(backend, "supports_combination", spec, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import numpy as np
@@ -11,13 +11,15 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.batch.host import is_one_each, query_spans
-from attnplug.core.composite.cut import Cut, cut_at
+from attnplug.core.composite.member_layers import MemberLayers
+from attnplug.core.composite.step_split import StepSplit, split_at
 from attnplug.core.config import CONTEXT_CHUNK_ROWS, BuilderConfig
 from attnplug.core.errors import BatchError, PluginError
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.spec import Phase
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import ChunkMetadata, MLAMetadata, MLAPrefillMetadata
@@ -50,7 +52,10 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, config, device)
-        impl = _impl_of(config, layer_names)
+        impl = getattr(config.layers.get(layer_names[0]) if layer_names else None, "impl", None)
+        if not isinstance(impl, MLADecodeImpl):
+            limit = "make the layers' impls first, of subclasses of MLADecodeImpl, and give them in BuilderConfig.layers"
+            raise PluginError(f"MLADecodeBuilder cannot read the layer of {list(layer_names)}: {limit}")
         self.backend: type[MLADecodeBackend] = impl.backend
         self.query_lens = QueryLens(self.backend.query_lens)
         several = self.query_lens is not QueryLens.SINGLE
@@ -62,8 +67,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         if self.backend.prefill is not None:
             # The expanded layer has no pages, but builders read the heads of a layer from a page spec.
             pages = cast(KVCacheSpec, kv_cache_spec_for(impl.spec.expanded().replace(direct_kv=False), 1))
-            layers = _PrefillLayers(config.layers, layer_names)
-            own = dataclasses.replace(config, layers=layers)
+            own = dataclasses.replace(config, layers=MemberLayers(config.layers, Phase.PREFILL))
             self.prefill = make_builder(self.backend.prefill, pages, layer_names, own, device)
         rows = CONTEXT_CHUNK_ROWS if config.context_chunk_rows is None else config.context_chunk_rows
         self.context_chunk_rows = max(rows, kv_cache_spec.block_size)
@@ -161,7 +165,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             raise BatchError("max_query_len", longest, limit, "run such steps without a graph")
         return super().build_for_cudagraph_capture(common_attn_metadata)
 
-    def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> Cut:
+    def _cut(self, common: CommonAttentionMetadata, starts: _Ints, lens: _Ints) -> StepSplit:
         threshold, reqs = self.reorder_batch_threshold or 1, lens.size
         if self.query_lens is QueryLens.UNIFORM:
             lengths = lens[lens > 0]
@@ -174,8 +178,8 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         if reqs == lens.size:
             if tokens != common.num_actual_tokens:
                 common = dataclasses.replace(common, num_actual_tokens=tokens)
-            return Cut(reqs, tokens, common, None)
-        return cut_at(common, reqs, tokens) if tokens else Cut(0, 0, None, common)
+            return StepSplit(reqs, tokens, common, None)
+        return split_at(common, reqs, tokens) if tokens else StepSplit(0, 0, None, common)
 
     def _without_idle(self, common: CommonAttentionMetadata, lens: _Ints) -> CommonAttentionMetadata:
         """The decodes without requests that have no queries, unless any query length is allowed."""
@@ -295,16 +299,6 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         return torch.from_numpy(values.astype(np.int32)).to(self.device, non_blocking=True)
 
 
-def _impl_of(config: BuilderConfig, layer_names: Sequence[str]) -> MLADecodeImpl:
-    """The impl of the first layer; PluginError unless it is one of latent attention."""
-    layer = config.layers.get(layer_names[0]) if layer_names else None
-    impl = getattr(layer, "impl", None)
-    if not isinstance(impl, MLADecodeImpl):
-        limit = "make the layers' impls first, of subclasses of MLADecodeImpl, and give them in BuilderConfig.layers"
-        raise PluginError(f"MLADecodeBuilder cannot read the layer of {list(layer_names)}: {limit}")
-    return impl
-
-
 def _selected_steps(
     config: BuilderConfig, layer_names: Sequence[str], device: torch.device
 ) -> SelectedSteps | None:
@@ -315,30 +309,3 @@ def _selected_steps(
     decodes = config.max_num_seqs * (1 + config.num_speculative_tokens)
     sizes = sorted((decodes, max(config.max_num_batched_tokens, decodes)))
     return SelectedSteps(max(chosen), device, sizes) if chosen else None
-
-
-class _PrefillLayers(Mapping[str, Any]):
-    """The layers of a builder with the impls of their prefill half."""
-
-    def __init__(self, layers: Mapping[str, Any], names: Sequence[str]) -> None:
-        self._layers, self._names = layers, list(names)
-
-    def __getitem__(self, name: str) -> Any:
-        return _PrefillLayer(self._layers[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class _PrefillLayer:
-    """A layer with the impl of its prefill half; all other attributes are the layer's own."""
-
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
-        self.impl = layer.impl.prefill_impl
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)

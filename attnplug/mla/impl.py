@@ -13,7 +13,7 @@ from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors, MLAA
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla import MLADims
 from attnplug.core.mla_weights import DenseProjection, LatentProjection, projection_of
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages
 from attnplug.ops.checks import check_rows, kv_scales, refuse_output_scales
@@ -95,20 +95,25 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             raise SpecError("sparse", str(spec.sparse), "is served by a class of its own", remedy)
         self._own_scale: float | None = None
         self.softmax_scale = spec.scale
-        self.prefill_impl: AttentionImpl[Any] | None = None
+        self.members: dict[Phase, AttentionImpl[Any]] = {}
         prefill = self.backend.prefill
         if prefill is not None:
-            self.prefill_impl = make_impl(
+            self.members[Phase.PREFILL] = make_impl(
                 prefill,
                 spec.expanded(),
                 layer_name=layer_name,
                 options=None if prefill.Options is None else prefill.Options(),
             )
 
+    @property
+    def prefill_impl(self) -> AttentionImpl[Any] | None:
+        """The impl of the prefill half; None without."""
+        return self.members.get(Phase.PREFILL)
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """As AttentionImpl.process_weights_after_loading, also of the prefill half."""
-        if self.prefill_impl is not None:
-            self.prefill_impl.process_weights_after_loading(act_dtype)
+        for member in self.members.values():
+            member.process_weights_after_loading(act_dtype)
 
     def update_kv_cache(
         self,
@@ -159,7 +164,12 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             raise LayoutError("kv_cache", None, "is required: latents are attended in pages")
         cut = meta.num_decode_tokens
         if cut:
-            self._decode_rows(layer, query[:cut], kv_cache, meta, output[:cut], _cut(output_lse, 0, cut))
+            nope = self.dims.qk_nope_head_dim
+            q = self.projection.absorb(query[:cut, :, :nope]), query[:cut, :, nope:]
+            latent, lse = self.forward_mqa(q, kv_cache, meta, layer, wants_lse=output_lse is not None)
+            output[:cut].copy_(self.projection.project(latent))
+            if output_lse is not None and lse is not None:
+                output_lse[:cut].copy_(lse)
         if meta.prefill is not None:
             end = cut + meta.prefill.num_tokens
             latent = self._new_latents(layer, key, kv_cache, meta.prefill, cut)
@@ -173,7 +183,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
                 meta,
                 torch.tensor(stored, dtype=torch.float32, device="cpu"),
                 output[cut:end],
-                output_lse=_cut(output_lse, cut, end),
+                output_lse=None if output_lse is None else output_lse[cut:end],
             )
         return output
 
@@ -296,22 +306,6 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         self._expand(kv_c, k_pe, key, value)
         impl.attend(None, query, key, value, None, metadata, output, output_lse=output_lse)
 
-    def _decode_rows(
-        self,
-        layer: AttentionLayer | None,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: MLAMetadata,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-    ) -> None:
-        nope = self.dims.qk_nope_head_dim
-        q = self.projection.absorb(query[..., :nope]), query[..., nope:]
-        latent, lse = self.forward_mqa(q, kv_cache, metadata, layer, wants_lse=output_lse is not None)
-        output.copy_(self.projection.project(latent))
-        if output_lse is not None and lse is not None:
-            output_lse.copy_(lse)
-
     def _queries(self, q_nope: torch.Tensor, q_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The absorbed queries in the declared layout, with the padded heads."""
         (tokens, heads), rank = q_nope.shape[:2], self.dims.kv_lora_rank
@@ -402,7 +396,3 @@ def packed_query(q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
     tokens, heads, rank = q_nope.shape
     size = (tokens, heads, rank + q_pe.shape[2])
     return q_nope.as_strided(size, (*q_nope.stride()[:2], 1))
-
-
-def _cut(tensor: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | None:
-    return None if tensor is None else tensor[start:stop]

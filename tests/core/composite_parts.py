@@ -6,15 +6,17 @@ import types
 from typing import Any, ClassVar
 
 import torch
-from sample_batches import RecordingBuilder
+from sample_batches import KV_SPEC, RecordingBuilder
 
 from attnplug.core import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
+    BuilderConfig,
     Feature,
     LayerSpec,
+    composite_backend,
 )
 
 SPEC = LayerSpec(num_heads=2, num_kv_heads=1, head_size=8, dtype="float32")
@@ -99,3 +101,20 @@ def member(
 def rows(count: int, heads: int = 2) -> torch.Tensor:
     """`[count, heads, 8]` whose rows hold their own numbers."""
     return torch.arange(count).float().view(-1, 1, 1).expand(-1, heads, 8).clone()
+
+
+ONE, TWO = member("ONE"), member("TWO", number=2.0)
+MIXED = [1, 1, 5, 1], [9, 3, 8, 1]
+"""New tokens and lengths of two decodes, a prefill and a short request behind it."""
+
+
+def builder(
+    prefill: type[AttentionBackend] = ONE,
+    decode: type[AttentionBackend] = TWO,
+    spec: Any = KV_SPEC,
+    layers: Any = (),
+    **config: Any,
+) -> Any:
+    """The builder of a composite for one layer."""
+    made = composite_backend(prefill, decode).get_builder_cls()
+    return made(spec, ["layers.0"], BuilderConfig(layers=dict(layers), **config), torch.device("cpu"))

@@ -11,7 +11,7 @@ from unittest import mock
 
 import attnplug.core.features as features
 
-ROW = '    TELEPATHY = Ask(field="telepathy", option="--telepathy", help="Keys not yet thought of.")\n'
+ROW = '    TELEPATHY = FeatureRow(field="telepathy", option="--telepathy", help="Keys not yet thought of.")\n'
 source = inspect.getsource(features)
 end_of_rows = source.index("\n    def names(")
 exec(compile(source[:end_of_rows] + ROW + source[end_of_rows:], features.__file__, "exec"), features.__dict__)

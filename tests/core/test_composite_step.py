@@ -8,38 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from composite_parts import (
-    SPEC,
-    CapturesNothing,
-    DecodesFirst,
-    NeedsLengths,
-    RecordingImpl,
-    TakesAnyOrder,
-    member,
-    rows,
-)
+from composite_parts import MIXED, ONE, SPEC, TWO, DecodesFirst, RecordingImpl, builder, member, rows
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_batches import KV_SPEC, batch
+from sample_batches import batch
 
 from attnplug.core import (
-    AttentionCGSupport,
-    BuilderConfig,
-    CrossAttentionSpec,
     Phase,
     composite_backend,
 )
 from attnplug.core.batch import UBatchSlice, split_attn_metadata
-from attnplug.core.composite.cut import cut_step
+from attnplug.core.composite.step_split import split_step
 from attnplug.core.errors import BatchError
-
-ONE, TWO = member("ONE"), member("TWO", number=2.0)
-MIXED = [1, 1, 5, 1], [9, 3, 8, 1]
-
-
-def builder(prefill=ONE, decode=TWO, spec=KV_SPEC, layers=(), **config):
-    made = composite_backend(prefill, decode).get_builder_cls()
-    return made(spec, ["layers.0"], BuilderConfig(layers=dict(layers), **config), torch.device("cpu"))
 
 
 @pytest.fixture
@@ -59,7 +39,7 @@ def test_halves_are_what_micro_batches_of_the_same_requests_are(lengths, thresho
     tokens = [a + b for a, b in lengths]
     host = np.array(tokens, dtype=np.int32) if known else None
     common = batch(new, tokens, seq_lens_host=host, seq_lens_host_exact=known)
-    cut = cut_step(common, threshold, False)
+    cut = split_step(common, threshold, False)
     first = next((i for i, count in enumerate(new) if count > threshold), len(new))
     assert cut.num_reqs == first
     assert cut.num_tokens == sum(new[:first])
@@ -92,7 +72,7 @@ def test_halves_are_what_micro_batches_of_the_same_requests_are(lengths, thresho
 
 def test_nothing_but_start_locations_is_copied():
     common = batch(*MIXED)
-    cut = cut_step(common, 1, False)
+    cut = split_step(common, 1, False)
     for field in ("seq_lens", "block_table_tensor", "slot_mapping"):
         whole = getattr(common, field)
         for half in (cut.decode, cut.prefill):
@@ -102,138 +82,22 @@ def test_nothing_but_start_locations_is_copied():
 
 def test_padding_tokens_go_with_the_last_requests():
     common = dataclasses.replace(batch(*MIXED), num_actual_tokens=10, slot_mapping=torch.arange(10))
-    assert cut_step(common, 1, False).prefill.num_actual_tokens == 8
+    assert split_step(common, 1, False).prefill.num_actual_tokens == 8
     decodes = dataclasses.replace(batch([1, 1], [2, 2]), num_actual_tokens=4, slot_mapping=torch.arange(4))
-    assert cut_step(decodes, 1, False).decode is decodes
+    assert split_step(decodes, 1, False).decode is decodes
 
 
 def test_cross_layers_have_all_slots_in_both_halves():
     common = dataclasses.replace(batch(*MIXED), slot_mapping=torch.arange(33))
-    cut = cut_step(common, 1, True)
+    cut = split_step(common, 1, True)
     assert cut.decode.slot_mapping is cut.prefill.slot_mapping is common.slot_mapping
 
 
 def test_lengths_per_rank_are_cut_too():
     common = dataclasses.replace(batch(*MIXED), dcp_local_seq_lens=torch.tensor([5, 2, 4, 1]))
-    cut = cut_step(common, 1, False)
+    cut = split_step(common, 1, False)
     assert cut.decode.dcp_local_seq_lens.tolist() == [5, 2]
     assert cut.prefill.dcp_local_seq_lens.tolist() == [4, 1]
-
-
-# Building
-
-
-def test_each_half_is_built_by_its_own_builder():
-    made = builder().build(7, batch(*MIXED), True)
-    assert (made.num_decodes, made.num_decode_tokens) == (2, 2)
-    assert (made.decode.common.num_reqs, made.prefill.common.num_reqs) == (2, 2)
-    assert {(half.prefix, half.fast) for half in (made.decode, made.prefill)} == {(7, True)}
-    assert made.slot_mapping.tolist() == list(range(4, 12))
-
-
-@pytest.mark.parametrize(("lengths", "absent"), [(([1, 1], [3, 4]), "prefill"), (([3, 1], [3, 4]), "decode")])
-def test_a_half_without_requests_is_not_built(lengths, absent):
-    made = builder().build(0, batch(*lengths))
-    assert getattr(made, absent) is None
-
-
-def test_requests_without_new_tokens_are_nobodys_work():
-    made = builder().build(0, batch([0, 0, 5], [3, 0, 9]))
-    assert made.decode is None
-    assert made.prefill.common.num_reqs == 1
-
-
-def test_drafts_are_built_as_the_members_build_them():
-    made = builder().build_for_drafting(batch(*MIXED), 3)
-    assert (made.decode.way, made.prefill.way) == (3, 3)
-
-
-def test_tables_of_another_group_are_cut_in_the_same_place():
-    one = builder()
-    table, slots = torch.arange(12, dtype=torch.int32).view(4, 3), torch.arange(100, 110)
-    made = one.update_block_table(one.build(0, batch(*MIXED)), table, slots)
-    assert made.slot_mapping.tolist() == list(range(100, 108))
-    assert torch.equal(made.decode.updated[0], table[:2])
-    assert torch.equal(made.prefill.updated[0], table[2:])
-    assert made.decode.updated[1].tolist() == [100, 101]
-    assert made.prefill.updated[1].tolist()[:6] == list(range(102, 108))
-
-
-def test_a_half_that_is_not_there_is_not_updated():
-    one = builder()
-    table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.arange(2)
-    made = one.update_block_table(one.build(0, batch([1, 1], [3, 4])), table, slots)
-    assert made.prefill is None
-    assert made.decode.updated[1] is slots
-
-
-def test_tables_are_updated_only_where_both_members_can():
-    one = builder(member("A", NeedsLengths), TWO)
-    assert not one.supports_update_block_table
-    with pytest.raises(TypeError, match="cannot swap block tables"):
-        one.update_block_table(one.build(0, batch(*MIXED)), torch.zeros(4, 3), torch.arange(8))
-
-
-def test_it_needs_what_the_more_demanding_member_needs():
-    assert builder(member("A", NeedsLengths), TWO).needs_host_seq_lens == "exact"
-    assert builder().needs_host_seq_lens == "none"
-
-
-def test_cross_layers_keep_all_slots_when_tables_are_updated():
-    spec = CrossAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype="float32")
-    one = builder(spec=spec)
-    made = one.build(0, dataclasses.replace(batch(*MIXED), slot_mapping=torch.arange(33)))
-    assert made.slot_mapping.shape == (33,)
-    slots = torch.arange(50, 83)
-    made = one.update_block_table(made, torch.zeros(4, 3, dtype=torch.int32), slots)
-    assert made.slot_mapping is made.decode.updated[1] is made.prefill.updated[1] is slots
-
-
-# Graphs
-
-
-def test_a_builder_that_takes_any_order_decodes_single_tokens_and_what_is_verified_at_once():
-    assert builder(decode=member("B", TakesAnyOrder)).reorder_batch_threshold == 1
-    assert builder(decode=member("B", TakesAnyOrder), num_speculative_tokens=3).reorder_batch_threshold == 4
-
-
-def test_what_is_captured_at_once_is_decoded_at_once():
-    assert builder(num_speculative_tokens=2).reorder_batch_threshold == 3
-    assert builder(decode=member("B", CapturesNothing), num_speculative_tokens=2).reorder_batch_threshold == 1
-
-
-def test_a_member_that_only_decodes_keeps_its_own_threshold():
-    decodes = member("B", TakesAnyOrder, supported_phases=(Phase.DECODE,))
-    assert builder(decode=decodes, num_speculative_tokens=2).reorder_batch_threshold == 1
-
-
-def test_where_a_mixed_step_is_cut_is_not_in_the_graph():
-    one = builder()
-    assert one.get_cudagraph_support(one.config, KV_SPEC) is AttentionCGSupport.UNIFORM_BATCH
-    assert one.cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
-    never = builder(decode=member("B", CapturesNothing))
-    assert never.get_cudagraph_support(never.config, KV_SPEC) is AttentionCGSupport.NEVER
-
-
-def test_decodes_are_captured_by_the_decoding_member_alone():
-    made = builder(member("A", CapturesNothing), TWO).build_for_cudagraph_capture(batch([1, 1], [9, 9]))
-    assert made.decode.way == "capture"
-    assert made.prefill is None
-
-
-def test_longer_queries_are_captured_by_the_other_where_it_can():
-    made = builder().build_for_cudagraph_capture(batch([3, 3], [9, 9]))
-    assert made.decode is None
-    assert made.prefill.way == "capture"
-    one = builder(member("A", CapturesNothing), TWO)
-    limit = "max_query_len=3 is past the 1 of a decode on TWO, and A captures NEVER"
-    with pytest.raises(BatchError, match=limit):
-        one.build_for_cudagraph_capture(batch([3, 3], [9, 9]))
-
-
-def test_a_mixed_step_is_not_captured():
-    with pytest.raises(BatchError, match="max_query_len=5 is past the 1 of a decode on TWO"):
-        builder().build_for_cudagraph_capture(batch(*MIXED))
 
 
 # What builders see of the model

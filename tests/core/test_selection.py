@@ -10,7 +10,7 @@ from sample_batches import batch
 
 from attnplug.core import CommonAttentionMetadata, Selection, SparseSpec
 from attnplug.core.batch import UBatchSlice, split_attn_metadata
-from attnplug.core.composite.cut import cut_step
+from attnplug.core.composite.step_split import split_step
 from attnplug.errors import BatchError
 
 TOKENS, BLOCKS = SparseSpec("token_topk", 3), SparseSpec("block", 2, 4)
@@ -137,7 +137,7 @@ def test_a_view_without_padding_has_the_rows_of_its_tokens() -> None:
 
 def test_the_halves_of_a_composite_have_their_own_rows() -> None:
     common = step([1, 1, 3], [4, 5, 6])
-    cut = cut_step(common, 1, False)
+    cut = split_step(common, 1, False)
     assert cut.decode is not None
     assert cut.prefill is not None
     assert (rows_of(cut.decode), rows_of(cut.prefill)) == ([0, 1], [2, 3, 4])
@@ -152,3 +152,13 @@ def test_micro_batches_have_their_own_rows() -> None:
         [UBatchSlice(slice(0, 2), slice(0, 3)), UBatchSlice(slice(1, 2), slice(3, 6))], common
     )
     assert [rows_of(part) for part in parts] == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_its_tensors_cannot_be_replaced() -> None:
+    made = selection([0])
+    # Layers and graphs hold these very tensors, and an indexer writes into them.
+    for field in ("positions", "counts"):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(made, field, getattr(made, field).clone())
+    assert made != made[:]
+    assert hash(made) == object.__hash__(made)

@@ -52,7 +52,8 @@ def attend_decodes(fwd_kvcache: Callable[..., Any], call: Call) -> torch.Tensor 
     units = requests.seq_lens.shape[0] * heads * -(-rows // _DECODE_ROWS)
     slots = _multiprocessors(call.query.device) * _BLOCKS_AT_ONCE
     # From the table's width: the memory for splits may not depend on the context.
-    splits = num_splits(units, slots, -(-call.table_keys // _block_keys(spec.head_size)))
+    keys = 256 if spec.head_size <= 64 else 128 if spec.head_size <= 128 else 64
+    splits = num_splits(units, slots, -(-call.table_keys // keys))
     # It takes the table's width for the longest context, so the table is cut to that.
     longest = max(-(-requests.max_seq_len // page), 1)
     _, lse = fwd_kvcache(
@@ -110,10 +111,6 @@ def num_splits(units: int, slots: int, key_blocks: int) -> int:
 def _multiprocessors(device: torch.device) -> int:
     # On a CPU, where tests run the library's arithmetic, few enough that keys are split.
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
-
-
-def _block_keys(head_size: int) -> int:
-    return 256 if head_size <= 64 else 128 if head_size <= 128 else 64
 
 
 VARLEN_FWD = (

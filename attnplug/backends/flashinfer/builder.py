@@ -50,7 +50,11 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
             library(), self._groups, self._page_size, self.device, config.max_num_seqs, sizes
         )
         self._chunks = dict.fromkeys(group.chunk_size for group in self._groups)
-        self._indices = {chunk: self._page_indices(chunk) for chunk in self._chunks}
+        self._indices: dict[int | None, PageIndices] = {}
+        for chunk in self._chunks:
+            longest = config.max_model_len or 0 if chunk is None else chunk
+            room = config.max_num_seqs * -(-longest // self._page_size)
+            self._indices[chunk] = PageIndices(self.device, self._page_size, room)
         # Graphs read these buffers, so eager steps use other ones.
         self._captured_indices: dict[int | None, PageIndices] = {}
         self._captured: set[int] = set()
@@ -230,8 +234,3 @@ class FlashInferMetadataBuilder(AttentionMetadataBuilder[FlashInferMetadata]):
         for group in self._groups:
             metadata.planned(group)
         return metadata
-
-    def _page_indices(self, chunk: int | None) -> PageIndices:
-        longest = self.config.max_model_len or 0 if chunk is None else chunk
-        room = self.config.max_num_seqs * -(-longest // self._page_size)
-        return PageIndices(self.device, self._page_size, room)

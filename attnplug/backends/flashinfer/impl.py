@@ -18,7 +18,7 @@ from attnplug.core.impl import AttentionLayer
 from attnplug.ops.checks import check_cache_given, check_queries
 
 # FlashInfer returns LSE in base 2; attnplug's LSE is in base e.
-_LN_2 = math.log(2.0)
+LN_2 = math.log(2.0)
 _NO_SINK = -1e30
 """A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel."""
 
@@ -90,7 +90,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
 
     def _is_plain(self, query: torch.Tensor, output: torch.Tensor, tokens: int) -> bool:
         """Whether FlashInfer can use both directly: each tensor operation costs the host as much as its call."""
-        shape, dtype = (tokens, *self._row), self._dtype
+        shape, dtype = (tokens, self.spec.num_heads, self.spec.head_size), self._dtype
         return (
             query.shape == shape
             and output.shape == shape
@@ -101,10 +101,6 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             # Autograd must not record the write.
             and not (query.requires_grad or output.requires_grad)
         )
-
-    @functools.cached_property
-    def _row(self) -> tuple[int, int]:
-        return self.spec.num_heads, self.spec.head_size
 
     def _check_k_scale(self, k_scale: float) -> None:
         """BatchError if `k_scale` makes the scale of the logits too small for FlashInfer's mask."""
@@ -153,7 +149,7 @@ def _attend(
         if dense is not into:
             into.copy_(dense)
         if natural is not None and binary is not None:
-            torch.mul(binary, _LN_2, out=natural)
+            torch.mul(binary, LN_2, out=natural)
     if seen is None:
         return
     # FlashInfer's result is undefined for queries that see nothing, so they are not planned.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from attnplug.backends.flashinfer.impl import LN_2
 from attnplug.backends.flashinfer.latent_plans import HostArrays, LatentPlans, LatentStep
 from attnplug.backends.flashinfer.library import library
 from attnplug.backends.flashinfer.modules import LatentModule
@@ -21,9 +21,6 @@ from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.metadata import MLAMetadata
 from attnplug.ops.storage import compute_dtype
-
-# FlashInfer returns LSE in base 2; attnplug's LSE is in base e.
-_LN_2 = math.log(2.0)
 
 
 class FlashInferMLABuilder(MLADecodeBuilder):
@@ -176,7 +173,7 @@ class FlashInferMLAImpl(MLADecodeImpl):
         latent, positions = kv_cache[..., :rank], kv_cache[..., rank:]
         wrapper.run(q_nope, q_pe, latent, positions, out=found, lse=lse, return_lse=lse is not None)
         if lse is not None:
-            lse.mul_(_LN_2)
+            lse.mul_(LN_2)
         if seen is not None:
             output[seen] = found
             if output_lse is not None and lse is not None:

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.backends.libraries import serves_capability
-from attnplug.core.blocks import MultipleOf
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 
@@ -57,13 +56,6 @@ class FlashInferMLABackend(MLADecodeBackend):
         of its request, FlashInfer 0.6 can leave out that query's last key.
         """
         return 1 << (num_heads - 1).bit_length()
-
-    @classmethod
-    def get_supported_kernel_block_sizes(
-        cls, spec: LayerSpec | None = None, device: Device | None = None
-    ) -> Sequence[int | MultipleOf]:
-        """Any: each key of a tile has its own page look-up."""
-        return (MultipleOf(1),)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.impl import own_slots
+from attnplug.backends.impl import check_prefix, own_slots
 from attnplug.backends.torch_native.decode import SHORT_QUERY
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
@@ -54,7 +54,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             raise BatchError("query_start_loc_cpu", int(query_starts[-1]), limit)
         keys = common.key_start_loc if common.key_start_loc_cpu is None else common.key_start_loc_cpu
         lengths = _seq_lens(common)
-        _check_prefix(common_prefix_len, lengths, np.diff(query_starts))
+        check_prefix(common_prefix_len, lengths, np.diff(query_starts))
         return TorchMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, common.num_actual_tokens),
             block_table=common.block_table_tensor[:reqs],
@@ -101,16 +101,6 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             slot_mapping=own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens),
             plans={},
         )
-
-
-def _check_prefix(prefix: int, lengths: _Ints, query_lens: _Ints) -> None:
-    if not prefix:
-        return
-    has_queries = query_lens > 0
-    computed = int((lengths - query_lens)[has_queries].min(initial=prefix))
-    if not 0 <= prefix <= computed:
-        limit = f"must be in 0 .. {max(computed, 0)}, the tokens that every request has computed"
-        raise BatchError("common_prefix_len", prefix, limit)
 
 
 def _starts(name: str, locations: torch.Tensor, reqs: int) -> _Ints:

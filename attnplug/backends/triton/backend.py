@@ -114,13 +114,6 @@ class TritonBackend(AttentionBackend):
         return tuple(range(16, 257, 8))
 
     @classmethod
-    def get_supported_kernel_block_sizes(
-        cls, spec: LayerSpec | None = None, device: Device | None = None
-    ) -> Sequence[int | MultipleOf]:
-        """Any: each key of a tile has its own page look-up."""
-        return (MultipleOf(1),)
-
-    @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
         """8.0 and above: Triton's bfloat16 matrix products need it."""
         return capability >= (8, 0)
@@ -211,13 +204,6 @@ class TritonMLABackend(MLADecodeBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """100: after the kernels of vendors, before TORCH; interpreted on a CPU it comes after TORCH."""
         return 0 if device.type == "cpu" else 100
-
-    @classmethod
-    def get_supported_kernel_block_sizes(
-        cls, spec: LayerSpec | None = None, device: Device | None = None
-    ) -> Sequence[int | MultipleOf]:
-        """Any: each key of a tile has its own page look-up."""
-        return (MultipleOf(1),)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:

@@ -12,8 +12,9 @@ from attnplug.backends.impl import Pages
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
-    SHORT,
+    SHORT_PROMPT_LAUNCH,
     Specialized,
+    compile_options,
     decode_launch,
     gpu_of,
     is_one_range,
@@ -207,7 +208,7 @@ class BoundLayer:
             most_keys: tokens of the longest request; None if the host does not know.
         """
         paged = k.dim() == 4
-        if self._group > SHORT.block_m:
+        if self._group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self._group, k.dtype.itemsize
         launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored)
@@ -220,32 +221,28 @@ class BoundLayer:
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
                 self._prefills.clear()
+            values = {**self._values, **_strides(k.stride(), v.stride())}
+            values |= {"stride_table": stride_table, "PAGED": paged, "BLOCK_SIZE": block_size}
             if special is not None:
-                found = self._specialized(k, v, stride_table, special)
+                found = self._specialized(k, v, values, special)
                 if found is not None:
                     self._prefills[key] = found
                     return found
             block_m = max(launch.block_m, tile_side(self._group))
             parts = head_tiles(self._spec.head_size, self._spec.head_size_v, stored)
             (block_d, tail), (block_dv, tail_v) = parts
-            values = {
-                **self._values,
-                **_strides(k.stride(), v.stride()),
+            values |= {
                 "BLOCK_D": block_d,
                 "BLOCK_DV": block_dv,
                 "TAIL": tail,
                 "TAIL_V": tail_v,
-                "stride_table": stride_table,
-                "PAGED": paged,
-                "BLOCK_SIZE": block_size,
                 "BLOCK_M": block_m,
                 "BLOCK_N": launch.block_n,
                 "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
-            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            kernel = BoundKernel(_PREFILL, 14, values, **options)
+            kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
             found = self._prefills[key] = Prefill(kernel, block_m // self._group)
         return found
 
@@ -255,20 +252,16 @@ class BoundLayer:
         return programs(works, self._gpu.multiprocessors, has_limit, most_keys)
 
     def _specialized(
-        self, k: torch.Tensor, v: torch.Tensor, stride_table: int, launch: Specialized
+        self, k: torch.Tensor, v: torch.Tensor, values: dict[str, Any], launch: Specialized
     ) -> Prefill | None:
         """The kernel with specialised warps, if it serves the layer on this device."""
         kernel = specialized_kernel(k.device)
         if kernel is None or not serves(self._spec, self._values, k, v, launch):
             return None
         values = {
-            **self._values,
+            **values,
             **self._whole_tiles(k),
-            **_strides(k.stride(), v.stride()),
-            "stride_table": stride_table,
             "KV_HEADS": self.kv_heads,
-            "PAGED": k.dim() == 4,
-            "BLOCK_SIZE": k.shape[1] if k.dim() == 4 else 1,
             "BLOCK_M": ROWS,
             "BLOCK_N": launch.block_n,
             "STAGES": launch.num_stages,
@@ -309,11 +302,8 @@ class BoundLayer:
             "MERGE": merge,
         }
         values["ONE"] = is_one_range(block_m, launch.block_n, self._reach.left, values["PAIRS"])
-        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-        if launch.max_registers is not None:
-            options["maxnreg"] = launch.max_registers
         return Decode(
-            kernel=BoundKernel(_DECODE, 14, values, **options),
+            kernel=BoundKernel(_DECODE, 14, values, **compile_options(launch)),
             # A merge kernel of its own took Qwen3 1 x 8k from 28.2 to 16.2 us on an H200.
             merge=BoundKernel(_MERGE, 6, values) if merge == "later" else None,
             # The grid depends on no length, so a captured graph serves any lengths.

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.impl import own_slots
+from attnplug.backends.impl import check_prefix, own_slots
 from attnplug.backends.triton.impl import TritonImpl
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
@@ -67,18 +67,21 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             limit = f"must be {reqs + 1} ascending locations in 0 .. num_actual_tokens={tokens}"
             raise BatchError("query_start_loc_cpu", starts.tolist(), limit)
         decodes, max_decode_len, max_query_len = _decodes(lens, self.reorder_batch_threshold or 1)
+        key_rows = tokens
         if common.key_start_loc is not None:
             decodes, max_decode_len, max_query_len = 0, 0, max(max_decode_len, max_query_len)
-        if common.key_start_loc is not None:
             check_indices("key_start_loc", common.key_start_loc)
+            # 0 if only the device knows the keys.
+            key_rows = 0 if common.key_start_loc_cpu is None else int(common.key_start_loc_cpu[reqs])
         if common.mm_prefix_spans is not None:
             check_spans(common.mm_prefix_spans, tokens)
             if not common.mm_prefix_spans.is_contiguous():
                 limit = "must be (2, 1): kernels read adjacent elements"
                 raise BatchError("mm_prefix_spans.stride()", common.mm_prefix_spans.stride(), limit)
-        _check_prefix(common_prefix_len, common, lens)
+        exact = common.seq_lens_host if common.seq_lens_host_exact else None
+        check_prefix(common_prefix_len, None if exact is None else exact[:reqs], lens)
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
-        known = common.seq_lens_host if common.seq_lens_host_exact and decodes < reqs else None
+        known = exact if decodes < reqs else None
         # A row of the prefix has no span: its tile has rows of several requests.
         has_prefix = self._by_shares and decodes > 1 and common.mm_prefix_spans is None
         metadata = TritonMetadata(
@@ -98,7 +101,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             workspace=self._workspace,
             spans=common.mm_prefix_spans,
             prefix_len=common_prefix_len if has_prefix else 0,
-            key_rows=_key_rows(common),
+            key_rows=key_rows,
         )
         # Plans are made before any layer runs, because a captured graph must not contain them.
         self._workspace.begin_step(metadata)
@@ -147,13 +150,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         return dcp_world_size == 1 and common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
 
 
-def _key_rows(common: CommonAttentionMetadata) -> int:
-    """The rows of keys that a call must give, with direct K and V; 0 if only the device knows them."""
-    if common.key_start_loc is None:
-        return common.num_actual_tokens
-    return 0 if common.key_start_loc_cpu is None else int(common.key_start_loc_cpu[common.num_reqs])
-
-
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:
     """The number of requests in front with at most `threshold` queries, and the longest query of both parts."""
     longest = int(lens.max(initial=0))
@@ -161,15 +157,3 @@ def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int
         return lens.size, longest, 0
     decodes = int((lens > threshold).argmax())
     return decodes, int(lens[:decodes].max(initial=0)), int(lens[decodes:].max())
-
-
-def _check_prefix(prefix: int, common: CommonAttentionMetadata, query_lens: npt.NDArray[np.int32]) -> None:
-    if not prefix:
-        return
-    computed = max(prefix, 0)
-    if common.seq_lens_host is not None and common.seq_lens_host_exact:
-        before = common.seq_lens_host[: common.num_reqs] - query_lens
-        computed = int(before[query_lens > 0].min(initial=before.max(initial=0)))
-    if not 0 <= prefix <= computed:
-        limit = f"must be in 0 .. {max(computed, 0)}, the tokens that every request has computed"
-        raise BatchError("common_prefix_len", prefix, limit)

@@ -92,7 +92,11 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
             if kv_cache is None:
-                self._attend_given(bound, meta, call, key, value)
+                key, value = check_keys(key, value, meta.key_rows, self.spec)
+                k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
+                if longest := max(meta.max_query_len, meta.max_decode_len):
+                    batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
+                    _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
                 return output
             pages = self._pages_of(kv_cache)
             if meta.max_decode_len:
@@ -118,22 +122,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     def by_shares(self) -> bool:
         """Whether all programs take equal shares of a step's keys, instead of items of single requests."""
         return (self.options or Options()).decode_split == "shares"
-
-    def _attend_given(
-        self,
-        bound: BoundLayer,
-        meta: TritonMetadata,
-        call: _Call,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-    ) -> None:
-        """Attend the keys and values of the call, without any pages."""
-        key, value = check_keys(key, value, meta.key_rows, self.spec)
-        k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
-        longest = max(meta.max_query_len, meta.max_decode_len)
-        if longest:
-            batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
-            _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
 
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata

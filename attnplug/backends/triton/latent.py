@@ -8,16 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.latent import latent_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.launch import Gpu, gpu_of, runs_gluon
+from attnplug.backends.triton.launch import Gpu, ShareLaunch, compile_options, gpu_of, runs_gluon
 from attnplug.backends.triton.layout import head_tiles, tile_side
-from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
+from attnplug.backends.triton.shares import ALL, Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
@@ -26,29 +26,7 @@ from attnplug.ops.checks import check_step_tensors
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 
-class LatentLaunch(NamedTuple):
-    """Launch parameters of the decode over latents.
-
-    Args:
-        block_m: rows of queries, tokens times heads, of a program.
-        block_n: latents per tile.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-        waves: programs per multiprocessor.
-        least: fewest tiles of a program.
-        max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    waves: int
-    least: int
-    max_registers: int | None = None
-
-
-def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> LatentLaunch:
+def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> ShareLaunch:
     """The launch of a kernel of hopper_kernels.
 
     Args:
@@ -59,8 +37,8 @@ def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> LatentLaunc
     side = min(each for each in sides if each >= min(rows, 64))
     # Tiles of 8 bits take half of the memory, unless they are converted there: room for two programs, or more tiles.
     if itemsize == 1 and side == 16:
-        return LatentLaunch(side, 64, 4, 2, 2, 1, 128)
-    return LatentLaunch(side, 64, 4, 4 if itemsize == 1 and side < 64 else 2, 1, 1)
+        return ShareLaunch(side, 64, 4, 2, 2, 1, max_registers=128)
+    return ShareLaunch(side, 64, 4, 4 if itemsize == 1 and side < 64 else 2, 1, 1)
 
 
 @functools.cache
@@ -111,7 +89,7 @@ def latent_tiles(size: int, rope: int, stored: int) -> tuple[int, int]:
 
 # Each layer asks in each step.
 @functools.cache
-def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stored: int = 2) -> LatentLaunch:
+def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stored: int = 2) -> ShareLaunch:
     """The launch for requests of at most `rows` rows.
 
     Args:
@@ -122,11 +100,16 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stor
         gpu: the device.
         stored: bytes of an element as it is stored.
     """
-    launch = LatentLaunch(16, 16, 4, 2, 1, 2) if itemsize > 2 else _LAUNCHES[min(tile_side(rows), 64)]
+    launch = ShareLaunch(16, 16, 4, 2, 1, 2) if itemsize > 2 else _LAUNCHES[min(tile_side(rows), 64)]
     side, rope_side = latent_tiles(size, rope, stored)
     # Without a rope part, what Triton exchanges between warps takes as much.
     width = (side + max(rope_side, side // 8)) * itemsize
-    while (launch.block_m + launch.block_n * _tiles_held(launch, gpu)) * width > gpu.shared_memory:
+    while True:
+        # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
+        is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
+        tiles = launch.num_stages + is_late
+        if (launch.block_m + launch.block_n * tiles) * width <= gpu.shared_memory:
+            break
         if launch.num_stages > 1:
             launch = launch._replace(num_stages=launch.num_stages - 1)
         elif launch.block_n > 16:
@@ -138,18 +121,11 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stor
     return launch
 
 
-def _tiles_held(launch: LatentLaunch, gpu: Gpu) -> int:
-    """Tiles of latents in shared memory at the same time."""
-    # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
-    is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
-    return launch.num_stages + is_late
-
-
 # The fastest on an H200 by rows of a tile, see benchmarks/results/mla-h200.json.
 _LAUNCHES = {
-    16: LatentLaunch(16, 32, 4, 3, 2, 2),
-    32: LatentLaunch(32, 64, 4, 2, 2, 2),
-    64: LatentLaunch(64, 64, 8, 2, 1, 1),
+    16: ShareLaunch(16, 32, 4, 3, 2, 2),
+    32: ShareLaunch(32, 64, 4, 2, 2, 2),
+    64: ShareLaunch(64, 64, 8, 2, 1, 1),
 }
 
 
@@ -246,11 +222,7 @@ class TritonMLAImpl(MLADecodeImpl):
         decode, merge = self._kernels(launch, hopper, kv_cache, heads, output_lse is not None, parts)
         shares, sparse = metadata.shares, self.spec.sparse
         division = launch.block_n, programs, launch.least
-        plan = (
-            SharesPlan(*division)
-            if sparse is None
-            else SharesPlan(*division, most=sparse.topk * sparse.block)
-        )
+        plan = SharesPlan(*division, most=ALL if sparse is None else sparse.topk * sparse.block)
         partials, partial_lses = shares.partials(2 * programs * rows, size)
         lse = partial_lses if output_lse is None else output_lse
         starts = metadata.query_start_loc
@@ -293,7 +265,7 @@ class TritonMLAImpl(MLADecodeImpl):
 
     def _kernels(
         self,
-        launch: LatentLaunch,
+        launch: ShareLaunch,
         hopper: Mapping[int, Any],
         kv_cache: torch.Tensor,
         heads: int,
@@ -341,9 +313,7 @@ class TritonMLAImpl(MLADecodeImpl):
                 "PDL": False,
                 "STAGES": launch.num_stages,
             }
-            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-            if launch.max_registers is not None:
-                options["maxnreg"] = launch.max_registers
-            decode = BoundKernel(hopper.get(launch.block_m, _DECODE), 14, values, **options)
+            kernel = hopper.get(launch.block_m, _DECODE)
+            decode = BoundKernel(kernel, 14, values, **compile_options(launch))
             bound = self._bound[form] = decode, BoundKernel(_MERGE, 11, values, num_warps=4)
         return bound

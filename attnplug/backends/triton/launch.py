@@ -192,7 +192,7 @@ def prefill_launch(
         least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
         if most_keys is not None and most_keys <= _SHORT_PROMPT and wide <= 256:
-            launch = SHORT
+            launch = SHORT_PROMPT_LAUNCH
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -242,7 +242,7 @@ _DECODE_8_BIT = {
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
 # tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
 _SHORT_PROMPT = 256
-SHORT = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
+SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
 # Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384. The kernel with specialised
 # warps took 4341 to 3865 us for heads of 128 (1 x 16k), and 4579 to 3591 us for heads of 256. It is slower for heads of 64.
 # Its tiles have a power of two of columns, so the other kernel multiplies less from 129 to 192 elements.
@@ -256,7 +256,7 @@ _PREFILL = {
 
 
 class ShareLaunch(NamedTuple):
-    """Launch parameters of equal shares.
+    """Launch parameters of equal shares, of pages and of latents.
 
     Args:
         block_m: rows of a stream: queries times heads of a group.
@@ -277,6 +277,13 @@ class ShareLaunch(NamedTuple):
     least: int
     ahead: int = 0
     max_registers: int | None = None
+
+
+def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[str, int]:
+    """The compiler's options for a launch."""
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    limit: int | None = getattr(launch, "max_registers", None)
+    return options if limit is None else options | {"maxnreg": limit}
 
 
 # Each layer asks in each step.

@@ -10,7 +10,7 @@ import torch
 
 from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.launch import Gpu, ShareLaunch, is_one_range, partial_sums
+from attnplug.backends.triton.launch import Gpu, ShareLaunch, compile_options, is_one_range, partial_sums
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
@@ -133,9 +133,6 @@ def bind_shares(
         "SIZE": spec.head_size_v,
         "ONE": is_one_range(launch.block_m, launch.block_n, reach.left, values["PAIRS"]),
     }
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    if launch.max_registers is not None:
-        options["maxnreg"] = launch.max_registers
     overlap = {"launch_pdl": True} if values["PDL"] else {}
     size = power_of_two(spec.head_size_v)
 
@@ -159,7 +156,7 @@ def bind_shares(
         has_spans=reach.spans,
     )
     return ShareDecode(
-        kernel=BoundKernel(_DECODE, 17, values, **options),
+        kernel=BoundKernel(_DECODE, 17, values, **compile_options(launch)),
         merges=merges,
         plan=plan,
         kv_heads=spec.num_kv_heads,

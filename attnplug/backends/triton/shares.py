@@ -14,7 +14,7 @@ from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _PLAN: Any = plan_shares_kernel
-_ALL = 1 << 30
+ALL = 1 << 30
 _AT_ONCE = 1024
 """Requests that a plan numbers at once. In a sparse layer each query is a request: 8192 of them took long to compile."""
 
@@ -58,12 +58,12 @@ class SharesPlan(NamedTuple):
     least: int
     ahead: int = 0
     group: int = 1
-    block_m: int = _ALL
+    block_m: int = ALL
     left: int = -1
     right: int = -1
     chunk: int = 0
     has_spans: bool = False
-    most: int = _ALL
+    most: int = ALL
 
 
 class Shares(NotCopied):

@@ -51,7 +51,7 @@ def disagreements(
     if spec.direct_kv:
         fact = f"K and V come with the call: there are no pages that {_both(pair)} could share"
         return [Reason(fact, code="feature.direct_kv", field="direct_kv")]
-    return [*_pages(pair, spec, device), *_orders(pair, spec)]
+    return [*_pages(pair, spec, device), *_layout_reasons(pair, spec)]
 
 
 def _pages(pair: _Pair, spec: LayerSpec, device: Device) -> Iterator[Reason]:
@@ -74,7 +74,7 @@ def _split(backend: type[AttentionBackend]) -> object:
     return getattr(found, "__func__", found)
 
 
-def _orders(pair: _Pair, spec: LayerSpec) -> Iterator[Reason]:
+def _layout_reasons(pair: _Pair, spec: LayerSpec) -> Iterator[Reason]:
     layouts = common_layouts(*pair)
     if not layouts:
         own = [answer(each, "supported_kv_cache_layouts") for each in pair]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,6 +11,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
 from attnplug.core.composite.options import composite_options
+from attnplug.core.composite.pair import in_both, make_pair, of_both, said_by
 from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
@@ -79,6 +80,10 @@ class CompositeBackend(AttentionBackend):
     # Limits: the intersection of both members
 
     @classmethod
+    def _both_answer(cls, hook: str, value: object) -> bool:
+        return all(answer(member, hook, value) for member in cls.members().values())
+
+    @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
         """Head sizes that both serve."""
         one, other = (answer(member, "get_supported_head_sizes") for member in cls.members().values())
@@ -87,12 +92,12 @@ class CompositeBackend(AttentionBackend):
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
         """Whether both serve it."""
-        return all(answer(member, "supports_head_size", head_size) for member in cls.members().values())
+        return cls._both_answer("supports_head_size", head_size)
 
     @classmethod
     def supports_dtype(cls, dtype: object) -> bool:
         """Whether both serve it."""
-        return all(answer(member, "supports_dtype", dtype) for member in cls.members().values())
+        return cls._both_answer("supports_dtype", dtype)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
@@ -122,9 +127,7 @@ class CompositeBackend(AttentionBackend):
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
         """Whether both serve it, and its keys are in pages: decoders and cross attention."""
         has_pages = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
-        return has_pages and all(
-            answer(member, "supports_attn_type", attn_type) for member in cls.members().values()
-        )
+        return has_pages and cls._both_answer("supports_attn_type", attn_type)
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
@@ -147,7 +150,7 @@ class CompositeBackend(AttentionBackend):
                 who = f"{own} on {answer(member, 'get_name')}"
                 for reason in answer(member, "validate_configuration", spec, device, own):
                     causes.setdefault((reason.code, reason.field), {})[who] = reason
-        reasons = [_said_by(members) for members in causes.values()]
+        reasons = [said_by(members) for members in causes.values()]
         shared = disagreements(cls.prefill, cls.decode, spec, device)
         for reason in (*shared, *validate(cls, spec, device, phase)):
             if (reason.code, reason.field) not in causes:
@@ -231,53 +234,30 @@ def composite_backend(
 
 @functools.cache
 def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeBackend]:
-    names = answer(prefill, "get_name"), answer(decode, "get_name")
-    name = "+".join(names)
     pair = (prefill, decode)
     members = {Phase.PREFILL: prefill, Phase.DECODE: decode}
-
-    def both(field: str) -> list[Any]:
-        return [declared(each, field) for each in pair]
-
-    def names_of(dtypes: Sequence[object]) -> list[str]:
-        return [bare_dtype_name(each, "supported_dtypes") for each in dtypes]
-
-    served = declared(prefill, "features") & declared(decode, "features")
-    namespace: dict[str, Any] = {
-        "__doc__": f"Prefills on {names[0]} and decodes on {names[1]}.",
-        "__module__": __name__,
-        "prefill": prefill,
+    name = "+".join(answer(each, "get_name") for each in pair)
+    dtypes = (
+        [bare_dtype_name(each, "supported_dtypes") for each in found]
+        for found in of_both("supported_dtypes", *pair)
+    )
+    served = operator.and_(*of_both("features", *pair))
+    attributes: dict[str, Any] = {
         "decode": decode,
-        "get_name": staticmethod(lambda: name),
-        "requires": tuple(dict.fromkeys(itertools.chain(*both("requires")))),
-        "device_types": _in_both(*both("device_types")),
-        "supported_dtypes": _in_both(*map(names_of, both("supported_dtypes"))),
-        "supported_kv_cache_dtypes": _in_both(*map(stored_dtypes, pair)),
+        "supported_dtypes": in_both(*dtypes),
+        "supported_kv_cache_dtypes": in_both(*map(stored_dtypes, pair)),
         "supported_phases": tuple(
             p for p, each in members.items() if p in declared(each, "supported_phases")
         ),
         "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
-        "supported_sparse_kinds": _in_both(*both("supported_sparse_kinds")),
-        "serves_dense": all(both("serves_dense")),
-        "step_safe": all(both("step_safe")),
+        "supported_sparse_kinds": in_both(*of_both("supported_sparse_kinds", *pair)),
+        "serves_dense": all(of_both("serves_dense", *pair)),
         "Options": composite_options(name, members),
     }
     if any(map(depends_on_capability, pair)):
-        hook = "supports_compute_capability"
-        namespace[hook] = classmethod(
-            lambda cls, capability: all(answer(each, hook, capability) for each in pair)
+        attributes["supports_compute_capability"] = classmethod(
+            lambda cls, capability: cls._both_answer("supports_compute_capability", capability)
         )
-    return type(f"{prefill.__name__}And{decode.__name__}", (CompositeBackend,), namespace)
-
-
-def _in_both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(each for each in one if each in other)
-
-
-def _said_by(members: Mapping[str, Reason]) -> Reason:
-    """One reason for one cause that one or both members gave."""
-    first = next(iter(members.values()))
-    text = "; ".join(f"{who}: {reason}" for who, reason in members.items())
-    if len(set(members.values())) == 1:
-        text = f"{' and '.join(members)}: {first}"
-    return Reason.from_dict({**first.to_dict(), "text": text})
+    doc = "Prefills on {prefill} and decodes on {decode}."
+    made: type[CompositeBackend] = make_pair(_composed, *pair, CompositeBackend, name, doc, **attributes)
+    return made

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.core.composite.cut import Cut, cut_step
 from attnplug.core.composite.impl import CompositeMetadata
+from attnplug.core.composite.member_layers import MemberLayers
+from attnplug.core.composite.step_split import StepSplit, split_step
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import (
     AttentionCGSupport,
-    AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
     own_build_key,
@@ -53,7 +53,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
                 backend,
                 kv_cache_spec,
                 layer_names,
-                dataclasses.replace(config, layers=_MemberLayers(config.layers, phase)),
+                dataclasses.replace(config, layers=MemberLayers(config.layers, phase)),
                 device,
             )
             for phase, backend in ((Phase.DECODE, self.decode_backend), (Phase.PREFILL, self.prefill_backend))
@@ -93,17 +93,12 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`, or a member's refusal.
         """
-        common, cut = common_attn_metadata, self._cut(common_attn_metadata)
-        decode = prefill = None
-        if cut.decode is not None:
-            shared = common_prefix_len if self._cascades[Phase.DECODE] else 0
-            decode = self.decode.build(shared, cut.decode, fast_build)
-            decode = checked_metadata(self.decode_backend, "build", decode)
-        if cut.prefill is not None:
-            shared = common_prefix_len if self._cascades[Phase.PREFILL] else 0
-            prefill = self.prefill.build(shared, cut.prefill, fast_build)
-            prefill = checked_metadata(self.prefill_backend, "build", prefill)
-        return self._made(common, cut, decode, prefill)
+        split, cascades = self._split(common_attn_metadata), self._cascades
+        shared = common_prefix_len if cascades[Phase.DECODE] else 0
+        decode = shared, split.decode, fast_build
+        shared = common_prefix_len if cascades[Phase.PREFILL] else 0
+        prefill = shared, split.prefill, fast_build
+        return self._joined(common_attn_metadata, split, *self._built("build", split, decode, prefill))
 
     def use_cascade_attention(
         self, common_prefix_len: int, query_lens: npt.NDArray[np.int32], *args: Any, **kwargs: Any
@@ -128,33 +123,23 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         Raises:
             BatchError: requests of both kinds, or prefills that the prefilling builder cannot capture.
         """
-        common, cut = common_attn_metadata, self._cut(common_attn_metadata)
-        method = "build_for_cudagraph_capture"
-        if cut.prefill is None:
-            made = self.decode.build_for_cudagraph_capture(common)
-            return self._made(common, cut, checked_metadata(self.decode_backend, method, made), None)
+        common, split = common_attn_metadata, self._split(common_attn_metadata)
         level = self.prefill.get_cudagraph_support(self.config, self.kv_cache_spec)
-        if cut.decode is not None or level < AttentionCGSupport.UNIFORM_BATCH:
+        if split.prefill and (split.decode or level < AttentionCGSupport.UNIFORM_BATCH):
             limit = f"is past the {self.reorder_batch_threshold} of a decode"
             who = f"{self.prefill_backend.get_name()} captures {level.name}"
             where = self.decode_backend.get_name()
             raise BatchError("max_query_len", common.max_query_len, f"{limit} on {where}, and {who}")
-        made = self.prefill.build_for_cudagraph_capture(common)
-        return self._made(common, cut, None, checked_metadata(self.prefill_backend, method, made))
+        made = self._built("build_for_cudagraph_capture", split, (common,), (common,))
+        return self._joined(common, split, *made)
 
     def build_for_drafting(
         self, common_attn_metadata: CommonAttentionMetadata, draft_index: int
     ) -> CompositeMetadata:
         """The metadata of a draft step, each part from its builder."""
-        common, cut = common_attn_metadata, self._cut(common_attn_metadata)
-        decode = prefill = None
-        if cut.decode is not None:
-            decode = self.decode.build_for_drafting(cut.decode, draft_index)
-            decode = checked_metadata(self.decode_backend, "build_for_drafting", decode)
-        if cut.prefill is not None:
-            prefill = self.prefill.build_for_drafting(cut.prefill, draft_index)
-            prefill = checked_metadata(self.prefill_backend, "build_for_drafting", prefill)
-        return self._made(common, cut, decode, prefill)
+        split = self._split(common_attn_metadata)
+        given = (split.decode, draft_index), (split.prefill, draft_index)
+        return self._joined(common_attn_metadata, split, *self._built("build_for_drafting", split, *given))
 
     def update_block_table(
         self, metadata: CompositeMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -163,65 +148,45 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         if not self.supports_update_block_table:
             return super().update_block_table(metadata, blk_table, slot_mapping)
         reqs, tokens = metadata.num_decodes, metadata.num_decode_tokens
-        decode, prefill = metadata.decode, metadata.prefill
-        if decode is not None:
-            slots = slot_mapping if self._is_cross or prefill is None else slot_mapping[:tokens]
-            decode = self.decode.update_block_table(decode, blk_table[:reqs], slots)
-            decode = checked_metadata(self.decode_backend, "update_block_table", decode)
-        if prefill is not None:
-            slots = slot_mapping if self._is_cross else slot_mapping[tokens:]
-            prefill = self.prefill.update_block_table(prefill, blk_table[reqs : metadata.num_reqs], slots)
-            prefill = checked_metadata(self.prefill_backend, "update_block_table", prefill)
-        written = slot_mapping if self._is_cross else slot_mapping[: metadata.num_actual_tokens]
+        first = rest = written = slot_mapping
+        if not self._is_cross:
+            written = slot_mapping[: metadata.num_actual_tokens]
+            if metadata.prefill is not None:
+                first, rest = slot_mapping[:tokens], slot_mapping[tokens:]
+        given = metadata.decode, blk_table[:reqs], first
+        others = metadata.prefill, blk_table[reqs : metadata.num_reqs], rest
+        decode, prefill = self._built("update_block_table", metadata, given, others)
         return dataclasses.replace(metadata, slot_mapping=written, decode=decode, prefill=prefill)
 
-    def _cut(self, common: CommonAttentionMetadata) -> Cut:
-        return cut_step(common, self.reorder_batch_threshold or 1, self._is_cross)
+    def _split(self, common: CommonAttentionMetadata) -> StepSplit:
+        return split_step(common, self.reorder_batch_threshold or 1, self._is_cross)
 
-    def _made(
+    def _built(
         self,
-        common: CommonAttentionMetadata,
-        cut: Cut,
-        decode: AttentionMetadata | None,
-        prefill: AttentionMetadata | None,
+        method: str,
+        parts: StepSplit | CompositeMetadata,
+        decode: tuple[Any, ...],
+        prefill: tuple[Any, ...],
+    ) -> list[Any]:
+        """What a method of each member's builder gives for these arguments; None for a part without requests."""
+        asked = (
+            (parts.decode, self.decode_backend, self.decode, decode),
+            (parts.prefill, self.prefill_backend, self.prefill, prefill),
+        )
+        return [
+            None if part is None else checked_metadata(backend, method, getattr(builder, method)(*given))
+            for part, backend, builder, given in asked
+        ]
+
+    def _joined(
+        self, common: CommonAttentionMetadata, split: StepSplit, decode: Any, prefill: Any
     ) -> CompositeMetadata:
-        tokens = common.num_actual_tokens
-        slots = common.slot_mapping
+        tokens, slots = common.num_actual_tokens, common.slot_mapping
         if not self._is_cross and slots.shape[0] > tokens:
             slots = slots[:tokens]
         return CompositeMetadata(
-            slots, common.num_reqs, tokens, cut.num_reqs, cut.num_tokens, decode, prefill
+            slots, common.num_reqs, tokens, split.num_reqs, split.num_tokens, decode, prefill
         )
-
-
-class _MemberLayers(Mapping[str, Any]):
-    """The engine's layers, with one member's impls, for that member's builder."""
-
-    def __init__(self, layers: Mapping[str, Any], phase: Phase) -> None:
-        self._layers, self._phase = layers, phase
-
-    def __getitem__(self, name: str) -> Any:
-        return _MemberLayer(self._layers[name], self._phase)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layers)
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-
-class _MemberLayer:
-    """A layer with one member's impl; all other attributes are the layer's own."""
-
-    def __init__(self, layer: Any, phase: Phase) -> None:
-        self._layer = layer
-        impl = layer.impl
-        # The mapping has layers of other backends too.
-        members = getattr(impl, "members", None)
-        self.impl = impl if members is None else members[phase]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.composite.backend import CompositeBackend
 
 
 @dataclasses.dataclass(eq=False)
@@ -52,9 +53,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
     one that graphs capture, runs on that member only.
     """
 
-    prefill_backend: ClassVar[type[AttentionBackend]]
-    decode_backend: ClassVar[type[AttentionBackend]]
-
+    backend: type[CompositeBackend]  # pyright: ignore[reportIncompatibleVariableOverride]
     members: Mapping[Phase, AttentionImpl[Any]]
     """The impl of each phase."""
 
@@ -67,7 +66,6 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         options: Any = None,
     ) -> None:
         super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
-        backends = {Phase.PREFILL: self.prefill_backend, Phase.DECODE: self.decode_backend}
         # Given only where there are ranks, because a member's own from_spec may not take groups.
         groups: dict[str, Any] = {}
         if self.total_cp_world_size > 1:
@@ -83,7 +81,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
                 options=member_options(options, phase, member),
                 **groups,
             )
-            for phase, member in backends.items()
+            for phase, member in self.backend.members().items()
         }
         self._prefill, self._decode = self.members[Phase.PREFILL], self.members[Phase.DECODE]
         self._is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
@@ -147,32 +145,15 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         queries = query.split_with_sizes((cut, query.shape[0] - cut))
         outputs = output.split_with_sizes((cut, output.shape[0] - cut))
         # Decodes read their keys from the pages, which have them; prefills may be faster on the given ones.
-        self._decode.attend(
-            layer,
-            queries[0],
-            None,
-            None,
-            kv_cache,
-            decode,
-            outputs[0],
-            output_lse=None if output_lse is None else output_lse[:cut],
-            use_sinks=use_sinks,
-            **_rows_of(scales, slice(cut)),
-        )
-        if self._is_cross:
-            key = value = None
-        self._prefill.attend(
-            layer,
-            queries[1],
-            None if key is None else key[cut:],
-            None if value is None else value[cut:],
-            kv_cache,
-            prefill,
-            outputs[1],
-            output_lse=None if output_lse is None else output_lse[cut:],
-            use_sinks=use_sinks,
-            **_rows_of(scales, slice(cut, None)),
-        )
+        new_k, new_v = (None if x is None or self._is_cross else x[cut:] for x in (key, value))
+        for impl, part, rows, q, k, v, into in (
+            (self._decode, decode, slice(cut), queries[0], None, None, outputs[0]),
+            (self._prefill, prefill, slice(cut, None), queries[1], new_k, new_v, outputs[1]),
+        ):
+            lse = None if output_lse is None else output_lse[rows]
+            # Only the scales of blocks have rows.
+            cuts = {name: x[rows] if name == "output_block_scale" else x for name, x in scales.items()}
+            impl.attend(layer, q, k, v, kv_cache, part, into, output_lse=lse, use_sinks=use_sinks, **cuts)
         return output
 
     def _scales(
@@ -191,19 +172,12 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         return found
 
 
-def _rows_of(scales: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """The scales for some rows of the output: only those of blocks have rows."""
-    return {name: each[rows] if name == "output_block_scale" else each for name, each in scales.items()}
-
-
 @functools.cache
 def composite_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeImpl]:
     """The impl class of two backends; the same each time."""
     impls = prefill.get_impl_cls(), decode.get_impl_cls()
     namespace: dict[str, Any] = {
         "__module__": __name__,
-        "prefill_backend": prefill,
-        "decode_backend": decode,
         "can_return_lse_for_decode": impls[1].can_return_lse_for_decode,
         "supports_pcp": impls[0].supports_pcp,
         "supports_quant_query_input": all(impl.supports_quant_query_input for impl in impls),

@@ -27,7 +27,7 @@ from attnplug.core.interface.ported_names import (
     PortedName,
 )
 from attnplug.core.interface.signatures import (
-    cannot_take,
+    call_mismatch,
     definition_of,
     interface_signature,
     is_alike,
@@ -268,7 +268,7 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
             yield f"{title} has vLLM's arguments; write {definition_of(name, theirs)}, and read spec and device"
         elif ported:
             yield f"{title} has the parameter {ported[0]}; {PORTED_PARAMETERS[ported[0]]}"
-        elif why := cannot_take(found, expected):
+        elif why := call_mismatch(found, expected):
             yield f"{title} does not take what attnplug gives ({why}); write {definition_of(name, theirs)}"
 
 

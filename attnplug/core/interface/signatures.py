@@ -77,7 +77,7 @@ def _parameters(function: types.FunctionType) -> tuple[object, ...]:
     return names, code.co_posonlyargcount, code.co_kwonlyargcount, has_rest
 
 
-def cannot_take(found: inspect.Signature, expected: inspect.Signature) -> str | None:
+def call_mismatch(found: inspect.Signature, expected: inspect.Signature) -> str | None:
     """Why a method with the parameters `found` cannot be called as `expected` is; None if it can."""
     by_name = [p.name for p in expected.parameters.values() if p.kind is p.KEYWORD_ONLY]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

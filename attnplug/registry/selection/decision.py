@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from attnplug._system.json_files import parse_json, reading, texts, typed
 from attnplug._system.text import shown
-from attnplug.core.composite.references import class_of, reference_of
+from attnplug.core.composite.pair import class_of, reference_of
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.interface.answers import declared

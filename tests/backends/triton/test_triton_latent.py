@@ -12,8 +12,8 @@ pytest.importorskip("triton")
 from attnplug.backends.triton import latent
 from attnplug.backends.triton import shares as host_shares
 from attnplug.backends.triton.backend import TritonBackend
-from attnplug.backends.triton.latent import LatentLaunch, latent_launch
-from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.latent import latent_launch
+from attnplug.backends.triton.launch import Gpu, ShareLaunch
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec
@@ -80,7 +80,7 @@ def test_heads_and_dimensions(heads, rank, rope):
 def test_shares_of_programs(new, tokens, block_size, programs, monkeypatch):
     gpu = Gpu(programs, 1 << 18)
     monkeypatch.setattr(latent, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: LatentLaunch(16, 16, 4, 1, 1, 1))
+    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: ShareLaunch(16, 16, 4, 1, 1, 1))
     check(layer(4, 64, 16), new, tokens, block_size=block_size)
 
 
@@ -94,7 +94,7 @@ def test_latents_of_8_bits(kv_cache_dtype):
 def test_chosen_keys_over_the_shares_of_programs(topk, programs, monkeypatch):
     gpu = Gpu(programs, 1 << 18)
     monkeypatch.setattr(latent, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: LatentLaunch(16, 16, 4, 1, 1, 1))
+    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: ShareLaunch(16, 16, 4, 1, 1, 1))
     spec = layer(4, 64, 16, sparse=SparseSpec("token_topk", topk))
     check(spec, [1, 0, 3, 2], [70, 9, 40, 1], block_size=16)
 

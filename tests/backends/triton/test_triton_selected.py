@@ -14,8 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, latent
-from attnplug.backends.triton.latent import LatentLaunch
-from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.launch import Gpu, ShareLaunch
 from attnplug.core import BuilderConfig, LayerSpec, MLADims, Selection, SparseSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import CommonAttentionMetadata
@@ -55,7 +54,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
         monkeypatch.setattr(selected, name, getattr(kernels, name))
     # Small tiles and few programs: shares cut requests, and end past the keys of some.
     monkeypatch.setattr(latent, "gpu_of", lambda device: Gpu(4, 1 << 18))
-    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: LatentLaunch(16, 32, 4, 1, 1, 1))
+    monkeypatch.setattr(latent, "latent_launch", lambda *sizes: ShareLaunch(16, 32, 4, 1, 1, 1))
     return made
 
 

@@ -1,0 +1,106 @@
+"""Cuts a step between two requests: the decodes in front, and the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from attnplug.core.batch.splitting import split_decodes_and_prefills
+from attnplug.core.metadata import CommonAttentionMetadata
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StepSplit:
+    """The number of decodes and their tokens, and the step of each part; None for an empty part."""
+
+    num_reqs: int
+    num_tokens: int
+    decode: CommonAttentionMetadata | None
+    prefill: CommonAttentionMetadata | None
+
+
+def split_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> StepSplit:
+    """Cut the step before its first query longer than `threshold`; nothing is read back.
+
+    The parts are views of the step's tensors. Only the start locations of the rest are new, because they begin at 0:
+    one subtraction on the device. The parts do not have the indices of wanted logits. `split_attn_metadata` takes four
+    times the host's time, because it also cuts inside requests.
+
+    Args:
+        common: the step, decodes first, without direct K and V.
+        threshold: the longest query of a decode.
+        is_cross: whether slots are of encoder tokens, which no query owns; then each part has them all.
+
+    Raises:
+        BatchError: start locations that decrease or pass `num_actual_tokens`.
+    """
+    reqs, rest, tokens, _ = split_decodes_and_prefills(common, threshold)
+    if not rest:
+        return StepSplit(reqs, tokens, common, None)
+    if not reqs:
+        return StepSplit(0, 0, None, common)
+    return split_at(common, reqs, tokens, is_cross, longest=1 if threshold == 1 else None)
+
+
+def split_at(
+    common: CommonAttentionMetadata,
+    reqs: int,
+    tokens: int,
+    is_cross: bool = False,
+    longest: int | None = None,
+) -> StepSplit:
+    """Cut the step after `reqs` requests, which have `tokens` queries; both parts have requests. See `split_step`.
+
+    `longest` is the longest query of the first part; None if it must be computed.
+    """
+    end, starts, starts_cpu = common.num_reqs, common.query_start_loc, common.query_start_loc_cpu
+    own = starts[reqs : end + 1] - tokens, torch.from_numpy(starts_cpu.numpy()[reqs:] - tokens)
+    rest = slice(reqs, end), slice(tokens, common.num_actual_tokens)
+    prefill = _part(common, *rest, own, common.max_query_len, is_cross)
+    if not tokens:  # no request of the first part has new tokens
+        return StepSplit(reqs, 0, None, prefill)
+    own = starts[: reqs + 1], starts_cpu[: reqs + 1]
+    longest = int(own[1].diff().max()) if longest is None else longest
+    decode = _part(common, slice(0, reqs), slice(0, tokens), own, longest, is_cross)
+    return StepSplit(reqs, tokens, decode, prefill)
+
+
+_PER_REQUEST = (
+    *("seq_lens_host", "encoder_seq_lens", "encoder_seq_lens_cpu"),
+    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+)
+_PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
+
+
+def _part(
+    common: CommonAttentionMetadata,
+    reqs: slice,
+    tokens: slice,
+    starts: tuple[torch.Tensor, torch.Tensor],
+    longest: int,
+    is_cross: bool,
+) -> CommonAttentionMetadata:
+    optional: dict[str, Any] = {}
+    for names, rows in ((_PER_REQUEST, reqs), (_PER_TOKEN, tokens)):
+        for name in names:
+            value = getattr(common, name)
+            if value is not None:
+                optional[name] = value[rows]
+    # Without lengths on the host, the step's bound is the part's.
+    lengths, most = optional.get("seq_lens_host"), common.max_seq_len
+    return CommonAttentionMetadata(
+        *starts,
+        common.seq_lens[reqs],
+        reqs.stop - reqs.start,
+        tokens.stop - tokens.start,
+        longest,
+        most if lengths is None else min(int(lengths.max()), most),
+        common.block_table_tensor[reqs],
+        common.slot_mapping if is_cross else common.slot_mapping[tokens],
+        common.causal,
+        common.is_cut,
+        seq_lens_host_exact=common.seq_lens_host_exact,
+        **optional,
+    )
