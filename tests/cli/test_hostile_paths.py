@@ -14,10 +14,11 @@ import pytest
 
 from attnplug._system import files
 from attnplug._system.json_files import whole_json
-from attnplug.core.errors import MatrixFileError, ModelConfigError
+from attnplug.core.errors import MatrixFileError, ModelConfigError, PolicyError
 from attnplug.integrations.reader.config_json import config_path, parse
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.results import read_matrix, write_matrix
+from attnplug.testing.conformance.check_filter import read_known_failures
 from attnplug.testing.isolation.listing import SuiteRequest, list_checks
 
 pytestmark = [
@@ -68,7 +69,6 @@ INPUTS = {
     "tune": ("tune", None, "--device", "cpu"),
     "merge": ("matrix", "merge", None),
     "diff": ("matrix", "diff", None, None),
-    "known failures": ("conformance", "TORCH", "--known-failures", None),
     "tuned": ("select", MODEL, "--device", "h100", "--tuned", None),
 }
 
@@ -108,6 +108,19 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_work(
 def test_an_input_that_cannot_be_read_is_refused(run, bad, command):
     path, _ = bad
     one_sentence(run(*(path if word is None else word for word in command)), path)
+
+
+@pytest.mark.parametrize("bad", BAD, indirect=True)
+def test_known_failures_that_cannot_be_read_are_refused(bad):
+    path, _ = bad
+    with pytest.raises(PolicyError, match="cannot be read") as caught:
+        read_known_failures(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_kit_with_known_failures_that_cannot_be_read_is_refused(run, tmp_path):
+    """It lists its checks in another process before, which takes seconds."""
+    one_sentence(run("conformance", "TORCH", "--known-failures", loop(tmp_path)), tmp_path / "loop.json")
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])

@@ -37,6 +37,11 @@ def run(size: int, folder: Path, names: Sequence[str] = ()) -> None:
         assert result["ran"] == [*expected, "a lost rank"]
 
 
+def test_two_ranks_that_share_tokens_do_what_one_rank_does_in_some_cases(tmp_path: Path) -> None:
+    run(2, tmp_path, _OF_THREE[2:])
+
+
+@pytest.mark.slow
 def test_two_ranks_that_share_tokens_do_what_one_rank_does(tmp_path: Path) -> None:
     run(2, tmp_path)
 
@@ -46,6 +51,8 @@ def test_three_ranks_share_tokens_and_name_the_one_that_is_lost(tmp_path: Path) 
     run(3, tmp_path, _OF_THREE)
 
 
+# The cases of two ranks again, of which CI has those where three differ.
 @pytest.mark.slow
+@pytest.mark.rare
 def test_three_ranks_that_share_tokens_do_what_one_rank_does(tmp_path: Path) -> None:
     run(3, tmp_path)
