@@ -34,8 +34,8 @@ def test_more_random_plans_on_triton() -> None:
 
 @pytest.mark.slow
 def test_many_random_plans() -> None:
-    found = random_plans.run(range(1000, 1400), "TORCH")
-    expect_right(found, 300)
+    found = random_plans.run(range(1000, 1250), "TORCH")
+    expect_right(found, 180)
     assert set(found.layers) == set(random_plans.KINDS)
 
 

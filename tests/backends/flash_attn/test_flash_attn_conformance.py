@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from flash_attn_on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
 
 from attnplug.testing import parametrize_with_checks
 
 
-# The bindings of the three differ in the calls that they make; a plain run has those of one.
-@pytest.mark.slow
 @parametrize_with_checks(FlashAttn2OnCpu, device="cpu")
 def test_flash_attn_2(check):
     check()
@@ -20,7 +17,6 @@ def test_flash_attn_3(check):
     check()
 
 
-@pytest.mark.slow
 @parametrize_with_checks(FlashAttn4OnCpu, device="cpu")
 def test_flash_attn_4(check):
     check()

@@ -26,7 +26,7 @@ _LEFT_OUT = (
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
 _SIZES_OF_A_KIND, _EVERY = 1, 32
-_MANY, _EVERY_OF_MANY = ("tensors/", "cache/", "batch/", "merge/"), 6
+_MANY, _EVERY_OF_MANY = ("tensors/", "cache/", "batch/"), 6
 # Of the cases of a test in these files, a plain run has the first of three.
 _CASES, _EVERY_CASE = (
     (
