@@ -1,4 +1,4 @@
-"""A plugin of pytest that measures which branches of core and registry their own tests run.
+"""A plugin of pytest that measures which branches of core, registry and _system their own tests run.
 
 The whole suite runs once, and a line that only tests of other folders run is not covered. `pytest -p own_coverage`
 writes a file for each process: `coverage combine` joins them.
@@ -8,14 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import pkgutil
 from collections.abc import Iterator
 
 import coverage
 import pytest
 
-SOURCES = ("attnplug.core", "attnplug.registry")
-OWN_TESTS = ("tests/core/", "tests/registry/", "tests/golden/", "tests/cli/test_select_command.py")
+SOURCES = ("attnplug._system", "attnplug.core", "attnplug.registry")
+OWN_TESTS = (
+    "tests/core/",
+    "tests/registry/",
+    "tests/golden/",
+    "tests/system/",
+    "tests/cli/test_select_command.py",
+)
 
 _coverage = coverage.Coverage(source=SOURCES, branch=True, data_suffix=True)
 _coverage.set_option("run:disable_warnings", ["no-data-collected"])
@@ -29,6 +36,19 @@ def _measured() -> Iterator[None]:
     finally:
         _coverage.stop()
 
+
+def _measure_fork() -> None:
+    """Measures a fork of a test by itself: it ends by os._exit, and the source of all packages takes seconds to read."""
+    if coverage.Coverage.current() is not None:
+        _coverage.stop()
+        fork = coverage.Coverage(
+            include=["*/attnplug/_system/*"], branch=True, data_suffix=True, config_file=False
+        )
+        fork.set_option("run:patch", ["_exit"])
+        fork.start()
+
+
+os.register_at_fork(after_in_child=_measure_fork)
 
 # What modules run when they are imported is theirs, whichever test would import them first.
 with _measured():

@@ -31,23 +31,24 @@ def completed(line: str, shell: str = "bash", **environment: str) -> list[str]:
     return done.stdout.split()
 
 
+# Each starts the program twice; a plain run has one of each kind of values.
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("attnplug expl", ["explain", "explain-code"]),
+        pytest.param(*("attnplug expl", ["explain", "explain-code"]), marks=pytest.mark.slow),
         ("attnplug explain --dev", ["--device"]),
         ("attnplug explain --device h1", ["h100"]),
-        ("attnplug explain --device H1", ["H100"]),
+        pytest.param(*("attnplug explain --device H1", ["H100"]), marks=pytest.mark.slow),
         ("attnplug select --device rtx4090", ["rtx4090", "rtx4090d"]),
-        ("attnplug explain --dtype b", ["bfloat16"]),
+        pytest.param(*("attnplug explain --dtype b", ["bfloat16"]), marks=pytest.mark.slow),
         ("attnplug explain --kv-cache-dtype fp8_e5m2f", ["fp8_e5m2fnuz"]),
-        ("attnplug explain --phase d", ["decode"]),
-        ("attnplug select --backend TRI", ["TRITON"]),
-        ("attnplug select --backend sli", ["sliding="]),
+        pytest.param(*("attnplug explain --phase d", ["decode"]), marks=pytest.mark.slow),
+        pytest.param(*("attnplug select --backend TRI", ["TRITON"]), marks=pytest.mark.slow),
+        pytest.param(*("attnplug select --backend sli", ["sliding="]), marks=pytest.mark.slow),
         ("attnplug select --backend TORCH,sliding=TRI", ["TORCH,sliding=TRITON"]),
         ("attnplug conformance TO", ["TORCH"]),
-        ("attnplug explain-code kv_cache_d", ["kv_cache_dtype"]),
-        ("attnplug matrix --feature sink", ["sinks"]),
+        pytest.param(*("attnplug explain-code kv_cache_d", ["kv_cache_dtype"]), marks=pytest.mark.slow),
+        pytest.param(*("attnplug matrix --feature sink", ["sinks"]), marks=pytest.mark.slow),
     ],
 )
 def test_bash_completes(line, words):

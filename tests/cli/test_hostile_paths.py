@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from attnplug._system import files
-from attnplug._system.json_files import locked, parse_json, whole_json
-from attnplug.core.errors import MatrixFileError, ModelConfigError
+from attnplug._system.json_files import whole_json
+from attnplug.core.errors import MatrixFileError, ModelConfigError, PolicyError
 from attnplug.integrations.reader.config_json import config_path, parse
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.results import read_matrix, write_matrix
+from attnplug.testing.conformance.check_filter import read_known_failures
 from attnplug.testing.isolation.listing import SuiteRequest, list_checks
 
 pytestmark = [
@@ -68,7 +69,6 @@ INPUTS = {
     "tune": ("tune", None, "--device", "cpu"),
     "merge": ("matrix", "merge", None),
     "diff": ("matrix", "diff", None, None),
-    "known failures": ("conformance", "TORCH", "--known-failures", None),
     "tuned": ("select", MODEL, "--device", "h100", "--tuned", None),
 }
 
@@ -110,35 +110,23 @@ def test_an_input_that_cannot_be_read_is_refused(run, bad, command):
     one_sentence(run(*(path if word is None else word for word in command)), path)
 
 
+@pytest.mark.parametrize("bad", BAD, indirect=True)
+def test_known_failures_that_cannot_be_read_are_refused(bad):
+    path, _ = bad
+    with pytest.raises(PolicyError, match="cannot be read") as caught:
+        read_known_failures(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_kit_with_known_failures_that_cannot_be_read_is_refused(run, tmp_path):
+    """It lists its checks in another process before, which takes seconds."""
+    one_sentence(run("conformance", "TORCH", "--known-failures", loop(tmp_path)), tmp_path / "loop.json")
+
+
 @pytest.mark.parametrize("name", ["a\0b", "\ud800"])
-def test_names_that_no_file_can_have_are_an_os_error(tmp_path, name):
-    path = tmp_path / name
-    for ask in (
-        files.read_text,
-        files.resolved,
-        files.check_output,
-        lambda path: files.write_text(path, "x"),
-    ):
-        with pytest.raises(OSError, match=r"null character|a character that no name can have"):
-            ask(path)
-    assert files.may_exist(path)
-    assert not files.is_folder(path)
+def test_a_configuration_that_no_file_can_have_as_its_name_is_refused(tmp_path, name):
     with pytest.raises(ModelConfigError, match="cannot be read"):
-        parse(config_path(path))
-
-
-def test_a_check_of_an_output_leaves_nothing(tmp_path):
-    (tmp_path / "new").mkdir()
-    files.check_output(tmp_path / "new" / "m.json")
-    assert [each.name for each in tmp_path.rglob("*")] == ["new"]
-    (tmp_path / "new" / "m.json").write_text("old")
-    files.check_output(tmp_path / "new" / "m.json")
-    assert (tmp_path / "new" / "m.json").read_text() == "old"
-
-
-def test_a_lock_that_cannot_be_made_is_no_lock_of_another_process():
-    with pytest.raises(MatrixFileError, match=r"/proc/x.json cannot be written: .*; elsewhere"):
-        locked(Path("/proc/x.json"), "elsewhere")
+        parse(config_path(tmp_path / name))
 
 
 def test_a_full_file_system_is_told_by_its_path(run, tmp_path, monkeypatch):
@@ -234,10 +222,6 @@ def test_half_a_character_in_a_configuration_is_refused(run, tmp_path, place):
     one_sentence(run("select", path), path)
 
 
-def test_whole_characters_of_two_escapes_are_read():
-    assert parse_json(r'["\ud83d\ude00", "\\ud800"]') == ["\U0001f600", r"\ud800"]
-
-
 def test_a_message_with_half_a_character_is_written_so_that_it_reads_back(tmp_path):
     cell = Cell("plain", "decode", 64, "float16", "auto", 16, "NHD")
     about = {"distribution": None, "version": None, "device_name": None, "versions": {}, "commit": None}
@@ -266,12 +250,3 @@ def test_a_package_in_a_folder_that_cannot_be_is_refused(run, bad, tmp_path):
     one_sentence(outcome, path)
     assert re.search(cause, outcome.err)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_folders_are_made_all_or_none(tmp_path):
-    with pytest.raises(OSError, match="File name too long"):
-        files.make_folder(tmp_path / "a" / "b" / LONG)
-    assert list(tmp_path.iterdir()) == []
-    files.make_folder(tmp_path / "a" / "b")
-    files.make_folder(tmp_path / "a" / "b" / "c")
-    assert (tmp_path / "a" / "b" / "c").is_dir()

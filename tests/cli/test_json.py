@@ -106,7 +106,8 @@ def test_the_changes_of_two_matrices_are_json_too(run, tmp_path):
     assert run("matrix", "merge", old, new, "--json").json["schema"] == "attnplug.matrix"
 
 
-@pytest.mark.parametrize("option", ["--html", "--markdown"])
+# The page has the selections of all example models, whichever cells are asked for.
+@pytest.mark.parametrize("option", [pytest.param("--html", marks=pytest.mark.slow), "--markdown"])
 def test_pages_may_go_to_standard_output(run, tmp_path, monkeypatch, option):
     monkeypatch.chdir(tmp_path)
     outcome = run("matrix", *CELLS, option, "-")

@@ -93,7 +93,14 @@ def run(tmp_path: Path):
 EXPLAIN = ("explain", "--head-size", "64", "--device", "cpu", "--json")
 
 
-@pytest.mark.parametrize("kind", FORKS)
+# A fork of each place where a plugin is asked, and each end of a child.
+QUICK_FORKS = ("fork", "child exits", "child prints", "fork in a hook", "fork in the answer")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in QUICK_FORKS)) for kind in FORKS],
+)
 def test_a_fork_of_a_plugin_prints_no_second_document(run, kind: str) -> None:
     done = run(FORKS[kind], *EXPLAIN)
     assert done.returncode == 0, done.stderr
@@ -102,14 +109,16 @@ def test_a_fork_of_a_plugin_prints_no_second_document(run, kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FORKS)
+@pytest.mark.parametrize("kind", QUICK_FORKS)
 def test_a_fork_of_a_plugin_lists_no_second_time(run, kind: str) -> None:
     done = run(FORKS[kind], "list", "--json")
     assert done.returncode == 0, done.stderr
     assert {row["name"] for row in json.loads(done.stdout)["backends"]} == {"MINE", "TORCH"}
 
 
-@pytest.mark.parametrize("kind", WAITS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "two threads")) for kind in WAITS]
+)
 def test_an_import_that_joins_a_thread_that_asks_the_registry_ends(run, kind: str) -> None:
     done = run(WAITS[kind], *EXPLAIN)
     assert done.returncode == 0, done.stderr
@@ -186,7 +195,11 @@ STAYS = {
 }
 
 
-@pytest.mark.parametrize("kind", [*STAYS])
+# What is registered for the exit of Python ends the command after ten seconds, in which it only waits.
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in ("thread", "pool"))) for kind in STAYS],
+)
 def test_a_thread_that_a_plugin_leaves_keeps_no_command(run, kind: str) -> None:
     begun = time.monotonic()
     done = run(STAYS[kind], *EXPLAIN)
@@ -203,6 +216,7 @@ def test_a_command_that_fails_keeps_its_exit_code_beside_such_a_thread(run) -> N
     assert "MINE" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_doctor_does_not_wait_for_such_a_thread(run) -> None:
     done = run(STAYS["thread"], "doctor", "MINE", "--timeout", "50", "--json")
     (found,) = [each for each in json.loads(done.stdout)["findings"] if each["what"].startswith("MINE")]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
+import torch
 from composite_parts import SPEC, member
 
 from attnplug.core import (
@@ -17,7 +19,7 @@ from attnplug.core import (
     Reason,
     composite_backend,
 )
-from attnplug.core.errors import LayoutError
+from attnplug.core.errors import LayoutError, SpecError
 
 CPU = Device("cpu")
 ONE, TWO = member("ONE"), member("TWO", number=2.0)
@@ -292,3 +294,32 @@ def test_members_get_their_own_options():
     assert impls[Phase.DECODE].options == Splits(2)
     impls = made.get_impl_cls().from_spec(SPEC, backend=made, layer_name="l").members
     assert impls[Phase.DECODE].options == Splits()
+
+
+def test_members_that_lay_pages_out_differently_share_none():
+    wide = member("WIDE", get_kv_cache_shape=lambda blocks, size, heads, head_size, *rest: (blocks, size, 7))
+    shape = ONE.get_kv_cache_shape(4, 16, 1, 8, "auto", 8)
+    assert f"cache shapes of 4 blocks of 16 differ: WIDE has (4, 16, 7), ONE has {shape}" in why(
+        composite_backend(wide, ONE)
+    )
+    split = member("SPLIT", split_kv=lambda kv_cache, spec: (kv_cache, kv_cache))
+    assert "SPLIT and ONE split K and V of a page differently" in why(composite_backend(split, ONE))
+    tiled = member("TILED", supported_kv_cache_layouts=lambda: ("TILED",))
+    assert "KV layouts differ: TILED has TILED, ONE has NHD, HND" in why(composite_backend(tiled, ONE))
+
+
+def test_the_shape_and_the_split_of_pages_are_the_members():
+    made = composite_backend(ONE, TWO)
+    sizes = 3, 16, 1, 8, "auto", 8
+    shape = made.get_kv_cache_shape(*sizes)
+    assert shape == TWO.get_kv_cache_shape(*sizes)
+    cache = torch.arange(float(np.prod(shape))).view(shape)
+    for own, theirs in zip(made.split_kv(cache, SPEC), TWO.split_kv(cache, SPEC), strict=True):
+        assert torch.equal(own, theirs)
+
+
+@pytest.mark.parametrize(("halves", "text"), [((3, ONE), "prefill=3"), ((ONE, int), "decode=<class 'int'>")])
+def test_only_backends_have_a_composite(halves, text):
+    with pytest.raises(SpecError) as caught:
+        composite_backend(*halves)
+    assert str(caught.value) == f"{text} must be a subclass of AttentionBackend"

@@ -225,3 +225,57 @@ def test_both_members_hear_that_weights_are_loaded():
         each.process_weights_after_loading = heard.append
     impl.process_weights_after_loading(torch.float32)
     assert heard == [torch.float32] * 2
+
+
+# A prefix that several requests share
+
+
+@pytest.mark.parametrize(
+    ("lens", "wants", "asked", "prefixes"),
+    [
+        ([1, 1, 5, 6], {"ONE", "TWO"}, {"TWO": [1, 1], "ONE": [5, 6]}, (8, 8)),
+        ([1, 1, 5, 6], {"TWO"}, {"TWO": [1, 1], "ONE": [5, 6]}, (8, 0)),
+        # One request shares its prefix with no other, and is not asked about.
+        ([1, 5, 6], {"ONE", "TWO"}, {"ONE": [5, 6]}, (0, 8)),
+        ([1, 1, 1], {"TWO"}, {"TWO": [1, 1, 1]}, (8, None)),
+        ([1, 1, 5], set(), {"TWO": [1, 1]}, (0, 0)),
+    ],
+)
+def test_a_prefix_is_for_the_member_that_wants_it_for_its_part(lens, wants, asked, prefixes):
+    heard = {}
+
+    def wanting(name):
+        def wanted(
+            self,
+            common_prefix_len,
+            query_lens,
+            num_query_heads,
+            num_kv_heads,
+            use_alibi,
+            use_sliding_window,
+            use_local_attention,
+            num_sms,
+            dcp_world_size,
+        ):
+            assert (common_prefix_len, num_query_heads, num_sms, dcp_world_size) == (8, 2, 4, 1)
+            heard[name] = query_lens.tolist()
+            return name in wants
+
+        return type(f"Wanting{name}", (DecodesFirst,), {"use_cascade_attention": wanted})
+
+    made = builder(member("ONE", wanting("ONE")), member("TWO", wanting("TWO"), 2.0))
+    assert made.use_cascade_attention(8, np.array(lens, np.int32), 2, 1, False, False, False, 4, 1) is bool(
+        wants
+    )
+    assert heard == asked
+    built = made.build(8, batch(lens, [9 + each for each in lens]))
+    decode, prefill = prefixes
+    assert built.decode.prefix == decode
+    assert (None if built.prefill is None else built.prefill.prefix) == prefill
+
+
+def test_a_step_has_a_key_only_if_both_members_have_one():
+    keyed = type("Keyed", (DecodesFirst,), {"build_key": property(lambda self: "key")})
+    assert builder().build_key is None
+    assert builder(member("ONE", keyed), TWO).build_key is None
+    assert builder(member("ONE", keyed), member("TWO", keyed)).build_key == ("key", "key", 1)

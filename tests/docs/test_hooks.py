@@ -20,6 +20,7 @@ def hook(name: str) -> ModuleType:
     return load_script(DOCS / "hooks" / f"{name}.py")
 
 
+@pytest.mark.slow
 def test_the_page_of_commands_has_a_section_for_each_with_its_options() -> None:
     # One test, as the page is made by as many runs of attnplug as it has commands.
     page = hook("cli_help").on_page_markdown((DOCS / "reference/cli.md").read_text())

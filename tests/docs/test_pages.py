@@ -15,13 +15,6 @@ from workplace import readers_environment
 RUN_PAGES = [
     page for page in PAGES if any(f.language in ("console", "pycon", "python") for f in fences(page))
 ]
-# These run kits, matrices, models or processes for several seconds.
-_LONG = (
-    *("concepts/conformance.md", "concepts/context-parallel.md", "concepts/matrix.md"),
-    *("guides/options.md", "guides/port-from-vllm.md", "guides/ship-a-backend.md"),
-    *("guides/ship-an-mla-backend.md", "guides/transformers.md", "guides/tune.md"),
-    *("performance/libraries.md", "performance/triton.md"),
-)
 PROGRAMS = ("attnplug", "cat", "ls", "pip", "pytest", "python", "torchrun")
 OPTIONS = {
     "console": {"data-exit", "data-not-run"},
@@ -49,9 +42,9 @@ def test_a_page_has_only_blocks_that_are_checked(page: str) -> None:
                 assert program_of(command.text) in PROGRAMS, f"{fence.place}: {command.text}"
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page in _LONG)) for page in RUN_PAGES]
-)
+# Each starts programs of its own, for a minute in all.
+@pytest.mark.slow
+@pytest.mark.parametrize("page", RUN_PAGES)
 def test_a_page_does_what_it_says(page: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", str(Path(__file__).with_name("run_page.py")), page, str(tmp_path)],

@@ -13,7 +13,7 @@ import attnplug
 
 TOKENS = 16
 """Models with so few tokens repeat themselves: some drafts are right and some are wrong."""
-QUICK = {("Llama", 0.0), ("Gemma3", 0.5), ("GptOss", 0.0)}
+QUICK = {("GptOss", 0.5)}
 prompts_of = functools.partial(random_prompts, vocab_size=TOKENS)
 
 
@@ -50,7 +50,7 @@ def test_tokens_are_the_same_in_fewer_steps(family, temperature):
     assert drafting.drawn == plain.drawn == 4 * 64
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(each, marks=pytest.mark.slow) for each in (0.0, 0.5)])
 def test_preempted_shared_and_chunked_requests_draw_the_same_tokens(temperature):
     prefix = prompts_of(40, seed=1)[0]
     prompts = prompts_of(1, 90, 17, 16, seed=2) + prompts_of(5, 60, 30, 1, prefix=prefix, seed=3)

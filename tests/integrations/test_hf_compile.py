@@ -108,6 +108,7 @@ class Own(torch.nn.Module):
         return torch.nn.functional.scaled_dot_product_attention(*parts), None
 
 
+@pytest.mark.slow
 def test_an_unserved_layer_of_a_compiled_model_is_named() -> None:
     ours, _ = DECODERS["llama"].pair(num_hidden_layers=2)
     ours.model.layers[1].self_attn = Own(64)

@@ -25,7 +25,12 @@ from attnplug.testing.design.sizes import HEAD_SIZES
 
 CPU = Device("cpu")
 BACKENDS = ("TORCH", "TRITON", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER")
-DEVICES = ("sm80", "sm90", "sm100", "cpu")
+DEVICES = [
+    pytest.param("sm80", marks=pytest.mark.slow),
+    "sm90",
+    pytest.param("sm100", marks=pytest.mark.slow),
+    "cpu",
+]
 
 _CODE = """
 from attnplug.core.device import Device
@@ -93,7 +98,7 @@ def test_no_cell_asks_what_means_nothing(name: str) -> None:
         assert cell.feature == "plain" or Feature[cell.feature.upper()] in asked
 
 
-@pytest.mark.parametrize("device", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("device", DEVICES[:3])
 @pytest.mark.parametrize("name", ["TORCH", "FLASH_ATTN_4", "FLASHINFER", "FLASH_ATTN_4+FLASHINFER"])
 def test_two_values_that_are_served_are_shown_served(name: str, device: str) -> None:
     backend, where = builtin(name), Device.parse(device)

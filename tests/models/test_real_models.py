@@ -66,6 +66,7 @@ def test_the_exact_logits_are_those_of_transformers_own_attention(family: str) -
         if (mistake, run) != ("no window in decodes", "transformers")
     ],
 )
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", SIZES)
 def test_what_a_backend_drops_or_misreads_is_seen(sizes: Sizes, mistake: str, family: str, run: str) -> None:
     expected = references(family, sizes, "cpu")

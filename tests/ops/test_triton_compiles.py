@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
+# The compilation of all kernels for three targets, which changes with the kernels or with Triton alone.
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -220,11 +220,11 @@ def test_all_hostile_plugins_at_once_leave_the_good_ones_alone(run_with_plugins:
     assert "TWIN" not in shown
 
 
-@pytest.mark.parametrize("kind", [*BROKEN, "bad-twin-a"])
-def test_a_hostile_plugin_fails_the_list_under_strict_mode(
-    kind: str, run_with_plugins: RunWithPlugins
+@pytest.mark.parametrize("kinds", [["bad-import"], ["bad-twin-a", "bad-twin-b"], [*BROKEN]], ids=len)
+def test_hostile_plugins_fail_the_list_under_strict_mode(
+    kinds: list[str], run_with_plugins: RunWithPlugins
 ) -> None:
-    kinds = ["bad-twin-a", "bad-twin-b"] if kind == "bad-twin-a" else [kind]
+    """Each of them is named: one alone, two of one name, and all that do not load."""
     env = {
         "ATTNPLUG_STRICT": "1",
         "ATTNPLUG_PLUGINS": ",".join(f"attnplug-{each}" for each in kinds),

@@ -48,16 +48,24 @@ def run_to_line(call: Callable[[], object], number: int) -> bool:
     return passed >= number
 
 
-def at_each_line(make: Callable[[], _T], call: Callable[[_T], object], check: Callable[[_T], None]) -> int:
+def at_each_line(
+    make: Callable[[], _T], call: Callable[[_T], object], check: Callable[[_T], None], every: int = 1
+) -> int:
     """Interrupt `call` of a new object at its first line, its second, and so on; `check` the object each time.
 
+    Args:
+        make: gives a new object.
+        call: the call of it.
+        check: looks at the object after the interrupt, and last after a call that was not interrupted.
+        every: lines from one interrupt to the next.
+
     Returns:
-        The number of interrupts, which is the number of lines that the call runs.
+        The number of interrupts, which is the number of lines that the call runs if `every` is 1.
     """
-    for number in range(1, _MOST_LINES):
+    for count, number in enumerate(range(1, _MOST_LINES, every)):
         made = make()
         was_interrupted = run_to_line(lambda made=made: call(made), number)  # type: ignore[misc]
         check(made)
         if not was_interrupted:
-            return number - 1
+            return count
     raise AssertionError(f"the call runs {_MOST_LINES} lines")

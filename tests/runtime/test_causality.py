@@ -29,7 +29,7 @@ NEAR = layer(head_size=16, dtype="float32", causal=False, window=(5, 3))
 CROSS = layer(head_size=16, dtype="float32", attn_type="encoder_decoder")
 ENCODER = layer(head_size=16, dtype="float32", attn_type="encoder_only", direct_kv=True)
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-BACKENDS = ["TORCH", pytest.param("TRITON", marks=needs_triton)]
+BACKENDS = ["TORCH", pytest.param("TRITON", marks=[needs_triton, pytest.mark.slow])]
 
 
 def serve(model: ServedModel) -> None:

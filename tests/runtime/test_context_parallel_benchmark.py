@@ -51,6 +51,7 @@ def ran(names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank:
     return [report, *report["cells"]]
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_costs_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["first", "raises", "second", "leaves", "hangs", "third"]
     report, first, raises, second, leaves, hangs, third = ran(names, tmp_path, monkeypatch)

@@ -18,18 +18,24 @@ def expect_right(found: random_plans.Found, plans: int) -> None:
 
 
 def test_layers_of_every_kind_in_random_plans_and_steps() -> None:
-    expect_right(random_plans.run(range(40), "TORCH"), 30)
+    expect_right(random_plans.run(range(20), "TORCH"), 15)
 
 
 @needs_triton
 def test_a_few_random_plans_on_triton() -> None:
-    expect_right(random_plans.run(range(3), "TRITON"), 2)
+    expect_right(random_plans.run(range(1), "TRITON"), 1)
+
+
+@needs_triton
+@pytest.mark.slow
+def test_more_random_plans_on_triton() -> None:
+    expect_right(random_plans.run(range(1, 4), "TRITON"), 2)
 
 
 @pytest.mark.slow
 def test_many_random_plans() -> None:
-    found = random_plans.run(range(1000, 1400), "TORCH")
-    expect_right(found, 300)
+    found = random_plans.run(range(1000, 1250), "TORCH")
+    expect_right(found, 180)
     assert set(found.layers) == set(random_plans.KINDS)
 
 

@@ -269,7 +269,7 @@ class StepBatchModel(RuleBasedStateMachine):
 
 def test_the_builder_does_what_the_model_does():
     run_state_machine_as_test(
-        StepBatchModel, settings=settings(max_examples=300, stateful_step_count=40, deadline=None)
+        StepBatchModel, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)
     )
 
 

@@ -170,7 +170,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rules", RULES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_each_token_is_served_by_the_backend_that_the_plan_names(rules: str, data: st.DataObject) -> None:
     thresholds = {name: data.draw(st.integers(1, 8)) for name in ("ACME", "OTHER")}

@@ -25,8 +25,16 @@ _LEFT_OUT = (
     "declared/",
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))
-_SIZES_OF_A_KIND, _EVERY = 1, 16
-_MANY, _EVERY_OF_MANY = ("tensors/", "cache/", "batch/"), 3
+_SIZES_OF_A_KIND, _EVERY = 1, 32
+_MANY, _EVERY_OF_MANY = ("tensors/", "cache/", "batch/"), 6
+# Of the cases of a test in these files, a plain run has the first of three.
+_CASES, _EVERY_CASE = (
+    (
+        *("test_triton_steps.py", "test_triton_shares.py", "test_triton_latent.py", "test_triton_layout.py"),
+        *("test_triton_hopper_numbers.py", "test_triton_specialized.py", "test_triton_warm_up.py"),
+    ),
+    3,
+)
 
 
 def _sort_of(check_id: str) -> tuple[str, int]:
@@ -49,7 +57,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     found = Counter[str]()
     for item in items:
         check = getattr(item, "callspec", None) and item.callspec.params.get("check")
-        if item.path.parent.name != "triton" or check is None:
+        if item.path.parent.name != "triton":
+            continue
+        if item.path.name in _CASES and hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            name = f"{item.path.name}::{item.function.__name__}"
+            found[name] += 1
+            if found[name] % _EVERY_CASE != 1:
+                item.add_marker(pytest.mark.slow)
+        if check is None:
             continue
         sort, enough = _sort_of(check.id)
         found[sort] += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,3 +91,40 @@ def test_the_answer_equals_that_of_torch() -> None:
     done = subprocess.run([sys.executable, "-c", _ASKS], capture_output=True, text=True, check=True)
     if torch.version.cuda is None and torch.version.hip is None:
         assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    "found", [None, SimpleNamespace(origin=None), ImportError("broken"), ValueError("no spec")]
+)
+def test_a_torch_that_is_not_found_has_no_build(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> Any:
+        assert name == "torch"
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(torch_build.importlib.util, "find_spec", find)
+    assert torch_build._build() is None
+
+
+@pytest.mark.parametrize("text", [None, "1 / 0", "import no_such_module", "def"])
+def test_a_version_file_that_does_not_run_tells_nothing(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = tmp_path / "__init__.py"
+    monkeypatch.setattr(
+        torch_build.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(origin))
+    )
+    if text is not None:
+        (tmp_path / "version.py").write_text(text)
+    assert torch_build._build() is None
+    (tmp_path / "version.py").write_text("cuda = '13.0'\nhip = None")
+    variables = torch_build._build()
+    assert variables is not None
+    assert (variables["cuda"], variables["hip"]) == ("13.0", None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of a library of Linux")
+def test_a_library_is_found_as_the_dynamic_linker_finds_it() -> None:
+    assert torch_build._loads("libc.so.6")
+    assert not torch_build._loads("libcuda.so.no-such-version")

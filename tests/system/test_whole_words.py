@@ -135,3 +135,53 @@ def test_the_style_of_a_cell_survives_wrapping():
     table.add_row("a", Text("one two three", "green"))
     lines = shown(table, 12, force_terminal=True, color_system="standard")
     assert [line.count("\x1b[32m") for line in lines] == [1, 1]
+
+
+def test_blocks_of_one_unnamed_column_and_a_heading_have_a_line_for_each_row():
+    table = WrappedTable(("name", "", ""))
+    table.add_row("one", "first", "a second text that is long")
+    table.add_row("two", "", "x" * 30)
+    assert shown(table, 30) == [
+        "name",
+        "one",
+        "  first  a second text that is",
+        "  long",
+        "two",
+        f"    {'x' * 30}",
+    ]
+
+
+def test_a_table_in_another_one_has_the_width_of_its_columns():
+    console = SafeConsole(file=io.StringIO(), width=80)
+    # Headings and cells of 6, 6 and 8 characters, with two blanks between them; the longest column is the least.
+    assert console.measure(made(ROWS[:1])) == (8, 6 + 6 + 8 + 2 * 2)
+
+
+def test_a_terminal_without_a_width_has_eighty_columns(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "0")
+    file = io.StringIO()
+    console = SafeConsole(file=file, legacy_windows=False)
+    assert console.width == 80
+    console.print(" ".join(["word"] * 20))
+    assert file.getvalue().splitlines() == [" ".join(["word"] * 16), " ".join(["word"] * 4)]
+
+
+def test_text_with_markup_is_escaped_before_it_is_measured():
+    console = SafeConsole(file=io.StringIO(), width=80)
+    rendered = console.render_str("[bold]a\x1b[/bold]")
+    assert (rendered.plain, rendered.cell_len) == (r"a\x1b", 5)
+
+
+def test_an_interrupt_while_a_value_is_shown_is_not_swallowed():
+    class Interrupts:
+        def __repr__(self) -> str:
+            raise KeyboardInterrupt
+
+    class Raises:
+        def __repr__(self) -> str:
+            raise SystemExit
+
+    with pytest.raises(KeyboardInterrupt):
+        shown_value(Interrupts())
+    assert shown_value(Raises()) == "<Raises without a repr: SystemExit>"
+    assert shown_value("a" * 50, 20) == f"'{'a' * 16}..."

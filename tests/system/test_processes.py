@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from attnplug._system.processes import end, python_command, start_python
+from attnplug._system.processes import (
+    end,
+    end_with,
+    own_number,
+    python_command,
+    signal_name,
+    start_python,
+    supervised,
+)
+from attnplug._system.supervisor import SUPERVISOR
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="Linux alone can find the orphans of a process"
@@ -147,3 +156,47 @@ def test_the_environment_names_the_supervisor_that_the_parent_sees(tmp_path):
     assert child.wait(60) == 0
     assert int(log.read_text()) == child.pid
     assert os.getpid() != child.pid
+
+
+def test_a_child_that_hangs_is_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnplug._system.processes._SECONDS_TO_END", 0.01)
+    ready, log = tmp_path / "ready", tmp_path / "log"
+    with log.open("wb") as output:
+        child = start_python(
+            "import time; open(sys.argv[1], 'w'); time.sleep(600)", str(ready), stdout=output
+        )
+    await_file(ready)
+    # A supervisor that is stopped does not even see the signal to end.
+    os.kill(child.pid, signal.SIGSTOP)
+    end(child)
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_without_groups_of_processes_the_child_alone_is_killed(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(os, "killpg")
+    child = subprocess.Popen(["sleep", "600"])
+    end(child)
+    assert child.returncode == -signal.SIGKILL
+    end(child)
+
+
+def test_another_system_runs_the_command_itself(monkeypatch):
+    assert supervised(["a", "b"])[-3:] == [str(os.getpid()), "a", "b"]
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert supervised(["a", "b"]) == ["a", "b"]
+    assert end_with(1) is None
+
+
+def test_only_the_supervisor_that_is_the_parent_counts(monkeypatch):
+    monkeypatch.delenv(SUPERVISOR, raising=False)
+    assert own_number() == os.getpid()
+    monkeypatch.setenv(SUPERVISOR, str(os.getppid()))
+    assert own_number() == os.getppid()
+    # A grandchild inherits the variable, and is no child of the supervisor.
+    monkeypatch.setenv(SUPERVISOR, "1234567")
+    assert own_number() == os.getpid()
+
+
+def test_a_signal_without_a_name_has_its_number():
+    assert [signal_name(number) for number in (9, 15, 40)] == ["SIGKILL", "SIGTERM", "signal 40"]

@@ -1,0 +1,22 @@
+"""Each argument of each public function of core and the registry, replaced by values of wrong types, sizes and dtypes."""
+
+from __future__ import annotations
+
+import pytest
+from core_calls import ALL
+from wrong_arguments import check_refusals
+
+pytestmark = pytest.mark.attack("arguments")
+
+CALLS = {f"{part}.{name}": call for part, calls in ALL.items() for name, call in calls.items()}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_wrong_argument_is_refused_by_name(name: str) -> None:
+    check_refusals(name, CALLS[name])
+
+
+def test_the_calls_themselves_are_right() -> None:
+    for name, (function, make) in CALLS.items():
+        if not name.endswith(("Registry.register", "Registry.unregister")):
+            function(**make())
