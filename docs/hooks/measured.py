@@ -50,6 +50,7 @@ def _module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not there")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their annotations up there
     if str(DOCS) not in sys.path:
         sys.path.append(str(DOCS))  # they import docs/plots.py
     spec.loader.exec_module(module)
