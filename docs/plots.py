@@ -52,7 +52,14 @@ def marks(
     names = list(dict.fromkeys(name for _, values in rows for name in values))
     tick = (lambda value, _=None: f"{value:.0%}") if base is None else (lambda value, _=None: f"{value:g}x")
 
+    # Small differences are not drawn large: every plot has an axis of at least this range.
+    step, low, high = (0.2, 0.0, 1.0) if base is None else (0.25, 0.5, 1.25)
+    low = min(low, *(value for _, values in rows for value in values.values())) // step * step
+    high = -(-max(high, *(value for _, values in rows for value in values.values())) // step) * step
+
     def draw(axes: Axes) -> None:
+        from matplotlib.ticker import MultipleLocator
+
         colour = THEMES[theme]
         axes.axvline(1, color=colour["faint"], linewidth=2, zorder=0)
         for place, (label, values) in enumerate(rows):
@@ -71,6 +78,8 @@ def marks(
         axes.set_ylim(len(rows) - 0.4, -0.7)
         axes.set_yticks([])
         axes.xaxis.set_major_formatter(tick)
+        axes.xaxis.set_major_locator(MultipleLocator(step))
+        axes.set_xlim(low - step / 8, high + step / 8)
 
     return _svg(words, draw, theme, height=1.5 + 0.36 * len(rows))
 
