@@ -4,89 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
+
+from plots import THEMES, Words, marks
 
 RESULTS = Path(__file__).parents[1] / "benchmarks/results/context-parallel-h200x2.json"
 MARKER = "<!-- measured: context parallelism -->"
-
-COLOURS = {
-    "light": {
-        "text": "#1f2430",
-        "faint": "#626978",
-        "grid": "#d9dce3",
-        "measured": "#3f51b5",
-        "model": "#c2570c",
-    },
-    "dark": {
-        "text": "#e6e8ee",
-        "faint": "#a3a9b8",
-        "grid": "#454b5a",
-        "measured": "#9fa8ff",
-        "model": "#ffab6b",
-    },
-}
-WIDTH, LEFT, RIGHT, ROW, TOP, BOTTOM, STEP = 560, 18, 34, 38, 84, 60, 0.25
-
-
-def svg(report: dict[str, Any], theme: str) -> str:
-    """The plot: a line for each timed cell, from the time of one GPU (1x) to that of the ranks."""
-    colour, cells = COLOURS[theme], timed(report)
-    ratios = [ratio for cell in cells for ratio in (cell["ratio"], cell.get("model_ratio", 1))]
-    low, high = min(0.75, *ratios) // STEP * STEP, -(-max(1.25, *ratios) // STEP) * STEP
-    bottom = TOP + ROW * len(cells)
-    height = bottom + BOTTOM
-
-    def across(ratio: float) -> float:
-        return round(LEFT + (ratio - low) / (high - low) * (WIDTH - LEFT - RIGHT), 1)
-
-    def text(x: float, y: float, words: str, of: str = "text", size: int = 13, anchor: str = "start") -> str:
-        place = f'x="{x}" y="{y}" fill="{colour[of]}" font-size="{size}" text-anchor="{anchor}"'
-        return f"<text {place}>{escape(words)}</text>"
-
-    title = f"{report['ranks']} GPUs that share the tokens of each request"
-    box = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-    parts = [
-        (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" font-family="system-ui, sans-serif" '
-            f'aria-label="{escape(title)}: speed against one GPU">'
-        ),
-        text(LEFT, 22, title, size=17),
-        f'<circle cx="{LEFT + 6}" cy="44" r="5" fill="{colour["measured"]}"/>',
-        text(LEFT + 18, 48, "measured"),
-        f'<circle cx="{LEFT + 106}" cy="44" r="5" fill="none" stroke="{colour["model"]}" stroke-width="2"/>',
-        text(LEFT + 118, 48, "model of the plan"),
-    ]
-    tick = low
-    while tick <= high + 1e-9:
-        at, strong = across(tick), abs(tick - 1) < 1e-9
-        # A line of the grid is broken where labels are.
-        path = "".join(f"M{at} {TOP + ROW * number + 18}v16" for number in range(len(cells)))
-        stroke = colour["faint" if strong else "grid"]
-        parts.append(f'<path d="{path}" stroke="{stroke}" stroke-width="{2 if strong else 1}"/>')
-        parts.append(text(at, bottom + 18, f"{tick:g}x", "text" if strong else "faint", 12, "middle"))
-        tick += STEP
-    for number, cell in enumerate(cells):
-        at, end = TOP + ROW * number + 26, across(cell["ratio"])
-        parts.append(text(LEFT, at - 13, cell["name"]))
-        parts.append(f'<path d="M{across(1)} {at}H{end}" stroke="{colour["measured"]}" stroke-width="2"/>')
-        if "model_ratio" in cell:
-            ring = f'cx="{across(cell["model_ratio"])}" cy="{at}" r="5" fill="none"'
-            parts.append(f'<circle {ring} stroke="{colour["model"]}" stroke-width="2"/>')
-        words = f"{cell['name']}: {cell['ratio']:.2f}x one GPU"
-        mark = f'cx="{end}" cy="{at}" r="5" fill="{colour["measured"]}"'
-        parts.append(f"<circle {mark}><title>{escape(words)}</title></circle>")
-    parts += [
-        text(LEFT, bottom + 38, "speed relative to one GPU (1x is equal)", "text", 12),
-        text(
-            LEFT,
-            bottom + 54,
-            f"{report['device']}, torch {report['torch']}, {report['date'][:10]}",
-            "faint",
-            12,
-        ),
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
 
 
 def timed(report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -127,14 +49,22 @@ def tables(report: dict[str, Any]) -> str:
 
 
 def images(report: dict[str, Any]) -> dict[str, str]:
-    """The plots by their file names."""
-    return {f"context-parallel-{theme}.svg": svg(report, theme) for theme in COLOURS}
+    """The plots by their file names: the speed of each timed step, measured and by the model of the plan."""
+    title = f"{report['ranks']} GPUs that share the tokens of each request"
+    note = f"{report['device']}, torch {report['torch']}, {report['date'][:10]}"
+    words = Words(title, "speed relative to one GPU (1x is equal)", note)
+    names = {"ratio": "measured", "model_ratio": "model of the plan"}
+    drawn = [
+        (cell["name"], {words: cell[name] for name, words in names.items() if name in cell})
+        for cell in timed(report)
+    ]
+    return {f"context-parallel-{theme}.svg": marks(words, drawn, theme, base=1) for theme in THEMES}
 
 
 def section(report: dict[str, Any]) -> str:
     """The plots and the tables as Markdown, for a page in a folder of the docs."""
     shown = "\n".join(
-        f"![Speed against one GPU, a mark for each step](../assets/{name}#only-{theme})"
-        for name, theme in zip(images(report), COLOURS, strict=True)
+        f"![Speed against one GPU, a mark for each step](../assets/context-parallel-{theme}.svg#only-{theme})"
+        for theme in THEMES
     )
     return f"{shown}\n\n{tables(report)}"

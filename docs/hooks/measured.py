@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,10 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
     """The files of the site and the plots of the results that are there."""
     from mkdocs.structure.files import File
 
-    for module, report in measured():
-        for name, text in module.images(report).items():
-            files.append(File.generated(config, f"assets/{name}", content=text))
+    drawn = [module.images(report) for module, report in measured()]
+    drawn += [_module(DOCS / f"{name}.py").images() for name in ("peer_plots", "serving_plots")]
+    for name, text in (each for images in drawn for each in images.items()):
+        files.append(File.generated(config, f"assets/{name}", content=text))
     return files
 
 
@@ -48,5 +50,8 @@ def _module(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not there")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their annotations up there
+    if str(DOCS) not in sys.path:
+        sys.path.append(str(DOCS))  # they import docs/plots.py
     spec.loader.exec_module(module)
     return module

@@ -10,10 +10,9 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
+from drawn import marks_of, ticks_of
 from fences import ROOT
 from scripts import load_script
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -42,17 +41,14 @@ def report() -> dict[str, Any]:
 
 
 def test_marks_are_where_the_figures_are(plot: ModuleType) -> None:
-    root = ET.fromstring(plot.svg(report(), "light"))
-    ticks = {
-        text.text: float(text.get("x", 0))
-        for text in root.iter(f"{SVG}text")
-        if re.fullmatch(r"[\d.]+x", text.text or "")
+    drawn = plot.images(report())["context-parallel-light.svg"]
+    marks, ticks = marks_of(drawn), ticks_of(drawn)
+    unit = ticks["2x"] - ticks["1x"]
+    assert marks == {
+        "measured | 8 x 128k | 2": pytest.approx(ticks["2x"]),
+        "measured | small | 0.5": pytest.approx(ticks["1x"] - unit / 2),
+        "model of the plan | 8 x 128k | 1.5": pytest.approx(ticks["1x"] + unit / 2),
     }
-    measured = [each for each in root.iter(f"{SVG}circle") if len(each)]
-    assert [float(each.get("cx", 0)) for each in measured] == [ticks["2x"], ticks["0.5x"]]
-    rings = [each for each in root.iter(f"{SVG}circle") if each.get("fill") == "none"]
-    # The first ring is that of the legend.
-    assert [float(each.get("cx", 0)) for each in rings[1:]] == [ticks["1.5x"]]
 
 
 def test_the_section_has_the_plots_and_the_figures(plot: ModuleType) -> None:
@@ -91,14 +87,19 @@ ENGINE = {
 
 def test_lines_of_regret_end_where_all_steps_are() -> None:
     plot = load_script(ROOT / "docs" / "regret_plot.py")
-    root = ET.fromstring(plot.svg(REGRET, "dark"))
-    lines = {line[0].text: line.get("d", "") for line in root.iter(f"{SVG}path") if len(line)}
-    assert set(lines) == {"priorities", "packaged table"}
-    ends = {float(path.split("V")[-1].partition("H")[0]) for path in lines.values()}
-    assert ends == {plot.TOP}
-    ticks = {each.text: float(each.get("x", 0)) for each in root.iter(f"{SVG}text")}
-    # Half of the steps have no regret, and the other one 50 %.
-    assert re.fullmatch(rf"M{plot.LEFT}.0 \S+H{plot.LEFT}.0V\S+H{ticks['50 %']}V\S+H\S+", lines["priorities"])
+    drawn = plot.images(REGRET)["regret-dark.svg"]
+    ticks = ticks_of(drawn)
+    lines = {}
+    for name in ("priorities", "packaged table"):
+        path = drawn.partition(f'id="{name}"')[2].partition('d="')[2].partition('"')[0]
+        lines[name] = [tuple(map(float, each)) for each in re.findall(r"[ML] (\S+) (\S+)", path)]
+    ends = {points[-1][1] for points in lines.values()}
+    assert len(ends) == 1
+    # Half of the steps have no regret, and the other one 50 % or 2 %.
+    half = (lines["priorities"][0][1] + ends.pop()) / 2
+    assert (ticks["0 %"], pytest.approx(half)) in lines["priorities"]
+    assert lines["priorities"][-1][0] == pytest.approx(ticks["50 %"])
+    assert lines["packaged table"][-1][0] == pytest.approx(ticks["0 %"] + (ticks["50 %"] - ticks["0 %"]) / 25)
 
 
 def test_regret_and_tokens_are_in_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 from types import ModuleType
-from xml.etree import ElementTree as ET
 
 import pytest
+from drawn import marks_of, ticks_of
 from fences import ROOT
 from scripts import load_script
 
@@ -17,9 +17,9 @@ def plots() -> ModuleType:
     return load_script(ROOT / "docs" / "peer_plots.py")
 
 
-def test_what_is_kept_is_what_the_script_writes(plots: ModuleType) -> None:
-    for path, content in plots.files(json.loads(plots.RESULTS.read_text()), plots.PAGE.read_text()).items():
-        assert path.read_text() == content, "run: python docs/peer_plots.py"
+def test_the_page_has_the_figures_of_the_results(plots: ModuleType) -> None:
+    page = plots.PAGE.read_text()
+    assert plots.filled(page) == page, "run: python docs/peer_plots.py"
 
 
 def test_each_cell_of_these_kinds_has_a_line_in_one_plot(plots: ModuleType) -> None:
@@ -29,23 +29,24 @@ def test_each_cell_of_these_kinds_has_a_line_in_one_plot(plots: ModuleType) -> N
     assert len(drawn) == sum(cell["kind"] in kinds for cell in result["cells"]) > 20
 
 
-def test_marks_stand_where_the_figures_are(plots: ModuleType) -> None:
-    picture = plots.Picture("made-up", "Made up", ("decode",))
+def test_marks_are_where_the_figures_are(
+    plots: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cell = {
         "cell": "x",
         "kind": "decode",
         "heads": [8, 1, 64],
         "us": {"FlashInfer": 10.0, "FlashAttention 4": 20.0, "TRITON": 5.0, "FLASH_ATTN_4+TRITON": 20.0},
     }
-    [row] = plots.rows({"cells": [cell]}, picture)
+    [row] = plots.rows({"cells": [cell]}, plots.PICTURES[0])
     assert (row.peer, row.speed("TRITON"), row.speed("FLASH_ATTN_4+TRITON")) == ("FlashInfer", 2.0, 0.5)
-    drawn = plots.svg(picture, [row], "a GPU", "2026-01-01", "light")
-    root = ET.fromstring(drawn)
-    ticks = {
-        text.text: float(text.get("x", 0))
-        for text in root.iter("{http://www.w3.org/2000/svg}text")
-        if re.fullmatch(r"[\d.]+x", text.text or "")
-    }
-    [circle] = [each for each in root.iter("{http://www.w3.org/2000/svg}circle") if len(each)]
-    assert float(circle.get("cx", 0)) == ticks["2x"]
-    assert ticks["0.5x"] < ticks["1x"] < ticks["2x"]
+    result = tmp_path / "results.json"
+    result.write_text(json.dumps({"cells": [cell], "device": "a GPU", "date": "2026-01-01"}))
+    monkeypatch.setattr(plots, "RESULTS", result)
+    monkeypatch.setattr(plots, "PICTURES", plots.PICTURES[:1])
+    drawn = plots.images()["peers-decode-light.svg"]
+    marks, ticks = marks_of(drawn), ticks_of(drawn)
+    assert marks["attnplug, TRITON alone | x (8/1/64) | 2"] == pytest.approx(ticks["2x"])
+    unit = ticks["2x"] - ticks["1x"]
+    assert marks["attnplug, libraries installed | x (8/1/64) | 0.5"] == pytest.approx(ticks["1x"] - unit / 2)
+    assert "a GPU, 2026-01-01" in drawn

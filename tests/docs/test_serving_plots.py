@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
+from pathlib import Path
 from types import ModuleType
-from xml.etree import ElementTree as ET
 
 import pytest
+from drawn import marks_of, ticks_of
 from fences import ROOT
 from scripts import load_script
 
 pytest.importorskip("torch")
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +19,9 @@ def plots() -> ModuleType:
     return load_script(ROOT / "docs" / "serving_plots.py")
 
 
-def test_what_is_kept_is_what_the_script_writes(plots: ModuleType) -> None:
-    for path, content in plots.files(plots.PAGE.read_text()).items():
-        assert path.read_text() == content, "run: python docs/serving_plots.py"
+def test_the_page_has_the_figures_of_the_results(plots: ModuleType) -> None:
+    page = plots.PAGE.read_text()
+    assert plots.filled(page) == page, "run: python docs/serving_plots.py"
 
 
 def test_each_cell_of_triton_is_in_one_plot(plots: ModuleType) -> None:
@@ -32,15 +30,20 @@ def test_each_cell_of_triton_is_in_one_plot(plots: ModuleType) -> None:
     assert len(drawn) == sum(plots.OURS in cell["us"] for cell in result["cells"]) > 20
 
 
-def test_marks_are_at_the_share_of_the_ceiling(plots: ModuleType) -> None:
-    picture = plots.Picture("made-up", "Made up", ("ragged",), "a copy")
-    row = plots.Row("ragged", "x", {"TRITON": 10.0, "FlashInfer": 25.0}, {"TRITON": 1.0, "FlashInfer": 0.4})
-    root = ET.fromstring(plots.svg(picture, [row], "a GPU", "2026-01-01", "dark"))
-    ticks = {
-        text.text: float(text.get("x", 0))
-        for text in root.iter(f"{SVG}text")
-        if re.fullmatch(r"\d+%", text.text or "")
+def test_marks_are_at_the_share_of_the_ceiling(
+    plots: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = {"cell": "x", "kind": "ragged", "us": {"TRITON": 10.0, "FlashInfer": 25.0}}
+    cell["of_ceiling"] = {"TRITON": 1.0, "FlashInfer": 0.4}
+    result = tmp_path / "results.json"
+    result.write_text(json.dumps({"cells": [cell], "device": "a GPU", "date": "2026-01-01"}))
+    monkeypatch.setattr(plots, "RESULTS", result)
+    drawn = plots.images()
+    assert set(drawn) == {"serving-ragged-light.svg", "serving-ragged-dark.svg"}
+    marks, ticks = marks_of(drawn["serving-ragged-dark.svg"]), ticks_of(drawn["serving-ragged-dark.svg"])
+    assert marks == {
+        "TRITON | x | 1": pytest.approx(ticks["100%"]),
+        "FlashInfer | x | 0.4": pytest.approx(ticks["40%"]),
     }
-    marks = {each[0].text: float(each.get("cx", 0)) for each in root.iter(f"{SVG}circle") if len(each)}
-    assert marks == {"TRITON: 10.0 us, 100%": ticks["100%"], "FlashInfer: 25.0 us, 40%": ticks["40%"]}
+    [row] = plots.rows(json.loads(result.read_text()), plots.PICTURES[0])
     assert "| x | 10.0 | 100% | 25.0 |" in plots.table([row])
