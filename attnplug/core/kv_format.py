@@ -7,6 +7,7 @@ here. A new type is a new row, the function that rounds to it, and the kernels t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from typing import Final
 
@@ -66,12 +67,12 @@ class KVFormat:
 class KVFormats:
     """Rows by name. A row replaces an earlier one of the same name."""
 
-    __slots__ = ("_by_dtype", "_by_name", "rows")
+    __slots__ = ("_by_name", "by_dtype", "rows")
 
     def __init__(self, rows: Iterable[KVFormat]) -> None:
         self.rows: Final = tuple({row.name: row for row in rows}.values())
         self._by_name: Final = {name: row for row in self.rows for name in row.names}
-        self._by_dtype: Final = {row.dtype: row for row in reversed(self.rows) if row.dtype is not None}
+        self.by_dtype: Final = {row.dtype: row for row in reversed(self.rows) if row.dtype is not None}
 
     def of(self, name: str) -> KVFormat:
         """The row of a name; for an open name without one that of its family, else one without bytes and scales."""
@@ -86,43 +87,24 @@ class KVFormats:
         fixed = {"name": name, "aliases": (), "dtype": None, "rounding": None, "is_common": False}
         return dataclasses.replace(like, size=size, **fixed)  # type: ignore[arg-type]
 
-    def of_dtype(self, dtype: str) -> KVFormat | None:
-        """The row whose pages have elements of a torch dtype, given by name."""
-        return self._by_dtype.get(dtype)
 
-
-def _plain(name: str, size: int) -> KVFormat:
-    return KVFormat(
-        name=name, dtype=name, size=size, is_quantized=False, rounding=_ROUNDS_FLOATS, article="a"
-    )
-
-
-def _fp8(name: str, dtype: str | None = None, *aliases: str, is_common: bool = False) -> KVFormat:
-    return KVFormat(
-        name=name,
-        aliases=aliases,
-        family="fp8",
-        dtype=dtype,
-        size=1,
-        layer_scales=True,
-        feature="fp8_kv",
-        rounding=dtype and _ROUNDS_FLOATS,
-        output_error=5e-2,
-        is_common=is_common,
-    )
-
+_float = functools.partial(KVFormat, is_quantized=False, rounding=_ROUNDS_FLOATS, article="a")
+_fp8 = functools.partial(
+    KVFormat, family="fp8", size=1, layer_scales=True, feature="fp8_kv", output_error=5e-2
+)
+_known_fp8 = functools.partial(_fp8, rounding=_ROUNDS_FLOATS)
 
 TABLE = KVFormats(
     (
-        _plain("float16", 2),
-        _plain("bfloat16", 2),
-        _plain("float32", 4),
-        _fp8("fp8_e4m3", "float8_e4m3fn", "fp8", is_common=True),
-        _fp8("fp8_e5m2", "float8_e5m2", is_common=True),
-        _fp8("fp8_e4m3fnuz", "float8_e4m3fnuz"),
-        _fp8("fp8_e5m2fnuz", "float8_e5m2fnuz"),
-        _fp8("fp8_inc"),
-        _fp8("fp8_ds_mla"),
+        _float(name="float16", dtype="float16", size=2),
+        _float(name="bfloat16", dtype="bfloat16", size=2),
+        _float(name="float32", dtype="float32", size=4),
+        _known_fp8(name="fp8_e4m3", aliases=("fp8",), dtype="float8_e4m3fn", is_common=True),
+        _known_fp8(name="fp8_e5m2", dtype="float8_e5m2", is_common=True),
+        _known_fp8(name="fp8_e4m3fnuz", dtype="float8_e4m3fnuz"),
+        _known_fp8(name="fp8_e5m2fnuz", dtype="float8_e5m2fnuz"),
+        _fp8(name="fp8_inc"),
+        _fp8(name="fp8_ds_mla"),
         KVFormat(name="int8", family="int8", dtype="int8", size=1, layer_scales=True),
         KVFormat(name="uint8", dtype="uint8", size=1, is_quantized=False, article="a"),
         KVFormat(name="int4"),
@@ -146,7 +128,7 @@ def kv_formats() -> tuple[KVFormat, ...]:
 
 def kv_format_of_dtype(dtype: str) -> KVFormat | None:
     """The row whose pages have elements of a torch dtype, given by name; None if no row has."""
-    return TABLE.of_dtype(dtype)
+    return TABLE.by_dtype.get(dtype)
 
 
 def kv_cache_dtypes() -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.kv_format import kv_formats
+from attnplug.core.kv_format import kv_cache_dtypes
 from attnplug.core.mla import MLADims
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import CheckSkipped, Level
@@ -38,12 +38,7 @@ _OTHERS: tuple[dict[str, Any], ...] = (
 
 
 def _others() -> list[dict[str, Any]]:
-    """Other sizes and types: of types with a feature the common ones, and one of each kind of the others."""
-    asked = [row for row in kv_formats() if row.is_common or not row.feature]
-    return [
-        *_OTHERS,
-        *({"kv_cache_dtype": name} for name in ("auto", *(n for row in asked for n in row.names))),
-    ]
+    return [*_OTHERS, *({"kv_cache_dtype": name} for name in kv_cache_dtypes())]
 
 
 _LARGE: tuple[dict[str, Any], ...] = (
