@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal, TypeAlias
 import typer
 
 from attnplug.cli import completion
-from attnplug.core.dtypes import KV_CACHE_DTYPES, dtype_name, kv_cache_dtype_name
+from attnplug.core.dtypes import dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import PolicyError
+from attnplug.core.kv_format import common_kv_cache_dtypes, kv_cache_dtypes
 from attnplug.core.spec import Phase
 from attnplug.registry.plugins.installed import AssumeInstalled
 from attnplug.registry.plugins.options import parse_options
@@ -61,11 +62,11 @@ _SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "float": "floa
 
 def _known_kv_cache_dtype(text: str) -> str:
     """`text`; PolicyError if no engine and no loaded backend has such a dtype."""
-    if kv_cache_dtype_name(text, "--kv-cache-dtype") in KV_CACHE_DTYPES:
+    if kv_cache_dtype_name(text, "--kv-cache-dtype") in kv_cache_dtypes():
         return text
     from attnplug.registry.default import get_registry
 
-    known = dict.fromkeys(KV_CACHE_DTYPES)
+    known = dict.fromkeys(kv_cache_dtypes())
     for offer in get_registry().plugins.offers:
         known |= dict.fromkeys(str(each) for each in offer.declared.supported_kv_cache_dtypes)
     if kv_cache_dtype_name(text) in known:
@@ -82,7 +83,7 @@ KVCacheDtype: TypeAlias = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         metavar="DTYPE",
-        help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ...",
+        help=f"Cache storage: {', '.join(common_kv_cache_dtypes(aliases=True))}, ...",
         callback=_known_kv_cache_dtype,
         autocompletion=completion.kv_cache_dtypes,
     ),

@@ -11,7 +11,8 @@ from typing import Annotated
 import typer
 
 from attnplug.cli.output.output import echo
-from attnplug.core.dtypes import DTYPES, KV_CACHE_DTYPES
+from attnplug.core import kv_format
+from attnplug.core.dtypes import DTYPES
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
 from attnplug.core.spec import KINDS, Phase
@@ -71,7 +72,7 @@ def dtypes(incomplete: str) -> list[str]:
 
 def kv_cache_dtypes(incomplete: str) -> list[str]:
     """Dtypes of KV caches."""
-    return _from(KV_CACHE_DTYPES, incomplete)
+    return _from(kv_format.kv_cache_dtypes(), incomplete)
 
 
 def features(incomplete: str) -> list[str]:

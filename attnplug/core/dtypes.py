@@ -6,19 +6,10 @@ import difflib
 from typing import Self
 
 from attnplug.core.errors import SpecError
+from attnplug.core.kv_format import kv_format, kv_format_of_dtype, kv_formats
 
 DTYPES: tuple[str, ...] = ("float16", "bfloat16", "float32")
 """Dtypes of queries, keys, values and outputs."""
-
-KV_CACHE_DTYPES: tuple[str, ...] = (
-    *("auto", *DTYPES),
-    *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_inc", "fp8_ds_mla"),
-    *("int8", "uint8", "int4", "nvfp4", "mxfp8", "mxfp4"),
-)
-"""Storage dtypes of KV caches that engines have. A backend may declare others: the names are open."""
-
-_SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "fp8": 1, "int8": 1, "uint8": 1}
-_TORCH_FP8 = {"float8_e4m3fn": "fp8_e4m3"}
 
 
 class DtypeName(str):
@@ -85,7 +76,8 @@ def kv_cache_dtype_name(value: object, field: str = "kv_cache_dtype") -> str:
     if not name:
         raise SpecError(field, value, "must be 'auto' or the name of a storage dtype")
     # torch and engines spell fp8 types differently. One spelling makes equal specs compare equal.
-    return _TORCH_FP8.get(name, name.replace("float8_", "fp8_"))
+    row = kv_format_of_dtype(name)
+    return name.replace("float8_", "fp8_") if row is None else row.name
 
 
 def output_quant_key(dtype: object, has_block_scale: bool = False) -> str | None:
@@ -104,19 +96,20 @@ def output_quant_key(dtype: object, has_block_scale: bool = False) -> str | None
 
 def stored_dtype_name(kv_cache_dtype: str, dtype: str) -> str:
     """The storage dtype that `kv_cache_dtype` means: "auto" is `dtype`, "fp8" is "fp8_e4m3"."""
-    return {"auto": dtype, "fp8": "fp8_e4m3"}.get(kv_cache_dtype, kv_cache_dtype)
+    return dtype if kv_cache_dtype == "auto" else kv_format(kv_cache_dtype).name
 
 
 def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
     """Whether stored values differ from the computed ones by a scale ("fp8", "fp8_e5m2", "int8")."""
     if not isinstance(kv_cache_dtype, str):
         raise SpecError("kv_cache_dtype", kv_cache_dtype, "must be the name of a dtype")
-    return kv_cache_dtype.startswith(("fp8", "int8", "nvfp4"))
+    return kv_format(kv_cache_dtype).is_quantized
 
 
 def element_size(dtype: str) -> int:
     """Bytes per element of a dtype or KV cache dtype name; SpecError for an unknown name."""
-    size = _SIZES.get("fp8" if dtype.startswith("fp8") else dtype)
+    size = kv_format(dtype).size
     if size is None:
-        raise SpecError("dtype", dtype, f"has no known element size; known are {', '.join(_SIZES)}")
+        known = ", ".join(name for row in kv_formats() if row.size for name in row.names)
+        raise SpecError("dtype", dtype, f"has no known element size; known are {known}")
     return size

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
+from attnplug.core.kv_format import kv_format, kv_formats
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 
@@ -240,9 +241,9 @@ class Feature(enum.Flag, boundary=enum.STRICT):
     """K and V come with the call instead of from pages."""
     FP8_KV = FeatureRow(
         field="kv_cache_dtype",
-        # The resolved name is read, so that "auto" and "fp8" have the same answer as full names.
-        when=lambda spec: spec.resolved_kv_cache_dtype.startswith("fp8"),
-        values=("fp8_e4m3", "fp8_e5m2"),
+        # The resolved name is read, so that "auto" has the same answer as full names.
+        when=lambda spec: kv_format(spec.resolved_kv_cache_dtype).feature == "fp8_kv",
+        values=tuple(row.name for row in kv_formats() if row.is_common and row.feature == "fp8_kv"),
         label="fp8 KV",
         shown=lambda spec: f"{spec.kv_cache_dtype} KV",
         option="--kv-cache-dtype",

@@ -15,6 +15,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.interface.interface import constructor_faults, impl_faults
 from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES
+from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.mla_weights import LatentProjection, check_projection
 from attnplug.core.spec import AttentionType, LayerSpec
@@ -86,7 +87,7 @@ def _check_scale(field: str, scale: object, spec: LayerSpec) -> None:
             raise SpecError(field, found, "must be a number: one element, with a value")
         if scale.numel() != 1:
             raise SpecError(field, tuple(scale.shape), "must have one element: scales are per tensor")
-    elif check_positive(field, scale) != 1 and not spec.has_quantized_kv_cache:
+    elif check_positive(field, scale) != 1 and not kv_format(spec.resolved_kv_cache_dtype).layer_scales:
         limit = f"would be ignored: kv_cache_dtype={spec.kv_cache_dtype!r} stores values as they are"
         raise SpecError(field, scale, limit, "leave it at 1.0")
 

@@ -12,6 +12,7 @@ from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.interface.answers import HookError, answer, declared
 from attnplug.core.interface.signatures import overrides
+from attnplug.core.kv_format import kv_format
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
 
@@ -144,10 +145,10 @@ def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
 
 
 def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
-    """The names of the storage types that a backend declares; "fp8" means "fp8_e4m3" too."""
+    """The names of the storage types that a backend declares; an alias means the name too."""
     field = "supported_kv_cache_dtypes"
     names = [kv_cache_dtype_name(each, field) for each in declared(backend, field)]
-    return list(dict.fromkeys([*names, "fp8_e4m3"] if "fp8" in names else names))
+    return list(dict.fromkeys([*names, *(kv_format(name).name for name in names)]))
 
 
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:

@@ -11,6 +11,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer, declared
 from attnplug.core.interface.guarded import guarded_call
+from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.model import Cell
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
@@ -61,7 +62,7 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
         # Common values come first, so cells of all backends are comparable.
         "head_size": joined((*HEAD_SIZES, LATENT), sizes_to_try(heads, HEAD_SIZES)),
         "dtype": ("bfloat16", "float16", "float32"),
-        "kv_cache_dtype": joined(("auto", "fp8_e4m3", "fp8_e5m2"), kv_dtypes),
+        "kv_cache_dtype": joined(common_kv_cache_dtypes(), kv_dtypes),
         "block_size": joined(BLOCK_SIZES, (*sizes_to_try(preferred, ()), *sizes_to_try(blocks, BLOCK_SIZES))),
         "layout": joined(("NHD", "HND"), layouts),
     }
@@ -91,8 +92,8 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
     if axis == "kv_cache_dtype":
         if unpaged:
             return bool(value == "auto")  # K and V that are not stored have no storage dtype
-        is_fp8 = value.startswith("fp8")  # which is a feature of its own, so a plain layer lacks it
-        return is_fp8 if feature == "fp8_kv" else not is_fp8 if feature == PLAIN else True
+        # Some types are a feature of their own, so a plain layer lacks them.
+        return feature not in ("fp8_kv", PLAIN) or feature == (kv_format(value).feature or PLAIN)
     if axis == "head_size":
         # Only features that store latents use this size, so others are not asked for it.
         if value == LATENT:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.interface.answers import serving_class
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.matrix.axes import spec_of
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Cell
-from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.numbers.correctness import check_case
@@ -51,8 +51,7 @@ def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
     spec = spec_of(cell)
     if untried := spec.required_features() & ~COMPUTED:
         raise CheckSkipped(f"the conformance kit has no batches of {', '.join(untried.names())} layers")
-    stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
-    if stored is None or not stored.is_floating_point:
+    if kv_format(spec.resolved_kv_cache_dtype).rounding is None:
         raise CheckSkipped(f"the conformance kit stores no kv_cache_dtype={spec.kv_cache_dtype!r}")
     block_size, layout = cell.block_size or _BLOCK_SIZE, cell.layout or _LAYOUT
     return [Case(spec, shape, block_size, layout) for shape in _shapes(cell, spec, backend)]

@@ -21,12 +21,6 @@ COMMON_GPUS = ("A100", "H100", "H200", "B200", "L40S", "L4", "T4", "RTX 4090", "
 START = ("gpt-oss-20b", "h100", "auto")
 """The model, the GPU and the KV dtype that the page opens with."""
 
-_KV_WORDS = {
-    "auto": "auto",
-    "fp8": "fp8 (any)",
-    "fp8_e4m3": "fp8_e4m3",
-    "fp8_e5m2": "fp8_e5m2",
-}
 _VOWEL_LETTERS = "AEFHILMNORSX"
 """Capital letters whose names begin with a vowel, as in "an H100"."""
 
@@ -58,7 +52,10 @@ def model_data(registry: Registry) -> dict[str, Any]:
         "models": [_model(model) for model in example_models()],
         "gpus": gpus,
         "devices": devices,
-        "dtypes": [{"key": name, "words": _KV_WORDS[name]} for name in KV_CHOICES],
+        "dtypes": [
+            {"key": name, "words": f"{name} (any)" if len(meant) > 1 else name}
+            for name, meant in KV_CHOICES.items()
+        ],
         "answers": answers,
         "texts": list(map(json.loads, numbers.texts)),
         "tables": list(map(json.loads, numbers.tables)),

@@ -8,6 +8,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 
+from attnplug.core.kv_format import kv_format
 from attnplug.matrix.axes import is_plain_value
 from attnplug.matrix.extent import Extent
 from attnplug.matrix.model import Finding, Matrix, Run, Status
@@ -81,7 +82,7 @@ class Restriction:
         speaks = (
             self.axis in BESIDE
             or None in self.served
-            or all(str(each).startswith("fp8") for each in self.served)
+            or all(kv_format(str(each)).is_quantized for each in self.served)
         )
         return f"{values} only" if speaks else f"{name} {values} only"
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.planning import agree_on_pages, choose_backends
@@ -19,18 +20,16 @@ if TYPE_CHECKING:
     from attnplug.registry.registry import Registry, SelectKwargs
     from attnplug.registry.selection.decision import Decision
 
+_STORED = common_kv_cache_dtypes()
 KV_CHOICES: dict[str, tuple[str, ...]] = {
-    "auto": ("auto",),
-    "fp8": ("fp8_e4m3", "fp8_e5m2"),
-    "fp8_e4m3": ("fp8_e4m3",),
-    "fp8_e5m2": ("fp8_e5m2",),
+    choice: tuple(name for name in _STORED if kv_format(name).family == choice) or (choice,)
+    for choice in common_kv_cache_dtypes(aliases=True)
 }
 """The KV dtypes to choose from, and those that each may mean, the preferred one first."""
 GPU = "{gpu}"
 """Stands in a sentence for the name of the GPU, such as "an A100"."""
 
 _ASKED: SelectKwargs = {"assume_installed": "all"}
-_STORED = tuple(dict.fromkeys(name for names in KV_CHOICES.values() for name in names))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -190,7 +189,7 @@ def _cache(model: ExampleModel, choice: str) -> str:
         return ""
     stored = next(spec.dtype for spec in model.layers.values() if not spec.direct_kv)
     name = stored if choice == "auto" else choice
-    return f" with {'an' if name.startswith('fp8') else 'a'} {name} cache"
+    return f" with {kv_format(name).article} {name} cache"
 
 
 def _is_stored(model: ExampleModel) -> bool:
@@ -198,7 +197,7 @@ def _is_stored(model: ExampleModel) -> bool:
 
 
 def _short(outcome: Outcome) -> str:
-    return outcome.kv_cache_dtype.removeprefix("fp8_")
+    return kv_format(outcome.kv_cache_dtype).short_name
 
 
 def _runs_on(outcome: Outcome) -> str:
@@ -240,8 +239,8 @@ def _beside(best: Outcome, meant: Sequence[Outcome], on_gpu: bool) -> str:
 def _what_helps(model: ExampleModel, found: Outcome, others: Sequence[Outcome]) -> str:
     """The nearest KV dtype with which other backends serve the model, or the nearest refusal."""
     if others:
-        # fp8 of another format keeps the cache small, so it is offered before a cache of 16 bits.
-        other = min(others, key=lambda each: not each.kv_cache_dtype.startswith("fp8"))
+        # Another quantised type keeps the cache small, so it is offered before a cache of 16 bits.
+        other = min(others, key=lambda each: not kv_format(each.kv_cache_dtype).is_quantized)
         helping = [
             name
             for kind, its in zip(found.kinds, other.kinds, strict=True)

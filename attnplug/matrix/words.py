@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import common_kv_cache_dtypes
 from attnplug.matrix.model import Run, Status
 
 Value = str | int | None
@@ -62,7 +63,6 @@ _ORDERS: dict[str, tuple[str, ...]] = {
     "feature": ("plain", *(str(flag.name).lower() for flag in Feature)),
     "phase": ("prefill", "decode", "mixed"),
     "dtype": ("float16", "bfloat16", "float32"),
-    "kv_cache_dtype": ("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
     "layout": ("NHD", "HND"),
 }
 
@@ -79,7 +79,8 @@ def value_in_words(axis: str, value: Value) -> str:
 
 def in_order(axis: str, values: Iterable[Value]) -> list[Value]:
     """The distinct values in reading order: numbers by size, known names, other names, then None."""
-    known = _ORDERS.get(axis, ())
+    is_stored = axis == "kv_cache_dtype"
+    known = common_kv_cache_dtypes(aliases=True) if is_stored else _ORDERS.get(axis, ())
 
     def key(value: Value) -> tuple[bool, int, str]:
         if isinstance(value, int):

@@ -17,7 +17,7 @@ from attnplug.core.impl import AttentionLayer, LayerTensors
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.shared_memory import overlaps_itself, share_memory
-from attnplug.ops.storage import compute_dtype, typed_view
+from attnplug.ops.storage import compute_dtype, rounding_to, typed_view
 
 __all__ = [
     "check_cache",
@@ -107,7 +107,7 @@ def check_kv_write(
     if len(slots) != 1:
         raise BatchError("slot_mapping", tuple(slots), "must have one dimension")
     for name, pages in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not pages.is_floating_point():
+        if not pages.is_floating_point() and rounding_to(pages.dtype) is None:
             remedy = "view raw bytes as their 8-bit float"
             raise LayoutError(f"{name}.dtype", pages.dtype, "must be a float type", remedy)
     if k_cache.dtype != v_cache.dtype:

@@ -10,6 +10,7 @@ import torch
 from attnplug.core.arguments import positive
 from attnplug.core.errors import BatchError
 from attnplug.ops.checks import check_kv_write, check_slots
+from attnplug.ops.storage import Rounding, round_to_float, rounding_to
 from attnplug.ops.triton import triton_ops
 
 
@@ -24,8 +25,9 @@ def write_kv_cache(
 ) -> None:
     """Write each token's K and V where its slot says; slot -1 is not written.
 
-    8-bit floats store value / scale, clamped to the type's finite maximum. On a GPU one Triton kernel writes
-    without waiting; without triton the host waits to look for negative slots.
+    8-bit pages store value / scale, rounded as the table of stored types says: 8-bit floats are clamped to the type's
+    finite maximum. On a GPU one Triton kernel writes floats without waiting; without triton, and for types that it does
+    not know, the host waits to look for negative slots.
 
     Args:
         key: `[T, Hkv, D]`; rows past the slots are not read.
@@ -38,7 +40,7 @@ def write_kv_cache(
 
     Raises:
         BatchError: fewer rows than slots, or rows of another shape than the pages'.
-        LayoutError: pages of integers (they would need more than a scale), or K and V pages that do not fit.
+        LayoutError: pages of integers without a rounding in the table, or K and V pages that do not fit.
     """
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
     k_scale, v_scale = positive("k_scale", k_scale), positive("v_scale", v_scale)
@@ -58,8 +60,8 @@ def bound_kv_write(
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
     """`write_kv_cache` without its checks, for tensors with the strides and dtypes of these."""
     kernels = triton_ops("kv_write") if key.is_cuda else None
-    if kernels is None:
-        return functools.partial(_write_both, scales)
+    if kernels is None or not kernels.rounds_to(k_cache.dtype):
+        return functools.partial(_write_both, scales, rounding_to(k_cache.dtype) or round_to_float)
     write: Callable[..., None] = kernels.BoundWrite(key, value, k_cache, v_cache, slot_mapping, scales)
     return write
 
@@ -67,6 +69,7 @@ def bound_kv_write(
 @torch.no_grad()
 def _write_both(
     scales: tuple[float, float],
+    rounding: Rounding,
     key: torch.Tensor,
     value: torch.Tensor,
     k_cache: torch.Tensor,
@@ -79,17 +82,17 @@ def _write_both(
     # This check makes the host wait for a GPU; the Triton kernel looks at each slot on the device.
     if not bool(kept.all()):
         slot_mapping, key, value = slot_mapping[kept], key[kept], value[kept]
-    _write(k_cache, key, slot_mapping, scales[0])
-    _write(v_cache, value, slot_mapping, scales[1])
+    _write(k_cache, key, slot_mapping, scales[0], rounding)
+    _write(v_cache, value, slot_mapping, scales[1], rounding)
 
 
-def _write(pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float) -> None:
+def _write(
+    pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float, rounding: Rounding
+) -> None:
     if pages.dtype.itemsize == 1:
-        limit = torch.finfo(pages.dtype).max
-        # Division and clamp run in float32, so that only the conversion to 8 bits rounds.
+        # The division runs in float32, so that only the conversion to 8 bits rounds.
         stored = tokens.float().div_(scale) if tokens.dtype != torch.float32 else tokens / scale
-        # The conversion of values beyond the range may give NaN or infinity, so values are clamped first.
-        tokens = stored.clamp_(-limit, limit).to(pages.dtype).view(torch.uint8)
+        tokens = rounding(stored, pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     block_size = pages.shape[1]
     try:

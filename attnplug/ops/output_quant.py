@@ -9,14 +9,11 @@ from types import MappingProxyType
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.core.kv_format import kv_formats
+from attnplug.ops.storage import STORAGE_DTYPES, round_to_float
 
 FP8_OUTPUTS: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        name: dtype
-        for name, dtype in STORAGE_DTYPES.items()
-        if name != "fp8" and dtype.itemsize == 1 and dtype.is_floating_point
-    }
+    {row.name: STORAGE_DTYPES[row.name] for row in kv_formats() if row.family == "fp8" and row.dtype}
 )
 """The fp8 dtypes of outputs, by their `quant_key`."""
 
@@ -40,6 +37,4 @@ def check_output_scale(output: torch.Tensor, output_scale: torch.Tensor) -> None
 
 def quantise_output(wide: torch.Tensor, output_scale: torch.Tensor, output: torch.Tensor) -> None:
     """Write float32 `wide` / `output_scale`, clamped to the finite range of fp8, to `output` of the same shape."""
-    limit = torch.finfo(output.dtype).max
-    # A conversion of values beyond the range may give NaN or infinity.
-    output.copy_((wide / output_scale.reshape(())).clamp_(-limit, limit).to(output.dtype))
+    output.copy_(round_to_float(wide / output_scale.reshape(()), output.dtype))

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+import functools
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 
 from attnplug.core.errors import LayoutError
+from attnplug.core.kv_format import KVFormat, kv_format, kv_format_of_dtype, kv_formats
 from attnplug.core.spec import LayerSpec
 
 __all__ = ["STORAGE_DTYPES", "compute_dtype", "storage_dtype", "typed_view"]
 
-STORAGE_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-        "float32": torch.float32,
-        "fp8": torch.float8_e4m3fn,
-        "fp8_e4m3": torch.float8_e4m3fn,
-        "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
-        "fp8_e5m2": torch.float8_e5m2,
-        "fp8_e5m2fnuz": torch.float8_e5m2fnuz,
-        "int8": torch.int8,
-        "uint8": torch.uint8,
-    }
-)
+Rounding: TypeAlias = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+"""Rounds values to elements of a dtype, and may write into the values."""
+
+
+class _StorageDtypes(Mapping[str, torch.dtype]):
+    """Reads the table of stored types at each look-up."""
+
+    def __getitem__(self, name: str) -> torch.dtype:
+        dtype = kv_format(name).dtype
+        if dtype is None:
+            raise KeyError(name)
+        found: torch.dtype = getattr(torch, dtype)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for row in kv_formats() if row.dtype is not None for name in row.names)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+STORAGE_DTYPES: Mapping[str, torch.dtype] = _StorageDtypes()
 """By resolved name; see `LayerSpec.resolved_kv_cache_dtype`."""
 
 
@@ -35,12 +46,34 @@ def compute_dtype(spec: LayerSpec) -> torch.dtype:
 
 
 def storage_dtype(spec: LayerSpec) -> torch.dtype:
-    """The dtype of the layer's cache; LayoutError unless it is a float type of torch."""
-    dtype = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
-    if dtype is None or not dtype.is_floating_point:
-        floats = ", ".join(name for name, each in STORAGE_DTYPES.items() if each.is_floating_point)
-        raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {floats}")
-    return dtype
+    """The dtype of the layer's cache; LayoutError unless the table of stored types knows its numbers."""
+    row = kv_format(spec.resolved_kv_cache_dtype)
+    if row.dtype is None or row.rounding is None:
+        known = ", ".join(name for row in kv_formats() if row.rounding for name in row.names)
+        raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {known}")
+    return STORAGE_DTYPES[row.name]
+
+
+def rounding_of(row: KVFormat | None) -> Rounding | None:
+    """The function that rounds to elements of a stored type; None if there is none."""
+    return None if row is None or row.rounding is None else _function(row.rounding)
+
+
+def rounding_to(pages: torch.dtype) -> Rounding | None:
+    """The same for the stored type of pages with elements of a dtype."""
+    return rounding_of(kv_format_of_dtype(str(pages).removeprefix("torch.")))
+
+
+_function: Callable[[str], Rounding] = functools.lru_cache(pkgutil.resolve_name)
+
+
+def round_to_float(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The nearest floats; values beyond the range of 8-bit floats become the largest finite ones."""
+    if dtype.itemsize > 1:
+        return values.to(dtype)
+    limit = torch.finfo(dtype).max
+    # The conversion of values beyond the range may give NaN or infinity.
+    return values.clamp_(-limit, limit).to(dtype)
 
 
 def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:

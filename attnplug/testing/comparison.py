@@ -8,11 +8,10 @@ from typing import Generic, TypeVar, overload
 
 import torch
 
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 
 _OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# The oracle reads the values as stored, so this bound does not include their quantisation.
-_FP8 = 5e-2
 _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}
 """Kernels may sum weights that are rounded for the product with V: to 8 bits in bfloat16."""
 _APPROXIMATE_TANH = 2.0**-11
@@ -55,7 +54,7 @@ def tolerance(spec: LayerSpec, logit_size: torch.Tensor) -> Tolerance[torch.Tens
 def tolerance(
     spec: LayerSpec, logit_size: torch.Tensor | None = None
 ) -> Tolerance[torch.Tensor] | Tolerance[float]:
-    """The bounds for a layer: those of its dtype, or of fp8 if the cache stores fp8, and the error of the logits.
+    """The bounds for a layer: those of its dtype, or of its stored type if that has one, and the error of the logits.
 
     `logit_size` is `OracleResult.logit_size`; the default is about the largest size in batches of `paged_batch`.
     An error of a logit is a relative error of its weight, and an error of the LSE. It has these parts:
@@ -65,8 +64,8 @@ def tolerance(
     * in half precision, twice the bounds of latent attention, whose products with weights are rounded once more;
     * in half precision, a soft cap with an approximate tanh: 2**-11 of the largest logit, which is the cap.
     """
-    stored = spec.resolved_kv_cache_dtype
-    output = _FP8 if stored.startswith("fp8") else _OUTPUT[spec.dtype]
+    # The oracle reads the values as stored, so no bound includes their quantisation.
+    output = kv_format(spec.resolved_kv_cache_dtype).output_error or _OUTPUT[spec.dtype]
     cap = spec.logits_soft_cap if spec.dtype != "float32" else None
     # Float32 gets no extra bound: only half precision is expected to use the hardware's tanh.
     more = 0.0 if cap is None else _APPROXIMATE_TANH * cap

@@ -12,8 +12,10 @@ import torch
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
+from attnplug.core.kv_format import kv_format
 from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import round_to_float, rounding_of, storage_dtype
 
 COMPUTED = (
     Feature.SLIDING_WINDOW
@@ -36,8 +38,6 @@ COMPUTED = (
 
 Spans: TypeAlias = Sequence[tuple[int, int]]
 """The multimodal spans of a request: positions of the first token and of the token after the last."""
-
-_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -276,10 +276,8 @@ def attention_oracle(
 
 def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
     """The values that a KV cache of `spec` returns for `tensor`: rounded, or quantised with `scale`; float64."""
-    name = spec.resolved_kv_cache_dtype
-    fp8 = _FP8.get(name)
-    if fp8 is None:
-        return tensor.to(getattr(torch, name)).double()
-    limit = torch.finfo(fp8).max
-    # Values beyond the range of fp8 saturate.
-    return (tensor.float() / scale).clamp(-limit, limit).to(fp8).double() * scale
+    dtype, row = storage_dtype(spec), kv_format(spec.resolved_kv_cache_dtype)
+    rounding = rounding_of(row) or round_to_float
+    if not row.layer_scales:
+        return rounding(tensor.clone(), dtype).double()
+    return rounding(tensor.float() / scale, dtype).double() * scale

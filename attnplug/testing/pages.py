@@ -41,7 +41,7 @@ def poisoned_cache(
     order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
     dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
     # NaN in unused rows reaches the output of a backend that reads them.
-    physical = torch.full([shape[dim] for dim in order], torch.nan).to(dtype)
+    physical = _trap(dtype).expand([shape[dim] for dim in order]).contiguous()
     cache = physical.permute([order.index(dim) for dim in range(len(order))])
     # Block 0 holds zeros because table entries of dropped pages point to it.
     cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
@@ -49,17 +49,23 @@ def poisoned_cache(
 
 
 def fill_with_nan(cache: torch.Tensor, blocks: torch.Tensor) -> None:
-    """Fill whole blocks with NaN."""
+    """Fill whole blocks with NaN, those of integers with the largest one."""
+    trap = _trap(cache.dtype)
     if cache.dtype.itemsize == 1:
-        # Both types of fp8 have NaN where all bits but the sign are set.
-        cache.view(torch.uint8)[blocks] = 0x7F
-    else:
-        cache[blocks] = torch.nan
+        # torch assigns no elements of 8-bit floats.
+        cache, trap = cache.view(torch.uint8), trap.view(torch.uint8)
+    cache[blocks] = trap
+
+
+def _trap(dtype: torch.dtype) -> torch.Tensor:
+    worst = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+    return torch.tensor(worst).to(dtype)
 
 
 def put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:
     """Write tokens `[n, Hkv, D]`, already rounded or quantised, to rows of the pages."""
-    tokens = stored.to(pages.dtype)
+    # A value times its scale and divided by it may be just below an integer in float64, but not in float32.
+    tokens = stored.float().to(pages.dtype)
     # The assignment copies the bytes of fp8 values, which are already rounded.
     if pages.dtype.itemsize == 1:
         pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)

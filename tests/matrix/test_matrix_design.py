@@ -58,7 +58,7 @@ def pairs_in(cells: list[Cell]) -> set[frozenset[tuple[str, Any]]]:
 
 def means_nothing(feature: str, axis: str, value: Any) -> bool:
     """What no layer asks: spelled out once more, as a reader of the matrix would."""
-    is_fp8 = axis == "kv_cache_dtype" and value.startswith("fp8")
+    is_fp8 = axis == "kv_cache_dtype" and "fp8" in value
     is_stored = axis in ("block_size", "layout") or (axis == "kv_cache_dtype" and value != "auto")
     if axis == "head_size" and value == LATENT:
         return feature not in ("mla", "sparse")

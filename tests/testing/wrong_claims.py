@@ -410,7 +410,7 @@ WRONG_CLAIMS = [
         "declaration/kv-shape-plain",
         "cache_dtype='fp8' is (3, 2, 16, 2, 68)",
         get_kv_cache_shape=lambda cls, n, b, h, d, t="auto", v=None: (
-            (n, 2, b, h, d + 4 * t.startswith("fp8")) if v in (None, d) else (n, b, h, d + v)
+            (n, 2, b, h, d + 4 * (t == "fp8")) if v in (None, d) else (n, b, h, d + v)
         ),
     ),
     wrong(

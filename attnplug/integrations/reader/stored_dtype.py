@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from attnplug._system.text import shown
-from attnplug.core.dtypes import KV_CACHE_DTYPES
 from attnplug.core.errors import ModelConfigError
+from attnplug.core.kv_format import kv_cache_dtypes
 from attnplug.integrations.reader.config_json import parse
 from attnplug.integrations.reader.stored_names import (
     PROJECTION,
@@ -28,7 +28,7 @@ from attnplug.integrations.reader.stored_names import (
 _FORMATS: Final = {(8, "float"): "fp8_e4m3", (8, "int"): "int8"}
 """The dtype by bits and type of a scheme, which compressed-tensors and ModelOpt write."""
 _WORDS: Final = {
-    **{name: name for name in KV_CACHE_DTYPES},
+    **{name: name for name in kv_cache_dtypes()},
     **dict.fromkeys(("fp8", "fp8_e4m3fn", "e4m3", "e4m3fn", "fp8_static", "static"), "fp8_e4m3"),
     "e5m2": "fp8_e5m2",
     "fp16": "float16",
@@ -65,7 +65,7 @@ def dtype_of(place: str, value: object) -> str:
         text = value.strip().lower().replace("-", "_").removeprefix("torch.").replace("float8", "fp8")
         if text in _WORDS:
             return _WORDS[text]
-        known = ", ".join(name for name in KV_CACHE_DTYPES if name != "auto")
+        known = ", ".join(name for name in kv_cache_dtypes() if name != "auto")
         raise ModelConfigError(f"{place}={shown(value)}: must be one of FP8, INT8, NVFP4, {known}; {REMEDY}")
     if isinstance(value, Mapping):
         return _of_scheme(place, value)

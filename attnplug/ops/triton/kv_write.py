@@ -114,6 +114,11 @@ class BoundWrite:
             self._kernel(grid, key, value, k_cache, v_cache, slot_mapping, num_rows)
 
 
+def rounds_to(dtype: torch.dtype) -> bool:
+    """Whether the kernel writes pages of this dtype."""
+    return dtype.itemsize > 1 or dtype in _SOFTWARE
+
+
 @functools.cache
 def _tile(head_size: int, head_size_v: int) -> tuple[int, int, int]:
     """Rows per program, and both head sizes as powers of two."""

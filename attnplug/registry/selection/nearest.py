@@ -10,8 +10,9 @@ import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.core.dtypes import DTYPES, is_quantized_kv_cache
+from attnplug.core.dtypes import is_quantized_kv_cache
 from attnplug.core.errors import SpecError
+from attnplug.core.kv_format import kv_formats
 from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.registry.selection.decision import Candidate, Decision, Placement
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from attnplug.registry.plugins.records import Offer
     from attnplug.registry.registry import Registry
 
-_KV_DTYPES: Final = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4", *DTYPES)
 _INSTALL, _SAME_KIND, _OTHER_KIND, _DTYPE = 1, 2, 3, 4
 """Costs: to install a package, to change an option to a like value, to an unlike one, and to convert a model."""
 _WORDS: Final = {"requires": "after", "block_size": "without"}
@@ -153,12 +153,13 @@ def _dtypes(decision: Decision) -> _Choices:
 
 
 def _kv_dtypes(decision: Decision) -> _Choices:
-    """Storage dtypes of the cache, like ones first: a user of fp8 wants to save memory."""
+    """Storage dtypes of the cache, like ones first: a user of quantised pages wants to save memory."""
     spec = decision.spec
     if spec.direct_kv or spec.kv_cache_dtype == "auto":
         return [_NO_CHANGE]
     quantized = is_quantized_kv_cache(spec.kv_cache_dtype)
-    names = [name for name in _KV_DTYPES if name not in (spec.kv_cache_dtype, spec.resolved_kv_cache_dtype)]
+    known = ("auto", *(row.name for row in sorted(kv_formats(), key=lambda row: not row.is_quantized)))
+    names = [name for name in known if name not in (spec.kv_cache_dtype, spec.resolved_kv_cache_dtype)]
     return [
         _NO_CHANGE,
         *(

@@ -21,6 +21,7 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import kv_format
 from attnplug.core.mla import MLADims
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
@@ -154,6 +155,16 @@ class Target:
         field = "supported_kv_cache_dtypes"
         names = [kv_cache_dtype_name(dtype, field) for dtype in self.backend.supported_kv_cache_dtypes]
         return sorted(dict.fromkeys(names), key=lambda name: name != "auto")
+
+    @property
+    def scaled_kv_dtypes(self) -> list[str]:
+        """The declared storage types with scales of the layer whose numbers the kit knows."""
+        return [name for name in self.kv_cache_dtypes if kv_format(name).has_scaled_numbers]
+
+    @property
+    def scaled_families(self) -> dict[str, str]:
+        """The first of `scaled_kv_dtypes` of each family, by the family."""
+        return {kv_format(name).family or name: name for name in reversed(self.scaled_kv_dtypes)}
 
     @property
     def head_sizes(self) -> list[int]:

@@ -90,7 +90,6 @@ def _plainest(target: Target) -> tuple[LayerSpec, int]:
 
 def _variants(target: Target, spec: LayerSpec, size: int) -> list[list[_Fields]]:
     """Fields that make layers differ in one thing from `spec` and from each other, by that thing."""
-    stored = [name for name in target.kv_cache_dtypes if name.startswith("fp8")][:2]
     return [
         [{"window": (6, 0)}, {"window": (size + 1, 0)}],
         [{"chunk_size": size}, {"chunk_size": 2 * size}],
@@ -101,7 +100,7 @@ def _variants(target: Target, spec: LayerSpec, size: int) -> list[list[_Fields]]
         [{"scale": spec.scale / 2}],
         [{"needs_lse": True}],
         [{"dtype": name} for name in target.dtypes],
-        [{"kv_cache_dtype": name} for name in stored],
+        [{"kv_cache_dtype": name} for name in target.scaled_kv_dtypes[:2]],
         [{"block_size": each} for each in target.block_sizes[:_MOST_SIZES]],
         *_sizes(target),
     ]

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch
 
-from attnplug.core.features import Feature
 from attnplug.testing.conformance.cases.steps import (
     PAGED_SCENARIOS,
     BatchFactory,
@@ -38,7 +37,7 @@ def checks(target: Target) -> Iterator[Check]:
     if paged_scenarios(target):
         summary = "an impl gives the same bits at each of many calls"
         yield Check.of("tensors/same-each-call", summary, _check_calls, target)
-    if Feature.FP8_KV in target.backend.features:
+    if target.scaled_kv_dtypes:
         summary = "the scales of the engine's layer are not modified"
         yield Check.of("tensors/scales-kept", summary, _check_scales, target)
 
@@ -107,8 +106,7 @@ def _check_calls(target: Target) -> None:
 
 
 def _check_scales(target: Target) -> None:
-    stored = next(name for name in target.kv_cache_dtypes if name.startswith("fp8"))
-    batch = scenario_factory(target, "mixed", kv_cache_dtype=stored)()
+    batch = scenario_factory(target, "mixed", kv_cache_dtype=target.scaled_kv_dtypes[0])()
     batch = dataclasses.replace(batch, tensors=dataclasses.replace(batch.tensors, k_scale=0.37, v_scale=1.9))
     harness = Harness.of(target, batch)
     layer = harness.layers[0]

@@ -14,6 +14,7 @@ from typing import Any
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.kv_format import kv_format
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call
@@ -77,7 +78,6 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "window": (1030, 0), "has_sinks": True},
     {"shape": "long-decode", "chunk_size": 1031, "needs_lse": True},
     {"shape": "long-decode", "logits_soft_cap": 1.7, "needs_lse": True},
-    {"shape": "long-decode", "kv_cache_dtype": "fp8"},
     {"shape": "long-decode", "heads": (14, 2)},
     {"shape": "long-decode", "sparse": SparseSpec("token_topk", 1024)},
     {"shape": "long-decode", "kind": "direct"},
@@ -142,7 +142,7 @@ def designed_cases(target: Target) -> list[Case]:
         alone += [{"shape": shape, axis: value} for axis, value in _further(target, search)]
         alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
-    alone += _long_rows(search, few)
+    alone += _long_rows(target, search, few)
     rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
     rows += crossed_rows(search, _crossed(search, _CROSSED_SHAPES), 3)
     rows += crossed_rows(search, _crossed(search, _CROSSED_LONG, _LONG_LIMITS), 2)
@@ -191,10 +191,11 @@ def _stored_types(target: Target) -> list[dict[str, Any]]:
     """The types that a cache stores, each with a dtype of layers, those of 8 bits first; aliases once."""
     short = [dtype for dtype in target.dtypes if dtype != "float32"] or target.dtypes
     found: dict[str, dict[str, Any]] = {}
-    names = sorted(target.kv_cache_dtypes, key=lambda name: not name.startswith("fp8"))
+    scaled = target.scaled_kv_dtypes
+    names = sorted(target.kv_cache_dtypes, key=lambda name: name not in scaled)
     for name, dtype in itertools.product(names, target.dtypes):
         # Layers of each dtype have a stored type in turn.
-        chosen = short[len(found) % len(short)] if name.startswith("fp8") else dtype
+        chosen = short[len(found) % len(short)] if name in scaled else dtype
         layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=64, dtype=chosen, kv_cache_dtype=name)
         found.setdefault(layer.resolved_kv_cache_dtype, {"dtype": chosen, "kv_cache_dtype": name})
     return list(found.values())
@@ -209,7 +210,7 @@ def _crossed(
     for axis, values in search.axes.items():
         others = [value for value in values if value != search.base[axis]]
         if axis == "kv_cache_dtype":
-            others = [name for name in others if name.startswith("fp8")]
+            others = [name for name in others if kv_format(name).has_scaled_numbers]
         if others and axis not in _NOT_CROSSED:
             more = others if axis == "dtype" else [chosen.get(axis, others[0])]
             crossed[axis] = [search.base[axis], *more]
@@ -237,13 +238,14 @@ def _blocks_over_pages(target: Target, search: Search, shape: str) -> list[dict[
     return [{"shape": shape, "sparse": sample, "block_size": size} for sample in chosen for size in sizes]
 
 
-def _long_rows(search: Search, few: bool) -> list[dict[str, Any]]:
+def _long_rows(target: Target, search: Search, few: bool) -> list[dict[str, Any]]:
     """The values to try with LONG: none, those of _LONG_WITH, and at the full level each alone with two of them."""
     least = min((size for size in search.axes["block_size"] if size), default=None)
     far = {"shape": "far-blocks", "block_size": least}
     found: list[dict[str, Any]] = [far if shape == "far-blocks" else {"shape": shape} for shape in LONG]
     # A request of thousands of pages: kernels may copy a part of its table.
     found += [*_LONG_WITH, {"shape": "long-decode", "block_size": least}]
+    found += [{"shape": "long-decode", "kv_cache_dtype": name} for name in target.scaled_families.values()]
     found += [{"shape": shape, "block_size": _LARGE_PAGE} for shape in ("long-decode", "long-extend")]
     if not few:
         found += [

@@ -140,7 +140,7 @@ def latent_cases(target: Target) -> list[LatentCase]:
     rows += [{"scale": 0.15, "needs_lse": True}, {"joint": True}, {"joint": True, "shape": both[-1]}]
     rows += [{"apart": True, "shape": shape} for shape in both]
     # Models are served in half precision, also over latents of 8 bits.
-    for stored in ("auto", *[name for name in target.kv_cache_dtypes if name.startswith("fp8")][:1]):
+    for stored in ("auto", *target.scaled_kv_dtypes[:1]):
         served: dict[str, Any] = {"dtype": target.dtypes[-1], "kv_cache_dtype": stored}
         rows += [{**served, "shape": shape, "needs_lse": True, "chunk_rows": chunks[-1]} for shape in shapes]
         rows += [{**served, "pair": pair} for pair in pairs]
@@ -182,7 +182,8 @@ def _sparse_rows(target: Target, heads: list[int]) -> list[dict[str, Any]]:
     rows += [plain | {"dtype": dtype} for dtype in target.dtypes]
     rows += [plain | {"kv_cache_dtype": name} for name in target.kv_cache_dtypes]
     rows += [plain | {"block_size": size} for size in target.block_sizes[:3]]
-    return [*rows, plain | {"apart": True}, plain | {"apart": True, "kv_cache_dtype": "fp8"}]
+    apart = plain | {"apart": True}
+    return [*rows, apart, *(apart | {"kv_cache_dtype": name} for name in target.scaled_kv_dtypes[:1])]
 
 
 def _case(row: dict[str, Any]) -> LatentCase | None:

@@ -10,6 +10,7 @@ from typing import Any
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import kv_cache_dtypes
 from attnplug.core.mla import MLADims
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import CheckSkipped, Level
@@ -28,16 +29,18 @@ _KINDS: tuple[dict[str, Any], ...] = (
 _OTHERS: tuple[dict[str, Any], ...] = (
     *({"head_size": size} for size in (1, 16, 80, 96, 128, 256, 576)),
     *({"dtype": name} for name in ("float16", "bfloat16", "float32")),
-    *(
-        {"kv_cache_dtype": name}
-        for name in ("auto", "float16", "bfloat16", "fp8", "fp8_e5m2", "int8", "nvfp4")
-    ),
     *({"block_size": size} for size in (1, 16, 24, 128, 1000)),
     *({"attn_type": kind} for kind in AttentionType),
     *({"num_heads": heads, "num_kv_heads": kv} for heads, kv in ((1, 1), (5, 1), (6, 2), (64, 8), (256, 1))),
     {"window": (-1, 7), "causal": False},
     {"kv_cache_dtype": "unheard_of_3bit"},
 )
+
+
+def _others() -> list[dict[str, Any]]:
+    return [*_OTHERS, *({"kv_cache_dtype": name} for name in kv_cache_dtypes())]
+
+
 _LARGE: tuple[dict[str, Any], ...] = (
     {"num_heads": 512, "num_kv_heads": 8},
     {"num_heads": 96, "num_kv_heads": 96},
@@ -75,9 +78,10 @@ def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
     """
     base = plainest(target)
     features = [flag.fields(base.head_size, base.block_size) for flag in Feature]
-    wanted = [{}, *features, *_OTHERS]
+    others = _others()
+    wanted = [{}, *features, *others]
     if pairs:
-        paired = features if target.level is Level.SMOKE else [*features, *_OTHERS]
+        paired = features if target.level is Level.SMOKE else [*features, *others]
         wanted += [
             {**one, **two} for one, two in itertools.combinations(paired, 2) if not one.keys() & two.keys()
         ]
@@ -94,7 +98,7 @@ def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
 def beside(spec: LayerSpec) -> dict[str, dict[str, Any]]:
     """The fields of one thing more to ask of `spec`, by what it is: each feature, and each of other sizes and types."""
     features = [flag.fields(spec.head_size, spec.block_size) for flag in Feature]
-    return {_words(fields): fields for fields in ({}, *features, *_OTHERS, *_LARGE)}
+    return {_words(fields): fields for fields in ({}, *features, *_others(), *_LARGE)}
 
 
 def askings(spec: LayerSpec, feature: Feature) -> dict[str, LayerSpec]:

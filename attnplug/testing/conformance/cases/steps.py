@@ -205,8 +205,7 @@ def scenario_steps(target: Target, scenario: str, spec: LayerSpec, seed: int = 0
 def of_each_storage(target: Target) -> list[dict[str, Any]]:
     """Fields of layers of the first dtype, the last one and 8-bit pages, for which backends have kernels of their own."""
     half = [{"dtype": target.dtypes[-1]}] if len(target.dtypes) > 1 else []
-    stored = [name for name in target.kv_cache_dtypes if name.startswith("fp8")]
-    return [{}, *half, *({"kv_cache_dtype": name} for name in stored[:1])]
+    return [{}, *half, *({"kv_cache_dtype": name} for name in target.scaled_kv_dtypes[:1])]
 
 
 def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:

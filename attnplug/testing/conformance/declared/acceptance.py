@@ -7,8 +7,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Hashable, Iterator
 
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.batches import direct_batch
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.conformance.cases.spec_grid import PHASES, devices, grid
@@ -112,8 +112,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     with error_context("for_layer"):
         # Another class may serve a kind of layer under the backend's name, with pages of its own.
         target = dataclasses.replace(target, backend=target.backend.for_layer(spec))
-    stored = STORAGE_DTYPES.get(spec.resolved_kv_cache_dtype)
-    is_known = stored is not None and stored.is_floating_point
+    is_known = kv_format(spec.resolved_kv_cache_dtype).rounding is not None
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
     with error_context("from_spec"):

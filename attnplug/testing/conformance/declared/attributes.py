@@ -19,6 +19,7 @@ from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import AttentionImpl, MLAAttentionImpl
+from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, Phase
 from attnplug.testing.conformance.cases.spec_grid import PHASES, grid, plainest
@@ -91,7 +92,7 @@ def _check_kv_cache_dtypes(target: Target) -> None:
             element_size("float32" if name == "auto" else name)
         except SpecError as problem:
             raise ConformanceError(f"{field} has {name!r}: its pages cannot be sized: {problem}") from None
-    fp8 = [name for name in names if name.startswith("fp8")]
+    fp8 = [name for name in names if kv_format(name).feature == "fp8_kv"]
     if fp8 and Feature.FP8_KV not in target.backend.features:
         raise ConformanceError(
             f"{field} has {', '.join(fp8)}, but features lacks FP8_KV: no layer could use it"

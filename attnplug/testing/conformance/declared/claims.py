@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 
 from attnplug.core.features import Feature
 from attnplug.core.interface.signatures import overrides
+from attnplug.core.kv_format import kv_format, kv_formats
 from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.case_axes import KINDS, samples_of
 from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
@@ -179,13 +179,12 @@ def _storage_types(target: Target) -> list[str]:
     listed, backend = target.kv_cache_dtypes, target.backend
     if not overrides(backend, "supports_kv_cache_dtype"):
         return listed
-    names = ["auto", *STORAGE_DTYPES]
+    names = ["auto", *(name for row in kv_formats() if row.dtype for name in row.names)]
     return list(dict.fromkeys([*listed, *(name for name in names if backend.supports_kv_cache_dtype(name))]))
 
 
 def _storage(name: str) -> Claim:
-    dtype = STORAGE_DTYPES.get(name)
-    is_known = name == "auto" or (dtype is not None and dtype.is_floating_point)
+    is_known = name == "auto" or kv_format(name).rounding is not None
     problem = None if is_known else _NO_CASE
     return Claim(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
 

@@ -13,6 +13,7 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import DTYPES
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import kv_format, kv_formats
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.cases.spec_grid import asking_for, askings, beside, devices, plainest
@@ -143,7 +144,6 @@ def _check_withdrawn(target: Target, feature: Feature) -> None:
     _expect_none(narrowed, feature, f" once features lacks {name}")
 
 
-_KV_DTYPES = ("unheard_of_3bit", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "int8", "nvfp4")
 _HEAD_SIZES = (1, 7, 24, 72, 80, 320, 1009, 65536)
 _BLOCK_SIZES = (1, 3, 7, 24, 100, 1009, 2**20)
 _CAPABILITIES = ((1, 0), (7, 5), (8, 0), (9, 0), (99, 9))
@@ -172,11 +172,12 @@ def _undeclared_values(target: Target) -> dict[str, list[Any]]:
     """By field of LayerSpec, values that the backend does not declare."""
     backend = target.backend
     head_sizes, block_sizes = backend.get_supported_head_sizes(), backend.get_supported_kernel_block_sizes()
-    stored = {*target.kv_cache_dtypes, *(["fp8_e4m3"] if "fp8" in target.kv_cache_dtypes else [])}
+    stored = {kv_format(name).name for name in target.kv_cache_dtypes}
+    quantized = ("unheard_of_3bit", *(row.name for row in kv_formats() if row.is_quantized))
     return {
         "head_size": [n for n in _HEAD_SIZES if head_sizes and not MultipleOf.allows(head_sizes, n)],
         "dtype": [name for name in DTYPES if name not in target.dtypes],
-        "kv_cache_dtype": [name for name in _KV_DTYPES if name not in stored],
+        "kv_cache_dtype": [name for name in quantized if name not in stored],
         "block_size": [n for n in _BLOCK_SIZES if not MultipleOf.allows(block_sizes, n)],
         "attn_type": [str(kind) for kind in AttentionType if not backend.supports_attn_type(kind)],
     }

@@ -1,6 +1,6 @@
 """Writes to the KV cache: the right values at the slots of the batch, and nothing else.
 
-The fp8 scales that count: those of the engine's layer, else those given to `from_spec`, in numbers or tensors.
+The scales of quantised pages that count: those of the engine's layer, else those given to `from_spec`, in numbers or tensors.
 
 Scales of the engine's layer that do not belong to a call change no number of it.
 """
@@ -18,7 +18,8 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
-from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import storage_dtype
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
     decodes,
@@ -43,10 +44,6 @@ from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import FP8_SCALES
 from attnplug.testing.oracle import stored_values
 
-_STEP = {name: 2.0**-2 if "e5m2" in str(name) else 2.0**-3 for name in STORAGE_DTYPES.values()}
-"""Steps of an fp8 type between 1 and 2; torch gives the eps of float8_e5m2fnuz as that of three bits."""
-
-
 _SHARERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "window": (Feature.SLIDING_WINDOW, {"window": (5, 0)}),
     "chunk": (Feature.CHUNKED_LOCAL, {"chunk_size": 16}),
@@ -70,14 +67,13 @@ def checks(target: Target) -> Iterator[Check]:
         if needed in target.backend.features:
             summary = f"a layer with a {name} of its own reads the cache of one without"
             yield Check.of(f"cache/sharing-{name}", summary, _check_sharing, target, **fields)
-    if Feature.FP8_KV in target.backend.features:
-        stored = next(each for each in target.kv_cache_dtypes if each.startswith("fp8"))
-        summary = "a layer that shares an fp8 cache reads it with its scales"
-        yield Check.of("cache/sharing-fp8", summary, _check_sharing, target, kv_cache_dtype=stored)
+    for family, stored in target.scaled_families.items():
+        summary = f"a layer that shares an {family} cache reads it with its scales"
+        yield Check.of(f"cache/sharing-{family}", summary, _check_sharing, target, kv_cache_dtype=stored)
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
         yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
-        if name.startswith("fp8"):
+        if name in target.scaled_kv_dtypes:
             summary = f"a value too large for {name} is stored as the largest finite value"
             yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
 
@@ -157,8 +153,7 @@ def _check_sharing(target: Target, kv_cache_dtype: str = "auto", **own: Any) -> 
 
 def _check_stored(target: Target, name: str) -> None:
     batch = _batch(target, name, **FP8_SCALES)
-    stored = STORAGE_DTYPES[batch.spec.resolved_kv_cache_dtype]
-    if torch.finfo(stored).max > _LARGE:
+    if not batch.spec.has_quantized_kv_cache and torch.finfo(storage_dtype(batch.spec)).max > _LARGE:
         for tensor in (batch.key, batch.value):
             tensor[0] = _LARGE * tensor[0].sign()
     Harness.of(target, batch).write(batch)
@@ -167,7 +162,7 @@ def _check_stored(target: Target, name: str) -> None:
 
 def _check_clamped(target: Target, name: str) -> None:
     batch = _batch(target, name, k_scale=0.125, v_scale=0.125)
-    limit = torch.finfo(STORAGE_DTYPES[batch.spec.resolved_kv_cache_dtype]).max
+    limit = float(stored_values(torch.tensor(1e30), batch.spec))
     for tensor in (batch.key, batch.value):
         tensor[::2] = 0.5 * limit * tensor[::2].sign()
     Harness.of(target, batch).write(batch)
@@ -176,7 +171,7 @@ def _check_clamped(target: Target, name: str) -> None:
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), strict=True
     ):
         found = _rows(pages, slots)[::2]
-        wanted = limit * tokens[: len(slots)][::2].sign().float()
+        wanted = (stored_values(tokens[: len(slots)][::2], batch.spec, 0.125) / 0.125).float()
         if not torch.equal(found, wanted):
             wrong = found[found != wanted][0].item()
             given = f"{0.5 * limit:g} at scale 0.125"
@@ -210,38 +205,44 @@ def _expect_stored(target: Target, batch: Batch) -> None:
         found = _rows(pages, slots[kept]).cpu().double() * scale
         wanted = stored_values(rows, spec, scale)
         quantised = spec.has_quantized_kv_cache
-        if _is_rounded(found / scale, rows, scale, pages.dtype) if quantised else torch.equal(found, wanted):
+        if _is_rounded(found / scale, rows, scale, spec) if quantised else torch.equal(found, wanted):
             continue
-        mistake = _mistake(found / scale, rows, scale, other, pages.dtype) if quantised else None
+        mistake = _mistake(found / scale, rows, scale, other, spec) if quantised else None
         place = int((found - wanted).abs().nan_to_num(torch.inf).argmax())
         gives = f"gives back {found.flatten()[place].item():g} for {wanted.flatten()[place].item():g}"
         raise wrong_answer(f"{part} of a cache of {spec.kv_cache_dtype!r} {gives}", mistake)
 
 
 def _mistake(
-    stored: torch.Tensor, tokens: torch.Tensor, scale: float, other: float, dtype: torch.dtype
+    stored: torch.Tensor, tokens: torch.Tensor, scale: float, other: float, spec: LayerSpec
 ) -> str | None:
     used = {"the scale left out": 1.0, "the other's scale": other, "multiplied by the scale": 1 / scale}
     for name, each in used.items():
-        if _is_rounded(stored, tokens, each, dtype):
+        if _is_rounded(stored, tokens, each, spec):
             return name
-    near = _is_rounded(stored, tokens, scale, dtype, steps=1.0)
+    near = _is_rounded(stored, tokens, scale, spec, steps=1.0)
     return "not rounded to the nearest value" if near else None
 
 
 def _is_rounded(
-    stored: torch.Tensor, tokens: torch.Tensor, scale: float, dtype: torch.dtype, steps: float = 9 / 16
+    stored: torch.Tensor, tokens: torch.Tensor, scale: float, spec: LayerSpec, steps: float = 9 / 16
 ) -> bool:
-    """Whether `stored` are the fp8 values nearest to `tokens / scale`, at most so many steps of the type away.
+    """Whether `stored` are the values of the stored type nearest to `tokens / scale`, at most so many steps of the type away.
 
     A sixteenth more than half a step allows a quotient that is rounded to bfloat16 before.
     """
-    kind = torch.finfo(dtype)
-    exact = (tokens.double() / scale).clamp(kind.min, kind.max)
-    # Below the smallest normal number the steps stay as they are there.
-    magnitude = exact.abs().clamp_min(kind.smallest_normal)
-    step = 2.0 ** torch.log2(magnitude).floor() * _STEP[dtype]
+    numbers = _numbers_of(spec)
+    exact = (tokens.double() / scale).clamp(numbers[0], numbers[-1])
+    above = torch.searchsorted(numbers, exact, right=True).clamp(1, len(numbers) - 1)
+    step = numbers[above] - numbers[above - 1]
     return bool(((stored - exact).abs() <= steps * step).all())
+
+
+def _numbers_of(spec: LayerSpec) -> torch.Tensor:
+    """All numbers of a stored type of 8 bits that its rounding can give, in order, in float64."""
+    numbers = torch.arange(256).to(torch.uint8).view(storage_dtype(spec)).float()
+    rounded = stored_values(numbers[numbers.isfinite()], spec)
+    return torch.tensor(sorted(set(rounded.tolist())), dtype=torch.float64)
 
 
 _CHECKS: CheckTable = {
@@ -264,13 +265,9 @@ _OTHERS: dict[str, Any] = {"k_scale": 1.3, "v_scale": 0.6}
 
 
 def scale_checks(target: Target) -> Iterator[Check]:
-    """One check for each source of scales and each declared storage type of fp8."""
-    for name in target.kv_cache_dtypes:
-        if name.startswith("fp8"):
-            for source, summary in _SOURCES.items():
-                yield Check.of(
-                    f"cache/scales-of-{source}-{name}", summary, _check_scales, target, name, source
-                )
+    """One check for each source of scales and each declared storage type with scales."""
+    for name, (source, summary) in itertools.product(target.scaled_kv_dtypes, _SOURCES.items()):
+        yield Check.of(f"cache/scales-of-{source}-{name}", summary, _check_scales, target, name, source)
 
 
 def _check_scales(target: Target, name: str, source: str) -> None:
