@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from rich.text import Text
 
 from attnplug._system.terminal_tables import Paragraph, SafeConsole, WrappedTable, verdict
+from attnplug._system.text import shown as shown_value
 
 WIDTHS = (20, 60, 69, 70, 80, 120)
 WORD = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=30)
