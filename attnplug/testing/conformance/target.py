@@ -2,9 +2,7 @@
 
 Layers to check a backend with that refuses plain ones: each asks for one thing more, for two, or for three.
 
-The dimensions of latent attention to try with a backend.
-
-The classes that serve latent attention under a backend's name, which the kit checks too.
+Classes that serve other layers under a backend's name, which the kit checks too.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
-from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
+from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try, spread
 from attnplug.testing.drawn_values import layer_tensors
 
 if TYPE_CHECKING:
@@ -70,35 +68,22 @@ _PAIRS = ((64, 16), (512, 64), (256, 64), (512, 0), (256, 32))
 """Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models."""
 
 
-def latent_pairs(backend: type[AttentionBackend]) -> list[tuple[int, int]]:
-    """The pairs (kv_lora_rank, qk_rope_head_dim) to try: those that the backend declares, else the common ones."""
-    declared = getattr(backend, "latent_sizes", ())
-    return [(int(rank), int(rope)) for rank, rope in declared] or list(_PAIRS)
-
-
-def pair_of(backend: type[AttentionBackend], head_size: int) -> tuple[int, int]:
-    """A pair to try whose sum is `head_size`; a quarter of it for positions if no listed pair has that sum."""
-    rope = min(head_size // 4, 64)
-    return next((pair for pair in latent_pairs(backend) if sum(pair) == head_size), (head_size - rope, rope))
-
-
-def fields_of(pair: tuple[int, int], nope: int = 32, value: int = 24) -> dict[str, Any]:
-    """The arguments of a LayerSpec with latents of a pair; keys and values of sizes that no other size equals."""
+def latent_dims(pair: tuple[int, int], nope: int = 32, value: int = 24) -> MLADims:
+    """Dimensions of latents of a pair; keys and values of sizes that no other size equals."""
     rank, rope = pair
-    dims = MLADims(
+    return MLADims(
         q_lora_rank=None,
         kv_lora_rank=rank,
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
         v_head_dim=value,
     )
-    return {"mla": dims, "num_kv_heads": 1, "head_size": rank + rope}
 
 
-def latent_fields(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
-    """As `fields_of`, for each pair to try, the plainest first; then with the key and value sizes of models."""
-    pairs = latent_pairs(backend)
-    return [*(fields_of(pair) for pair in pairs), *(fields_of(pair, 128, 128) for pair in pairs)]
+def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a LayerSpec: a layer with dimensions of latents has their size, and one KV head."""
+    dims = fields.get("mla")
+    return {**fields, **({"num_kv_heads": 1, "head_size": dims.latent_size} if dims else {})}
 
 
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
@@ -162,6 +147,32 @@ class Target:
         return sorted(sizes, key=lambda size: size != 64)
 
     @property
+    def latents(self) -> list[MLADims]:
+        """The dimensions of latents to try, the plainest first; none if the backend serves other layers.
+
+        They have the pairs that the backend declares, else common ones and other head sizes. A prefill on kernels of
+        one head size pads the smaller of expanded keys and values, so some have larger values.
+        """
+        if not self.is_latent:
+            return []
+        pairs = [(int(rank), int(rope)) for rank, rope in getattr(self.backend, "latent_sizes", ())] or [
+            *_PAIRS
+        ]
+        sizes = spread(self.head_sizes, 6 if self.level is Level.SMOKE else 12)
+        # Sizes that are no power of 2 come first.
+        sizes = sorted(sizes, key=lambda size: size & (size - 1) == 0)
+        others = [(size - _rope_of(size), _rope_of(size)) for size in sizes if size not in map(sum, pairs)]
+        expanded = [latent_dims(pairs[0], 24, 56), *(latent_dims(pair, 128, 128) for pair in pairs)]
+        return [*map(latent_dims, pairs), expanded[0], *map(latent_dims, others), *expanded[1:]]
+
+    def sized(self, size: int) -> dict[str, Any]:
+        """The value of an axis that gives a layer this head size: of latents, dimensions with this sum."""
+        if not self.is_latent:
+            return {"head_size": size}
+        found = (dims for dims in self.latents if dims.latent_size == size)
+        return {"mla": next(found, None) or latent_dims((size - _rope_of(size), _rope_of(size)))}
+
+    @property
     def block_sizes(self) -> list[int]:
         """Block sizes to try, the preferred one first."""
         allowed = self.backend.get_supported_kernel_block_sizes()
@@ -214,7 +225,7 @@ class Target:
             for heads, kv_heads in _HEADS
         ]
         if self.is_latent:
-            sizes = latent_fields(self.backend)
+            sizes = [layer_fields({"mla": dims}) for dims in self.latents[:most_sizes]]
         for dtype, size in itertools.product(self.dtypes, sizes):
             base: dict[str, Any] = {"num_heads": 4, "dtype": dtype, **size}
             try:
@@ -326,6 +337,11 @@ def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
     return ()
 
 
+def _rope_of(size: int) -> int:
+    """The elements with positions of latents of no usual pair."""
+    return min(size // 4, 64)
+
+
 def in_phase(phase: Phase | None, query_lens: Sequence[int]) -> bool:
     """Whether a step is of the phase: only single tokens for decode, a longer query first for prefill."""
     if phase is Phase.DECODE:
@@ -357,23 +373,28 @@ def of_phase(phase: Phase | None, query_lens: Sequence[int], *others: Sequence[i
 
 
 _REFERENCE = "TORCH"
+_OTHER_LAYERS = {"mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dims((512, 64), 128, 128)}))}
+"""Layers that another class may serve under a backend's name, by the first word of the ids of its checks."""
 
 
-def latent_targets(target: Target) -> Mapping[str, Target]:
-    """By the first word of their ids, other classes to check: at most one.
+def other_targets(target: Target) -> Mapping[str, Target]:
+    """The other classes to check, by the first word of their ids: those that `for_layer` gives for _OTHER_LAYERS.
 
-    "mla" is the class that `for_layer` gives for latent attention. A backend that only decodes latents is checked
-    with expanded prefills on TORCH too, as "mla+TORCH": its decodes are then parts of mixed steps.
+    A backend that only decodes latents is checked with expanded prefills on TORCH too, as "mla+TORCH": its decodes
+    are then parts of mixed steps.
     """
-    backend = target.backend
-    layer = LayerSpec(num_heads=4, **fields_of((512, 64), 128, 128))
-    serving, error = guarded_call(backend.for_layer, layer)
-    if error is not None or not issubclass(serving, AttentionBackend) or Feature.MLA not in serving.features:
-        return {}
-    if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
-        reference = get_registry().backends().get(_REFERENCE)
-        if reference is None or target.device.type not in reference.device_types:
-            return {}
-        bound = serving.with_prefill(reference.for_layer(layer.expanded()))
-        return {f"mla+{_REFERENCE}": dataclasses.replace(target, backend=bound)}
-    return {} if serving is backend else {"mla": dataclasses.replace(target, backend=serving)}
+    backend, found = target.backend, {}
+    for name, layer in _OTHER_LAYERS.items():
+        serving, error = guarded_call(backend.for_layer, layer)
+        if error is not None or not issubclass(serving, AttentionBackend):
+            continue
+        if layer.required_features() & ~serving.features:
+            continue
+        if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
+            reference = get_registry().backends().get(_REFERENCE)
+            if reference is not None and target.device.type in reference.device_types:
+                bound = serving.with_prefill(reference.for_layer(layer.expanded()))
+                found[f"{name}+{_REFERENCE}"] = dataclasses.replace(target, backend=bound)
+        elif serving is not backend:
+            found[name] = dataclasses.replace(target, backend=serving)
+    return found

@@ -31,7 +31,7 @@ from attnplug.testing.conformance.declared.options import values_of, with_values
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_own_slots, wrong_answer
-from attnplug.testing.conformance.target import Target, latent_fields
+from attnplug.testing.conformance.target import Target, layer_fields
 from attnplug.testing.design.sizes import compile_key
 from attnplug.testing.drawn_values import layer_tensors
 
@@ -109,7 +109,10 @@ def _variants(target: Target, spec: LayerSpec, size: int) -> list[list[_Fields]]
 
 def _sizes(target: Target) -> list[list[_Fields]]:
     if target.is_latent:
-        return [[{"num_heads": 8}, {"num_heads": 16}], latent_fields(target.backend)[:_MOST_SIZES]]
+        return [
+            [{"num_heads": 8}, {"num_heads": 16}],
+            [layer_fields({"mla": dims}) for dims in target.latents[:_MOST_SIZES]],
+        ]
     sizes = target.head_sizes[:_MOST_SIZES]
     return [
         [{"num_heads": heads, "num_kv_heads": kv_heads} for heads, kv_heads in _HEADS],

@@ -1,7 +1,4 @@
-"""What a backend declares value by value, and the layers that try each value.
-
-The cases of latent attention that try a declared value.
-"""
+"""What a backend declares value by value, and the layers that try each value."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.case_axes import KINDS, samples_of
-from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import compile_key, spread
@@ -191,7 +187,7 @@ def _storage(name: str) -> Claim:
 
 
 def _head_size(target: Target, size: int) -> Claim:
-    rows: list[Fixed] = [{"head_size": size}]
+    rows: list[Fixed] = [target.sized(size)]
     if Feature.HEAD_SIZE_V in target.backend.features:
         # Some sizes are only those of values.
         others = [each for each in target.head_sizes if each != size][:8]
@@ -203,31 +199,3 @@ def _head_size(target: Target, size: int) -> Claim:
         return size in (spec.head_size, spec.head_size_v)
 
     return Claim(f"head_size-{size}", rows, is_own, is_listed, asks, shapes=_SHAPES_OF_SIZES)
-
-
-_PREFILLS = ("prefill", "context", "ordered")
-_MOST = 2
-
-
-def cases_of(target: Target, claim: Claim) -> list[LatentCase]:
-    """The first cases of latent attention with the declared value; none if there are none."""
-    every = (case for case in latent_cases(target) if claim.asks(case.spec))
-    return [case for case in every if any(_has(case, fixed) for fixed in claim.rows)][:_MOST]
-
-
-def _has(case: LatentCase, fixed: Any) -> bool:
-    return all(_has_value(case, axis, value) for axis, value in fixed.items())
-
-
-def _has_value(case: LatentCase, axis: str, value: Any) -> bool:
-    if axis == "shape":
-        return case.shape == value or (value == "prefill" and case.shape in _PREFILLS)
-    if axis == "kind":
-        return all(getattr(case.spec, name) == each for name, each in KINDS[value].items())
-    if axis == "block_size":
-        return bool(case.block_size == value)
-    # A latent cache has no dimension of heads, so both layouts have the same order.
-    if axis == "layout":
-        return True
-    found = getattr(case.spec, axis, None)
-    return bool(found) if value is True else bool(found == value)

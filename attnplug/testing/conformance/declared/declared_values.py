@@ -11,8 +11,8 @@ from typing import Any
 from attnplug.core.device import Device
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, SkipKind
-from attnplug.testing.conformance.declared.claims import Claim, cases_of, claims_of
-from attnplug.testing.conformance.numbers.correctness import check_case, check_latent_case
+from attnplug.testing.conformance.declared.claims import Claim, claims_of
+from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import Row
 
@@ -36,9 +36,6 @@ def checks(target: Target) -> Iterator[Check]:
 def _check_claim(target: Target, claim: Claim) -> None:
     if claim.problem is not None:
         raise ConformanceError(f"declares {claim.words}, and {claim.problem}")
-    if target.is_latent:
-        _check_latents(target, claim)
-        return
     if not _serves_any(target):
         raise ConformanceError(f"declares {claim.words}, and serves no layer at all: {_words(target, [{}])}")
     for case in _cases(target, claim):
@@ -53,20 +50,6 @@ def _check_claim(target: Target, claim: Claim) -> None:
                 f"declares {claim.words}, and the case {case.id} is wrong: {problem}",
                 getattr(problem, "named", None),
             ) from problem
-
-
-def _check_latents(target: Target, claim: Claim) -> None:
-    found = cases_of(target, claim)
-    if not found and claim.name.startswith(("head_size-", "block_size-")):
-        # A size that stands for the multiples of a number is no declaration of its own.
-        text = f"{claim.words}: the cases of latent attention at level {target.level} have others"
-        raise CheckUntested(text) if claim.is_listed else CheckSkipped(text)
-    if not found and claim.is_own:
-        raise ConformanceError(
-            f"declares {claim.words}, and no case of latent attention ran with it: none is served"
-        )
-    for case in found:
-        check_latent_case(target, case)
 
 
 def _cases(target: Target, claim: Claim) -> list[Case]:

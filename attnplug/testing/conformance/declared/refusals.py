@@ -17,7 +17,7 @@ from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.cases.spec_grid import asking_for, askings, beside, devices, plainest
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
-from attnplug.testing.conformance.target import Target, fields_of, pair_of
+from attnplug.testing.conformance.target import Target, layer_fields
 
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
 
@@ -191,9 +191,7 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
         # A layer of latents that is no decoder cannot be asked for at all.
         if field == "attn_type" and target.is_latent:
             continue
-        changed = {field: value}
-        if field == "head_size" and target.is_latent:
-            changed = fields_of(pair_of(target.backend, value))
+        changed = layer_fields(target.sized(value)) if field == "head_size" else {field: value}
         try:
             asking = spec.replace(**changed)
         except SpecError:

@@ -32,7 +32,7 @@ from attnplug.testing.conformance.harness import Answer, Harness, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
 from attnplug.testing.conformance.numbers.merging import part_mistake
-from attnplug.testing.conformance.target import Target, fields_of, latent_pairs
+from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.pages import block_table, poisoned_cache, put
 
@@ -63,57 +63,29 @@ class _Part:
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of shared requests, where the backend declares LSE, and for other layers than latents NON_CAUSAL."""
-    features = target.backend.features
-    if Feature.LSE | Feature.MLA in features:
-        yield from _latent_checks(target)
-    if Feature.LSE | Feature.NON_CAUSAL not in features:
+    features, is_latent = target.backend.features, target.is_latent
+    if Feature.LSE not in features or not (is_latent or Feature.NON_CAUSAL in features):
         return
     pairs = [(2, "1"), (3, "block")]
     pairs += [(2, "half"), (3, "1"), (2, "block")] if target.level is Level.FULL else []
+    runs_of = [
+        (_check_decode, "decode", "a decode over keys on several ranks is the decode over all keys"),
+        (_check_extend, "extend", "new tokens after a context on several ranks are those after all keys"),
+    ]
     for has_sinks in (False, True) if Feature.SINKS in features else (False,):
-        kind = "-sinks" if has_sinks else ""
         for ranks, runs in pairs:
-            place = f"{ranks}-ranks-runs-of-{runs}{kind}"
-            summary = "a decode over keys on several ranks is the decode over all keys"
-            yield Check.of(
-                f"context_parallel/decode-{place}", summary, _check_decode, target, ranks, runs, has_sinks
-            )
-            if Feature.DIRECT_KV in features:
-                summary = "new tokens after a context on several ranks are those after all keys"
-                yield Check.of(
-                    f"context_parallel/extend-{place}", summary, _check_extend, target, ranks, runs, has_sinks
-                )
-
-
-def _latent_checks(target: Target) -> Iterator[Check]:
-    for ranks, runs in [(2, "1"), (3, "block")]:
-        summary = "a decode over latents on several ranks is the decode over all latents"
-        name = f"context_parallel/latents-{ranks}-ranks-runs-of-{runs}"
-        yield Check.of(name, summary, _check_latents, target, ranks, runs)
-
-
-def _check_latents(target: Target, ranks: int, runs: str) -> None:
-    """Each query is a request of its own, and sees all latents of its rank: no mask differs between ranks."""
-    size = target.block_sizes[0]
-    fields = fields_of(latent_pairs(target.backend)[0])
-    spec = LayerSpec(num_heads=4, dtype=target.dtypes[0], needs_lse=True, **fields)
-    if reasons := target.reasons(spec):
-        raise CheckSkipped(f"{target.name} serves no such layer: {'; '.join(reasons)}", SkipKind.LAYER)
-    sharing = _Sharing(ranks, {"1": 1, "block": size}[runs])
-    lengths = [1, 5 * size + 3, size, 2 * size + 1, 7]
-    whole = target.batch(spec, [1] * len(lengths), lengths, exact=True, block_size=size)
-    parts = []
-    for rank in range(ranks):
-        batch = _on_rank(target, whole, spec, size, sharing, rank, lengths, written=1)
-        batch = dataclasses.replace(batch, common=dataclasses.replace(batch.common, causal=True))
-        parts.append(_Part(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0))
-    _expect_merged(target, whole, parts, sharing, lengths)
+            for run, name, summary in runs_of if Feature.DIRECT_KV in features else runs_of[:1]:
+                place = f"{name}-{ranks}-ranks-runs-of-{runs}{'-sinks' if has_sinks else ''}"
+                yield Check.of(f"context_parallel/{place}", summary, run, target, ranks, runs, has_sinks)
 
 
 def _layer(
     target: Target, has_sinks: bool, runs: str, ranks: int
 ) -> tuple[LayerSpec, LayerSpec, int, _Sharing]:
-    """The layer, the same without a causal mask, the block size, and how tokens are shared."""
+    """The layer, the same without a causal mask, the block size, and how tokens are shared.
+
+    Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
+    """
     spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
     if spec.has_alibi or spec.mm_prefix:
         raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
@@ -121,7 +93,7 @@ def _layer(
         raise CheckSkipped(
             "the selection of a sparse layer is for all keys of a request, not for parts of them"
         )
-    free = spec.replace(causal=False)
+    free = spec.replace(causal=spec.mla is not None)
     if reasons := target.reasons(free):
         raise CheckSkipped(f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}")
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
@@ -189,7 +161,7 @@ def _on_rank(
         with_lengths(whole.common, torch.tensor(lengths)),
         block_table_tensor=table.to(device),
         slot_mapping=slots.to(device),
-        causal=False,
+        causal=spec.causal,
     )
     on_device = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
     return dataclasses.replace(
