@@ -17,13 +17,13 @@ from attnplug.matrix.axes import spec_of
 from attnplug.matrix.cell_checks import cases_of, cell_checks
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Status
-from attnplug.matrix.verify import Extent, Verification
+from attnplug.matrix.verify import RunScope, Verification
 from attnplug.registry.plugins.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import compile_key
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest
-from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.results import CheckOutcome, Result
 from attnplug.testing.isolation.run import Limits
 
 CPU = Device("cpu")
@@ -108,13 +108,13 @@ def play(monkeypatch, tmp_path):
         monkeypatch.setattr(verify, "list_checks", lambda request, timeout: listed)
         monkeypatch.setattr(verify, "run_checks", run_checks)
         offer = Offer("TORCH", backend, "attnplug:torch", "attnplug", "0.1.0")
-        return Verification(declared, offer, CPU, name="TORCH", extent=Extent(**extent))
+        return Verification(declared, offer, CPU, name="TORCH", extent=RunScope(**extent))
 
     return make
 
 
 def result(cause="", outcome=None, **values) -> Result:
-    ended = outcome or (Outcome.FAILED if cause else Outcome.PASSED)
+    ended = outcome or (CheckOutcome.FAILED if cause else CheckOutcome.PASSED)
     return Result(cell(**values).id, ended, 0.5, cause)
 
 
@@ -248,7 +248,7 @@ def test_beyond_the_limit_of_compilations_nothing_is_run(play):
         ),
         (result("the worker process crashed: SIGTERM"), Status.NOT_RUN),
         (result("attnplug.core.errors.BackendUnavailableError: nvcc is missing"), Status.NOT_RUN),
-        (result("the kit has no batches of it", Outcome.SKIPPED), Status.NOT_RUN),
+        (result("the kit has no batches of it", CheckOutcome.SKIPPED), Status.NOT_RUN),
     ],
 )
 def test_a_claim_is_verified_refuted_or_not_run(play, observer, ended, status):
@@ -261,7 +261,7 @@ def test_a_claim_is_verified_refuted_or_not_run(play, observer, ended, status):
 
 
 def test_a_failure_without_a_word_is_evidence_too(play, observer):
-    verification = play(run(finding(Status.DECLARED)), [result(outcome=Outcome.FAILED)])
+    verification = play(run(finding(Status.DECLARED)), [result(outcome=CheckOutcome.FAILED)])
     verification.prepare()
     verification.run(LIMITS, observer)
     assert found(verification) == [(Status.REFUTED, ("it failed and did not say why",))]
@@ -301,15 +301,15 @@ def test_an_interrupted_run_says_what_it_knows_and_goes_on_later(play, observer)
     ]
     second = play(declared, [result("wrong", head_size=64)])
     second.prepare(resume=True)
-    assert second.rest == [cell(head_size=64).id]
+    assert second.remaining == [cell(head_size=64).id]
     second.run(LIMITS, observer)
     assert [status for status, _ in found(second)] == [Status.VERIFIED, Status.REFUTED, Status.REFUSED]
     third = play(declared)
     third.prepare(resume=True)
-    assert third.rest == [cell(head_size=64).id]
+    assert third.remaining == [cell(head_size=64).id]
     fourth = play(declared)
     fourth.prepare()
-    assert fourth.rest == fourth.ids
+    assert fourth.remaining == fourth.ids
 
 
 def test_with_nothing_left_to_run_no_worker_starts(play, observer):

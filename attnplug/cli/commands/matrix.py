@@ -128,11 +128,11 @@ def matrix(
     require_the_extra("matrix --verify")
     from attnplug.cli.commands.matrix_verify import RunOptions, run_cells
     from attnplug.cli.own_process import interrupt_on_sigterm
-    from attnplug.matrix.verify import Extent
+    from attnplug.matrix.verify import RunScope
     from attnplug.runtime.plan.budget import parse_memory
 
     allowed = None if memory is None else parse_memory(memory)
-    options = RunOptions(Extent(unclaimed, compile_limit), resume, jobs, timeout, allowed)
+    options = RunOptions(RunScope(unclaimed, compile_limit), resume, jobs, timeout, allowed)
     with interrupt_on_sigterm():
         code, cannot = run_cells(pairs, declared, options, outputs, verbose)
     # A backend that cannot run here is an error only if the user asked for it by name.

@@ -14,7 +14,7 @@ from attnplug.cli.output.output import error
 from attnplug.cli.output.run_report import CAUSE_LINES, RunReport, counted, counts_in_words
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.model import Matrix, Run, Status
-from attnplug.matrix.verify import Extent, Verification
+from attnplug.matrix.verify import RunScope, Verification
 from attnplug.testing.isolation.results import Result
 from attnplug.testing.isolation.run import Limits
 
@@ -30,7 +30,7 @@ _SECONDS = 30.0
 class RunOptions:
     """The command-line options of a run."""
 
-    extent: Extent
+    extent: RunScope
     resume: bool
     jobs: int | None
     timeout: float
@@ -153,7 +153,7 @@ def _run_one(pair: Pair, verification: Verification, options: RunOptions, report
         report.end(str(pair), verification.outcome())
         return why
     limits = Limits.here(
-        pair.device.type, len(verification.rest), options.timeout, options.jobs, options.memory
+        pair.device.type, len(verification.remaining), options.timeout, options.jobs, options.memory
     )
     problem = None
     try:

@@ -20,9 +20,9 @@ from attnplug.core.metadata import (
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
+    decode_lengths,
     layer_without_limits,
-    mixed,
+    mixed_lengths,
     paged_scenarios,
     with_pages,
 )
@@ -68,7 +68,7 @@ class _Group:
 def _check_keys(target: Target) -> None:
     spec, size = _plainest(target)
     shared = False
-    for lengths in (mixed(size), decodes(size)):
+    for lengths in (mixed_lengths(size), decode_lengths(size)):
         for groups in _alike(target, spec, lengths):
             for pair in itertools.permutations(groups, 2):
                 if _share(*pair):

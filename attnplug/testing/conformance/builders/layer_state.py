@@ -17,10 +17,10 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
+    decode_lengths,
     layer_kinds,
     layer_of_kind,
-    mixed,
+    mixed_lengths,
     scenario_factory,
     scenario_layer,
     scenario_steps,
@@ -134,11 +134,11 @@ def _check_dropped(target: Target, scenario: str) -> None:
 
 def _check_refilled(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    forwards, backwards = decodes(size), decodes(size, 2)
+    forwards, backwards = decode_lengths(size), decode_lengths(size, 2)
     backwards = backwards[0], backwards[1][::-1]
     for steps in (
-        (mixed(size), mixed(size, 2), mixed(size), mixed(size, 1)),
-        (forwards, decodes(size, 1), backwards, forwards),
+        (mixed_lengths(size), mixed_lengths(size, 2), mixed_lengths(size), mixed_lengths(size, 1)),
+        (forwards, decode_lengths(size, 1), backwards, forwards),
     ):
         first = step_factory(target, spec, steps[0])()
         harness, before = Harness.of(target, first), first
@@ -206,7 +206,7 @@ def _batch(target: Target, spec: LayerSpec, seed: int) -> Batch:
     scales: dict[str, Any] = {}
     if spec.has_quantized_kv_cache:
         scales = {"k_scale": 0.37 * (1 + seed), "v_scale": 1.9 / (1 + seed)}
-    return target.batch(spec, *decodes(target.block_size(spec)), seed=seed, **scales)
+    return target.batch(spec, *decode_lengths(target.block_size(spec)), seed=seed, **scales)
 
 
 def _expect_each(

@@ -33,7 +33,7 @@ from attnplug.testing.conformance.check import (
     SkipKind,
     checks_from,
 )
-from attnplug.testing.conformance.harness import Harness, blank_answer, make_impl, raw_bytes
+from attnplug.testing.conformance.harness import Harness, blank_output, make_impl, raw_bytes
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.target import Target
 
@@ -97,8 +97,8 @@ def _check_padding(target: Target, scenario: str) -> None:
         batch = _padded(make(), more)
         tokens = batch.common.num_actual_tokens
         for fill in (torch.nan, 7.0):
-            found = Harness.of(target, batch).forward(batch, blank_answer(batch, fill))
-            given = blank_answer(batch, fill)
+            found = Harness.of(target, batch).forward(batch, blank_output(batch, fill))
+            given = blank_output(batch, fill)
             if not torch.equal(raw_bytes(found.output[tokens:]), raw_bytes(given.output[tokens:])):
                 raise ConformanceError(f"output rows past num_actual_tokens={tokens} were written")
             what = f"with rows of NaN past num_actual_tokens={tokens}, which forward must not read"
@@ -232,7 +232,7 @@ def _check_written(target: Target, scenario: str) -> None:
 
 def _check_attended(target: Target, scenario: str) -> None:
     batch = scenario_factory(target, scenario)()
-    tensors = {"query": batch.query, "output": blank_answer(batch).output}
+    tensors = {"query": batch.query, "output": blank_output(batch).output}
     misfits: dict[str, _Misfits] = {"an output of half the size": {"output": _halved(tensors["output"])}}
     misfits["queries of half the size"] = {"query": _halved(tensors["query"])}
     if batch.spec.num_heads > 1:

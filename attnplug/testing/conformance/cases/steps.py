@@ -121,7 +121,7 @@ def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]
     raise problems[0]
 
 
-def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
+def mixed_lengths(size: int, more: int = 0) -> tuple[list[int], list[int]]:
     """New and all tokens of two decodes, an extend and a prefill, over pages of `size`.
 
     `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
@@ -129,7 +129,7 @@ def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
     return [1, 1, 5, size + 3], [max(size - 2, 1) + more, 2 * size + 1 + more, size + 5 + more, size + 3]
 
 
-def decodes(size: int, more: int = 0, new: int = 1) -> tuple[list[int], list[int]]:
+def decode_lengths(size: int, more: int = 0, new: int = 1) -> tuple[list[int], list[int]]:
     """New and all tokens of four decodes of `new` tokens, with `more` of context, at most 2."""
     return [new] * 4, [max(size - 2, new) + more, 2 * size + 1 + more, size + 5 + more, 3 + more]
 
@@ -198,7 +198,7 @@ def scenario_steps(target: Target, scenario: str, spec: LayerSpec, seed: int = 0
         return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3, seed=seed)
     if scenario == "encoder":
         return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3, seed=seed)
-    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
+    lengths = (decode_lengths if scenario == "decode" else mixed_lengths)(target.block_size(spec))
     return step_factory(target, spec, lengths, seed)
 
 

@@ -30,7 +30,7 @@ _SMALL = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Claim:
+class DeclaredValue:
     """One declared value.
 
     Args:
@@ -57,15 +57,15 @@ class Claim:
         return " ".join(self.name.split("-", 1))
 
 
-def claims_of(target: Target) -> Iterator[Claim]:
+def claims_of(target: Target) -> Iterator[DeclaredValue]:
     """Every declared value that changes which layers are served, always in the same order."""
     backend = target.backend
-    yield from (Claim(f"phase-{phase}", [{"shape": str(phase)}]) for phase in _phases(target))
+    yield from (DeclaredValue(f"phase-{phase}", [{"shape": str(phase)}]) for phase in _phases(target))
     yield from _features(target)
     yield from _attn_types(target)
     yield from _impl_flags(target)
     for dtype in target.dtypes:
-        yield Claim(f"dtype-{dtype}", [{"dtype": dtype}], overrides(backend, "supported_dtypes"))
+        yield DeclaredValue(f"dtype-{dtype}", [{"dtype": dtype}], overrides(backend, "supported_dtypes"))
     for name in _storage_types(target):
         yield _storage(name)
     sizes, blocks = head_sizes(target), block_sizes(target)
@@ -74,10 +74,10 @@ def claims_of(target: Target) -> Iterator[Claim]:
     for size in blocks:
         is_listed = size in backend.get_supported_kernel_block_sizes()
         rows = [{"block_size": size}]
-        yield Claim(f"block_size-{size}", rows, own_blocks, is_listed, shapes=_SHAPES_OF_SIZES)
+        yield DeclaredValue(f"block_size-{size}", rows, own_blocks, is_listed, shapes=_SHAPES_OF_SIZES)
     own_layouts = overrides(backend, "supported_kv_cache_layouts")
     for layout in backend.supported_kv_cache_layouts():
-        yield Claim(f"layout-{layout}", [{"layout": layout}], own_layouts)
+        yield DeclaredValue(f"layout-{layout}", [{"layout": layout}], own_layouts)
 
 
 def head_sizes(target: Target) -> list[int]:
@@ -112,13 +112,13 @@ def _kinds(target: Target, has: Callable[[LayerSpec], bool]) -> list[Fixed]:
     ]
 
 
-def _features(target: Target) -> Iterator[Claim]:
+def _features(target: Target) -> Iterator[DeclaredValue]:
     for flag in target.backend.features & COMPUTED:
         if flag is Feature.SPARSE:
             yield from _sparse(target)
         # No step of a backend that only decodes has an encoder.
         elif rows := _rows_of(target, flag):
-            yield Claim(f"feature-{flag.names()[0]}", rows, asks=functools.partial(_asks, flag))
+            yield DeclaredValue(f"feature-{flag.names()[0]}", rows, asks=functools.partial(_asks, flag))
 
 
 def _asks(flag: Feature, spec: LayerSpec) -> bool:
@@ -138,37 +138,37 @@ def _rows_of(target: Target, flag: Feature) -> list[Fixed]:
     )
 
 
-def _sparse(target: Target) -> Iterator[Claim]:
+def _sparse(target: Target) -> Iterator[DeclaredValue]:
     backend, flag = target.backend, Feature.SPARSE
     for kind in map(str, backend.supported_sparse_kinds):
         rows = [{flag.ask.field: value} for value in flag.ask.values if value.kind == kind]
         problem = (
             None if kind in SPARSE_KINDS else f"no SparseSpec has it; there are {', '.join(SPARSE_KINDS)}"
         )
-        yield Claim(f"supported_sparse_kinds-{kind}", rows, problem=problem)
+        yield DeclaredValue(f"supported_sparse_kinds-{kind}", rows, problem=problem)
     if backend.serves_dense:
-        yield Claim("serves_dense", [{flag.ask.field: None}])
+        yield DeclaredValue("serves_dense", [{flag.ask.field: None}])
 
 
-def _attn_types(target: Target) -> Iterator[Claim]:
+def _attn_types(target: Target) -> Iterator[DeclaredValue]:
     backend = target.backend
     # By default the features say which types are served, so that a class need not refuse the others.
     is_own = overrides(backend, "supports_attn_type")
     for kind in AttentionType:
         rows = _kinds(target, lambda spec, kind=kind: spec.attn_type == kind)  # type: ignore[misc]
         if rows and backend.supports_attn_type(kind):
-            yield Claim(f"attn_type-{kind}", rows, is_own)
+            yield DeclaredValue(f"attn_type-{kind}", rows, is_own)
 
 
-def _impl_flags(target: Target) -> Iterator[Claim]:
+def _impl_flags(target: Target) -> Iterator[DeclaredValue]:
     impl, _ = guarded_call(target.backend.get_impl_cls)
     for name in ("supports_pcp", "supports_quant_query_input"):
         if getattr(impl, name, False):
-            yield Claim(name, problem=_NO_CASE)
+            yield DeclaredValue(name, problem=_NO_CASE)
     # An impl may be of several backends, and no layer can ask one for an LSE that does not declare it.
     has_lse = Feature.LSE in target.backend.features and getattr(impl, "can_return_lse_for_decode", False)
     if has_lse and target.phase is not Phase.PREFILL:
-        yield Claim("can_return_lse_for_decode", [{"needs_lse": True, "shape": "decode"}])
+        yield DeclaredValue("can_return_lse_for_decode", [{"needs_lse": True, "shape": "decode"}])
 
 
 def _storage_types(target: Target) -> list[str]:
@@ -179,14 +179,14 @@ def _storage_types(target: Target) -> list[str]:
     return list(dict.fromkeys([*listed, *(name for name in names if backend.supports_kv_cache_dtype(name))]))
 
 
-def _storage(name: str) -> Claim:
+def _storage(name: str) -> DeclaredValue:
     dtype = STORAGE_DTYPES.get(name)
     is_known = name == "auto" or (dtype is not None and dtype.is_floating_point)
     problem = None if is_known else _NO_CASE
-    return Claim(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
+    return DeclaredValue(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
 
 
-def _head_size(target: Target, size: int) -> Claim:
+def _head_size(target: Target, size: int) -> DeclaredValue:
     rows: list[Fixed] = [target.sized(size)]
     if Feature.HEAD_SIZE_V in target.backend.features:
         # Some sizes are only those of values.
@@ -198,4 +198,4 @@ def _head_size(target: Target, size: int) -> Claim:
     def asks(spec: LayerSpec) -> bool:
         return size in (spec.head_size, spec.head_size_v)
 
-    return Claim(f"head_size-{size}", rows, is_own, is_listed, asks, shapes=_SHAPES_OF_SIZES)
+    return DeclaredValue(f"head_size-{size}", rows, is_own, is_listed, asks, shapes=_SHAPES_OF_SIZES)

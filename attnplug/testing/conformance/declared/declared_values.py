@@ -11,7 +11,7 @@ from typing import Any
 from attnplug.core.device import Device
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, SkipKind
-from attnplug.testing.conformance.declared.claims import Claim, claims_of
+from attnplug.testing.conformance.declared.claims import DeclaredValue, claims_of
 from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import Row
@@ -26,14 +26,14 @@ _REASONS = 4
 def checks(target: Target) -> Iterator[Check]:
     """One check that any layer is served, and one for each declared value."""
     summary = "the backend serves some layer, and its numbers are right"
-    yield Check.of("declared/any-layer", summary, _check_claim, target, Claim("layers", [{}]))
+    yield Check.of("declared/any-layer", summary, _check_claim, target, DeclaredValue("layers", [{}]))
     for claim in claims_of(target):
         summary = f"a layer with the declared {claim.words} is served, and its numbers are right"
         check_id = f"declared/{re.sub(r'[^A-Za-z0-9._-]', '_', claim.name)}"
         yield Check.of(check_id, summary, _check_claim, target, claim)
 
 
-def _check_claim(target: Target, claim: Claim) -> None:
+def _check_claim(target: Target, claim: DeclaredValue) -> None:
     if claim.problem is not None:
         raise ConformanceError(f"declares {claim.words}, and {claim.problem}")
     if not _serves_any(target):
@@ -52,7 +52,7 @@ def _check_claim(target: Target, claim: Claim) -> None:
             ) from problem
 
 
-def _cases(target: Target, claim: Claim) -> list[Case]:
+def _cases(target: Target, claim: DeclaredValue) -> list[Case]:
     """The cases of the plainest served layer with the declared value.
 
     Raises:
@@ -79,7 +79,7 @@ def _cases(target: Target, claim: Claim) -> list[Case]:
     )
 
 
-def _served_row(search: CaseSearch, claim: Claim) -> Row | None:
+def _served_row(search: CaseSearch, claim: DeclaredValue) -> Row | None:
     for fixed in claim.rows:
         row = search.complete(fixed)
         if row is not None and not search.reasons(row) and claim.asks(search.case(row).spec):
@@ -113,7 +113,7 @@ def _others(target: Target) -> list[Device]:
     return [device for device in found if not device.matches(target.device)]
 
 
-def _serves_on(target: Target, claim: Claim, device: Device) -> bool:
+def _serves_on(target: Target, claim: DeclaredValue, device: Device) -> bool:
     search = _search(dataclasses.replace(target, device=device), deep=False)
     return _served_row(search, claim) is not None
 

@@ -15,7 +15,13 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.testing.conformance.cases.spec_grid import asking_for, askings, beside, devices, plainest
+from attnplug.testing.conformance.cases.spec_grid import (
+    asking_for,
+    askings,
+    devices,
+    one_change_each,
+    plainest,
+)
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
 from attnplug.testing.conformance.target import Target, layer_fields
 
@@ -207,7 +213,7 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
 
 def _expect_refused_beside(target: Target, asking: LayerSpec, field: str, what: str) -> None:
     """ConformanceError if the layer is accepted as soon as it asks for one thing more."""
-    for more, fields in beside(asking).items():
+    for more, fields in one_change_each(asking).items():
         try:
             spec = asking.replace(**fields)
         except SpecError:

@@ -10,7 +10,7 @@ from attnplug.core.interface.signatures import overrides
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.conformance.cases.steps import decodes, layer_kinds, layer_of_kind, step_factory
+from attnplug.testing.conformance.cases.steps import decode_lengths, layer_kinds, layer_of_kind, step_factory
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.declared.claims import block_sizes, head_sizes
 from attnplug.testing.conformance.harness import Harness
@@ -74,7 +74,7 @@ def _check_graphs(target: Target) -> None:
             spec, size = layer_of_kind(target, kind)
         except CheckSkipped:
             continue
-        builder = Harness.of(target, step_factory(target, spec, decodes(size))()).builder
+        builder = Harness.of(target, step_factory(target, spec, decode_lengths(size))()).builder
         levels.append(builder.get_cudagraph_support(builder.config, builder.kv_cache_spec))
     most = max(levels, default=AttentionCGSupport.NEVER)
     if most > AttentionCGSupport.NEVER:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, Request
+from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, RequestContents
 
 _Change: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """The tensor that is read in place of the last dimension's parts, from it and the size of its first part."""
@@ -39,7 +39,7 @@ def _expanded(
     """Rules with which queries, and the latents of keys and of values, are read as the changes say."""
     weights = rules.weights
 
-    def expand(request: Request) -> Request:
+    def expand(request: RequestContents) -> RequestContents:
         if weights is None or request.latent is None:
             return request
         nope, rank = weights.up_key.shape[1:]

@@ -15,7 +15,12 @@ import torch
 
 from attnplug.core.errors import LayoutError
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import decodes, mixed, of_each_storage, paged_scenarios
+from attnplug.testing.conformance.cases.steps import (
+    decode_lengths,
+    mixed_lengths,
+    of_each_storage,
+    paged_scenarios,
+)
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -47,7 +52,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _batch(target: Target, scenario: str, layout: str, **fields: Any) -> Batch:
     spec = target.paged_spec(**fields)
-    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
+    lengths = (decode_lengths if scenario == "decode" else mixed_lengths)(target.block_size(spec))
     return target.batch(spec, *lengths, padding=3, layout=layout)
 
 
@@ -126,7 +131,7 @@ def expect_stored_and_right(target: Target, batch: Batch, what: str) -> None:
 
 def _check_block_size(target: Target, size: int) -> None:
     spec = target.paged_spec(block_size=size)
-    for lengths in (decodes(size), mixed(size)):
+    for lengths in (decode_lengths(size), mixed_lengths(size)):
         expect_stored_and_right(
             target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens"
         )

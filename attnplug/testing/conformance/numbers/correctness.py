@@ -16,7 +16,7 @@ from attnplug.testing.conformance.calls.inputs import inputs_kept
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
-from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.harness import Output, run_batch
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache
@@ -24,7 +24,7 @@ from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
 
-def dropped_chunk(batch: Batch, found: Answer, rows: int, threshold: int) -> str | None:
+def dropped_chunk(batch: Batch, found: Output, rows: int, threshold: int) -> str | None:
     """The chunk without which, or with twice which, the step has these numbers; None if no chunk explains them.
 
     Args:
@@ -88,7 +88,7 @@ def check_case(target: Target, case: Case) -> None:
     guarded = GuardedCache.of(target.backend, batch) if is_guarded else None
     batch = batch if guarded is None else guarded.batch
     with inputs_kept(batch), error_context(f"a {case.shape} batch"):
-        found = Answer(*run_batch(target.backend, batch, options=target.own_options, **case.config))
+        found = Output(*run_batch(target.backend, batch, options=target.own_options, **case.config))
     if guarded is not None:
         guarded.expect_only_written(batch.common.slot_mapping, "forward")
     tokens = batch.common.num_actual_tokens

@@ -16,9 +16,9 @@ from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import decodes, layer_without_limits, with_lengths
+from attnplug.testing.conformance.cases.steps import decode_lengths, layer_without_limits, with_lengths
 from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import compile_key
@@ -129,7 +129,7 @@ def _part(whole: Batch, spans: Sequence[Span], spec: LayerSpec, size: int) -> Ba
 
 def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
     """Run the parts, the first with sinks, and compare the merged result with the whole batch's."""
-    found: list[Answer] = []
+    found: list[Output] = []
     with error_context("a whole batch, then its parts with key=None"):
         harness = Harness.of(target, whole)
         harness.run(whole, harness.builder.build(0, whole.common))  # writes all keys to the pages
@@ -138,7 +138,7 @@ def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
             metadata = harness.builder.build(0, part.common)
             found.append(harness.run(part, metadata, use_sinks=index == 0, writes=False))
     lses = [answer.lse for answer in found if answer.lse is not None]
-    merged = Answer(*merge_attn_states([answer.output for answer in found], lses))
+    merged = Output(*merge_attn_states([answer.output for answer in found], lses))
     if problem := difference(whole, merged):
         problem = f"{len(parts)} parts, merged: {problem}"
         for index, (part, answer) in enumerate(zip(parts, found, strict=True)):
@@ -148,7 +148,7 @@ def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
         raise wrong_answer(f"{problem}; each part alone is within its tolerance", None)
 
 
-def part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
+def part_mistake(part: Batch, answer: Output, use_sinks: bool) -> str | None:
     """The mistake of partial results that gives an answer: sinks in every part, or a wrong LSE of empty rows."""
     if part.spec.has_sinks and not use_sinks and not difference(part, answer, use_sinks=True):
         return "sink counted twice in a merge"
@@ -160,7 +160,7 @@ def part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
 
 def _check_without_sinks(target: Target) -> None:
     plain, size = _layer(target, True)
-    steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decodes(size)
+    steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decode_lengths(size)
     keys: set[Hashable] = set()
     for fields in ({}, *_BESIDE_SINKS):
         try:
@@ -189,5 +189,5 @@ def _expect_without_sinks(target: Target, batch: Batch) -> None:
         before = f", after a call with use_sinks={use_sinks}"
 
 
-def _ignored(batch: Batch, found: Answer, use_sinks: bool) -> str | None:
+def _ignored(batch: Batch, found: Output, use_sinks: bool) -> str | None:
     return None if difference(batch, found, use_sinks=not use_sinks) else f"use_sinks={use_sinks} ignored"

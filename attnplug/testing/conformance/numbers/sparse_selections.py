@@ -12,7 +12,7 @@ from attnplug.core.features import Feature
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SPARSE_KINDS, SparseSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import mixed, select_requests, step_factory, with_pages
+from attnplug.testing.conformance.cases.steps import mixed_lengths, select_requests, step_factory, with_pages
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.mistakes.expectations import (
@@ -42,7 +42,7 @@ def _factory(target: Target, kind: str) -> Callable[[], Batch]:
 
 def _lengths(size: int) -> tuple[list[int], list[int]]:
     # Over small pages, too, contexts are longer than the keys that a query may choose.
-    return mixed(max(size, 32))
+    return mixed_lengths(max(size, 32))
 
 
 def _given(batch: Batch) -> Selection:

@@ -16,7 +16,7 @@ from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import BatchFactory, scenario_factory, scenarios
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
+from attnplug.testing.conformance.harness import Harness, Output, blank_output
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.process.setting import change_of
@@ -125,7 +125,7 @@ def _check_given(target: Target, name: str, context: _Context, begin: str) -> No
             if begin == "all":
                 given.enter_context(context(target))
             batch = make()
-            outputs = [blank_answer(batch), blank_answer(batch)]
+            outputs = [blank_output(batch), blank_output(batch)]
             if begin == "made":
                 given.enter_context(context(target))
             harness = Harness.of(target, batch)
@@ -138,7 +138,7 @@ def _check_given(target: Target, name: str, context: _Context, begin: str) -> No
             _expect_no_graph(batch, into, what)
 
 
-def _expect_no_graph(batch: Batch, found: Answer, what: str) -> None:
+def _expect_no_graph(batch: Batch, found: Output, what: str) -> None:
     for name, tensor in {"output": found.output, "the cache": batch.kv_cache}.items():
         if tensor is not None and tensor.requires_grad:
             raise ConformanceError(f"{what}: {name} requires grad, so the graph of every step is kept")

@@ -28,7 +28,7 @@ from attnplug.testing.conformance.check import (
     SkipKind,
     error_context,
 )
-from attnplug.testing.conformance.harness import Answer, Harness, make_impl
+from attnplug.testing.conformance.harness import Harness, Output, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
 from attnplug.testing.conformance.numbers.merging import part_mistake
@@ -51,7 +51,7 @@ class _Sharing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _RankStep:
     """The step of one rank, and whether it writes keys and counts the sinks."""
 
     name: str
@@ -107,7 +107,9 @@ def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
     parts = []
     for rank in range(ranks):
         batch = _on_rank(target, whole, free, size, sharing, rank, lengths, written=1)
-        parts.append(_Part(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0))
+        parts.append(
+            _RankStep(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0)
+        )
     _expect_merged(target, whole, parts, sharing, lengths)
 
 
@@ -122,9 +124,9 @@ def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
     parts = []
     for rank in range(ranks):
         batch = _on_rank(target, whole, free, size, sharing, rank, context)
-        parts.append(_Part(f"the context of rank {rank}", batch, ContextParallel(ranks, rank)))
+        parts.append(_RankStep(f"the context of rank {rank}", batch, ContextParallel(ranks, rank)))
     # The caller chooses the part with the sinks: here no rank has them, and in decodes the first one.
-    parts.append(_Part("the new tokens", _new_tokens(whole, direct, new), None, True, use_sinks=True))
+    parts.append(_RankStep("the new tokens", _new_tokens(whole, direct, new), None, True, use_sinks=True))
     _expect_merged(target, whole, parts, sharing, context)
 
 
@@ -193,12 +195,12 @@ def _new_tokens(whole: Batch, spec: LayerSpec, new: Sequence[int]) -> Batch:
 
 
 def _expect_merged(
-    target: Target, whole: Batch, parts: Sequence[_Part], sharing: _Sharing, tokens: Sequence[int]
+    target: Target, whole: Batch, parts: Sequence[_RankStep], sharing: _Sharing, tokens: Sequence[int]
 ) -> None:
     """Run each rank's part and compare the merged result with the whole batch's."""
     found = [_run(target, part) for part in parts]
     lses = [answer.lse for answer in found if answer.lse is not None]
-    merged = Answer(*merge_attn_states([answer.output for answer in found], lses))
+    merged = Output(*merge_attn_states([answer.output for answer in found], lses))
     problem = difference(whole, merged)
     if problem is None:
         return
@@ -219,7 +221,7 @@ def _without_sinks(batch: Batch) -> Batch:
     return dataclasses.replace(batch, spec=batch.spec.replace(has_sinks=False), tensors=tensors)
 
 
-def _run(target: Target, part: _Part) -> Answer:
+def _run(target: Target, part: _RankStep) -> Output:
     # Only an impl that says so works in a group; for any other, a rank's step is an ordinary one.
     group = part.group if target.backend.get_impl_cls().can_return_lse_for_decode else None
     with error_context(part.name):
@@ -228,7 +230,7 @@ def _run(target: Target, part: _Part) -> Answer:
         return harness.run(part.batch, metadata, use_sinks=part.use_sinks, writes=part.writes)
 
 
-def _length_mistake(part: _Part, answer: Answer, sharing: _Sharing, tokens: Sequence[int]) -> str | None:
+def _length_mistake(part: _RankStep, answer: Output, sharing: _Sharing, tokens: Sequence[int]) -> str | None:
     """The name of the wrong number of local keys that gives a rank's answer."""
     if part.group is None:
         return None
@@ -265,7 +267,7 @@ def _length_mistake(part: _Part, answer: Answer, sharing: _Sharing, tokens: Sequ
     return None
 
 
-def _agrees(batch: Batch, answer: Answer, requests: Sequence[int], use_sinks: bool) -> bool:
+def _agrees(batch: Batch, answer: Output, requests: Sequence[int], use_sinks: bool) -> bool:
     """Whether the rows of some requests are the oracle's."""
     starts = batch.common.query_start_loc_cpu.tolist()
     rows = [row for index in requests for row in range(starts[index], starts[index + 1])]

@@ -21,7 +21,7 @@ from attnplug.testing.conformance.check import (
     error_context,
 )
 from attnplug.testing.conformance.harness import make_impl
-from attnplug.testing.conformance.serving.serving import Call, ServedModel
+from attnplug.testing.conformance.serving.serving import LayerCall, ServedModel
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 
@@ -114,7 +114,7 @@ def _script(size: int, seed: int) -> list[_Step]:
     ]
 
 
-def wrong_layers(served: ServedModel, calls: Mapping[str, Call], what: str) -> str | None:
+def wrong_layers(served: ServedModel, calls: Mapping[str, LayerCall], what: str) -> str | None:
     """Run all layers of the current step; the errors of wrong layers, or None."""
     wrong: dict[str, str] = {}
     group_of = {name: index for index, group in enumerate(served.groups) for name in group.layer_names}
