@@ -215,6 +215,14 @@ class Target:
             f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
         )
 
+    def serves(self, **fields: Any) -> bool:
+        """Whether the backend serves a small layer with `fields`."""
+        try:
+            self.spec(**fields)
+        except CheckSkipped:
+            return False
+        return True
+
     def _served(
         self, fields: Mapping[str, Any], refusals: list[str], most_sizes: int | None = None
     ) -> LayerSpec | None:

@@ -66,26 +66,19 @@ class _Group:
 
 
 def _check_keys(target: Target) -> None:
-    spec, size = _plainest(target)
+    latent = with_pages(target, target.paged_spec()) if target.is_latent else None
+    spec, size = latent or layer_without_limits(target)
     shared = False
     for lengths in (mixed_lengths(size), decode_lengths(size)):
         for groups in _alike(target, spec, lengths):
             for pair in itertools.permutations(groups, 2):
                 if _share(*pair):
                     shared = True
-                    for name in _makers(pair[0].harness.builder, lengths):
+                    drafts = overrides(type(pair[0].harness.builder), "build_for_drafting")
+                    for name in _BUILDS if drafts and set(lengths[0]) == {1} else ("build",):
                         _expect_served(*pair, name)
     if not shared:
         raise CheckSkipped(f"no two groups of layers that {target.name} serves share a build")
-
-
-def _makers(builder: AttentionMetadataBuilder[Any], lengths: _Lengths) -> list[str]:
-    drafts = overrides(type(builder), "build_for_drafting") and set(lengths[0]) == {1}
-    return [*_BUILDS] if drafts else ["build"]
-
-
-def _plainest(target: Target) -> tuple[LayerSpec, int]:
-    return with_pages(target, target.paged_spec()) if target.is_latent else layer_without_limits(target)
 
 
 def _variants(target: Target, spec: LayerSpec, size: int) -> list[list[_Fields]]:

@@ -56,7 +56,8 @@ def _check_refilled(target: Target, scenario: str) -> None:
     make, make_other = _two_steps(target, scenario)
     batch, other = make(), make_other()
     harness, into = Harness.of(target, batch), blank_output(batch)
-    first = _copied(harness.forward(batch, into))
+    output, lse = harness.forward(batch, into)
+    first = Output(output.clone(), None if lse is None else lse.clone())
     expect_correct(batch, first, "the first of two steps")
     for tensor in into:
         if tensor is not None:
@@ -68,10 +69,6 @@ def _check_refilled(target: Target, scenario: str) -> None:
         again = Harness.of(target, filled).forward(make_other())
         kept = "values of an earlier step kept by the addresses of its tensors"
         raise wrong_answer(f"{what}: {problem}", None if difference(filled, again) else kept)
-
-
-def _copied(found: Output) -> Output:
-    return Output(found.output.clone(), None if found.lse is None else found.lse.clone())
 
 
 def _check_table(target: Target, scenario: str) -> None:

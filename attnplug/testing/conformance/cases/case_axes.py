@@ -10,7 +10,7 @@ from typing import Any
 
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.testing.conformance.check import CheckSkipped, Level
+from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import spread
 from attnplug.testing.drawn_values import Numbers
@@ -174,7 +174,7 @@ def axes(target: Target) -> dict[str, list[Any]]:
             kind
             for kind, fields in KINDS.items()
             if small.replace(**fields).required_features() in tried
-            and (kind != _LAST_KIND or not _serves_causal(target))
+            and (kind != _LAST_KIND or not target.serves(attn_type="decoder", causal=True, direct_kv=True))
         ],
         "shape": list(_OF_PHASE[target.phase]),
         "numbers": list(Numbers),
@@ -204,14 +204,6 @@ def axes(target: Target) -> dict[str, list[Any]]:
             plain = False if samples[0] is True else None
             values[field] = [plain, *(samples[:most] if flag in tried else ())]
     return values
-
-
-def _serves_causal(target: Target) -> bool:
-    try:
-        target.spec(attn_type="decoder", causal=True, direct_kv=True)
-    except CheckSkipped:
-        return False
-    return True
 
 
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:

@@ -46,16 +46,8 @@ def paged_scenarios(target: Target) -> tuple[str, ...]:
         target.paged_spec()
     except CheckSkipped:
         # Of a backend that serves nothing at all, the checks of pages say so.
-        return () if _serves(target) else PAGED_SCENARIOS
+        return () if target.serves() else PAGED_SCENARIOS
     return PAGED_SCENARIOS
-
-
-def _serves(target: Target, **fields: Any) -> bool:
-    try:
-        target.spec(**fields)
-    except CheckSkipped:
-        return False
-    return True
 
 
 def layer_kinds(target: Target) -> list[str]:
@@ -149,7 +141,7 @@ def step_factory(
 def scenarios(target: Target) -> list[str]:
     """The scenarios that the backend serves: "decode" and "mixed" over pages, "direct" and "encoder" without."""
     features = target.backend.features
-    direct = ["direct"] if Feature.DIRECT_KV in features and _serves(target, **_DIRECT) else []
+    direct = ["direct"] if Feature.DIRECT_KV in features and target.serves(**_DIRECT) else []
     # No step of a backend that only decodes has an encoder.
     has_encoders = _ENCODER in features and target.phase is not Phase.DECODE
     encoder = ["encoder"] if has_encoders and _encoder_type(target) is not None else []
@@ -158,7 +150,7 @@ def scenarios(target: Target) -> list[str]:
 
 def _encoder_type(target: Target) -> str | None:
     kinds = ("encoder_only", "encoder")
-    return next((kind for kind in kinds if _serves(target, attn_type=kind, direct_kv=True)), None)
+    return next((kind for kind in kinds if target.serves(attn_type=kind, direct_kv=True)), None)
 
 
 def plain_scenario(target: Target) -> str:

@@ -60,7 +60,10 @@ class DeclaredValue:
 def claims_of(target: Target) -> Iterator[DeclaredValue]:
     """Every declared value that changes which layers are served, always in the same order."""
     backend = target.backend
-    yield from (DeclaredValue(f"phase-{phase}", [{"shape": str(phase)}]) for phase in _phases(target))
+    served = {str(phase) for phase in backend.supported_phases}
+    yield from (
+        DeclaredValue(f"phase-{phase}", [{"shape": str(phase)}]) for phase in Phase if phase in served
+    )
     yield from _features(target)
     yield from _attn_types(target)
     yield from _impl_flags(target)
@@ -96,11 +99,6 @@ def _sizes(target: Target, sizes: list[int], field: str) -> list[int]:
     # Each of these sizes would compile kernels of its own.
     most = _MOST_COMPILED if len(keys) > 1 else _MOST_SIZES
     return spread(sizes, most[target.level])
-
-
-def _phases(target: Target) -> list[Phase]:
-    served = {str(phase) for phase in target.backend.supported_phases}
-    return [phase for phase in Phase if phase in served]
 
 
 def _kinds(target: Target, has: Callable[[LayerSpec], bool]) -> list[Fixed]:

@@ -97,7 +97,9 @@ def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
         return Recognition(NAN_FOR_EMPTY_ROWS)
     if rounded := _rounded_lse(wrong):
         return Recognition(rounded)
-    parts = _parts(wrong)
+    # An LSE that is right everywhere may come from elsewhere.
+    errors = wrong.lse_errors
+    parts = frozenset({"output"} if errors is None or bool((errors <= 1).all()) else {"output", "lse"})
     samples = _samples(wrong, requests)
     mistakes = list(_mistakes(wrong.batch, wrong.expected, with_lse=wrong.lse is not None))
     fits: dict[str, float] = {}
@@ -143,12 +145,6 @@ def _rounded_lse(wrong: Deviation) -> str | None:
         if bool((found == found.to(dtype).double()).all()) and bool(near.all()):
             return f"LSE rounded to {str(dtype).removeprefix('torch.')}"
     return None
-
-
-def _parts(wrong: Deviation) -> frozenset[str]:
-    """The parts of the answer that are compared: an LSE that is right everywhere may come from elsewhere."""
-    errors = wrong.lse_errors
-    return frozenset({"output"} if errors is None or bool((errors <= 1).all()) else {"output", "lse"})
 
 
 def _see_nothing(wrong: Deviation, requests: Sequence[RequestContents]) -> bool:

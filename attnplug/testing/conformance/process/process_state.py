@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import BatchFactory, scenario_factory, scenarios
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.harness import Harness, Output, blank_output
+from attnplug.testing.conformance.harness import Harness, blank_output
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.process.setting import change_of
@@ -135,13 +134,11 @@ def _check_given(target: Target, name: str, context: _Context, begin: str) -> No
                 harness.forward(batch, into, what)
         for into in outputs:
             expect_correct(batch, into, what)
-            _expect_no_graph(batch, into, what)
-
-
-def _expect_no_graph(batch: Batch, found: Output, what: str) -> None:
-    for name, tensor in {"output": found.output, "the cache": batch.kv_cache}.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ConformanceError(f"{what}: {name} requires grad, so the graph of every step is kept")
+            for part, tensor in (("output", into.output), ("the cache", batch.kv_cache)):
+                if tensor is not None and tensor.requires_grad:
+                    raise ConformanceError(
+                        f"{what}: {part} requires grad, so the graph of every step is kept"
+                    )
 
 
 def _scenarios(target: Target) -> Iterator[tuple[str, BatchFactory]]:

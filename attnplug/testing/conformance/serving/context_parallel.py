@@ -206,19 +206,20 @@ def _expect_merged(
         return
     problem = f"{sharing.ranks} ranks with runs of {sharing.interleave} tokens, merged: {problem}"
     for part, answer in zip(parts, found, strict=True):
-        counted = part.batch if part.use_sinks else _without_sinks(part.batch)
+        counted = part.batch
+        if not part.use_sinks:
+            # As the oracle of a part without sinks sees it; known mistakes are compared with its rules.
+            tensors, spec = (
+                dataclasses.replace(counted.tensors, sinks=None),
+                counted.spec.replace(has_sinks=False),
+            )
+            counted = dataclasses.replace(counted, spec=spec, tensors=tensors)
         if wrong := deviation(counted, answer):
             mistake = part_mistake(part.batch, answer, part.use_sinks) or _length_mistake(
                 part, answer, sharing, tokens
             )
             raise wrong_answer(f"{problem}; {part.name} alone: {wrong.problem}", mistake, wrong)
     raise wrong_answer(f"{problem}; each part alone is within its tolerance", None)
-
-
-def _without_sinks(batch: Batch) -> Batch:
-    """The batch as the oracle of a part without sinks sees it; known mistakes are compared with its rules."""
-    tensors = dataclasses.replace(batch.tensors, sinks=None)
-    return dataclasses.replace(batch, spec=batch.spec.replace(has_sinks=False), tensors=tensors)
 
 
 def _run(target: Target, part: _RankStep) -> Output:

@@ -263,7 +263,9 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_chain(target: Target, **fields: Any) -> None:
-    spec, size = with_pages(target, _spec(target, **fields))
+    if "chunk_size" in fields:
+        fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
+    spec, size = with_pages(target, target.paged_spec(attn_type="decoder", causal=True, **fields))
     # Pieces around the ends of pages, single decodes across one, and steps that verify two or three tokens.
     counts = [size - 1, 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
     ends = list(itertools.accumulate(counts))
@@ -277,7 +279,8 @@ def _check_chain(target: Target, **fields: Any) -> None:
         what = f"step {number} of a chain, tokens {start} .. {end - 1}"
         # A step with drafts that are rejected comes first; the next one writes their slots again.
         if end - start == 2:
-            drafts = _with_other_tokens(piece(whole, start, end))
+            drafts = piece(whole, start, end)
+            drafts = dataclasses.replace(drafts, key=drafts.key.flip(-1) + 1, value=drafts.value.flip(-1) + 1)
             with error_context(f"{what}, as drafts that are rejected"):
                 harness.run(drafts, harness.builder.build(0, drafts.common))
         step = piece(whole, start, end)
@@ -287,17 +290,6 @@ def _check_chain(target: Target, **fields: Any) -> None:
         f"a prompt in pieces of {lengths} tokens, then decodes, with drafts that were rejected between them"
     )
     expect_correct(whole, Output(torch.cat(outputs), None), what)
-
-
-def _spec(target: Target, **fields: Any) -> LayerSpec:
-    if "chunk_size" in fields:
-        fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
-    return target.paged_spec(attn_type="decoder", causal=True, **fields)
-
-
-def _with_other_tokens(step: Batch) -> Batch:
-    """The step with other keys and values, as drafts have."""
-    return dataclasses.replace(step, key=step.key.flip(-1) + 1, value=step.value.flip(-1) + 1)
 
 
 def _check_cross(target: Target) -> None:
