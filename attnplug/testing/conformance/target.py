@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
@@ -27,7 +27,7 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
-from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try, spread
+from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
 from attnplug.testing.drawn_values import layer_tensors
 
 if TYPE_CHECKING:
@@ -90,6 +90,8 @@ _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
 """Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
 _PROBED_SIZES, _MOST_BASES = 8, 8
 """Head sizes to search for a layer of backends that refuse plain ones, and the layers to keep."""
+_MOST_KEYS = 4
+"""Compile keys of layers that differ in one thing."""
 _LONGER = 3
 """New tokens of a decode that becomes a prefill."""
 
@@ -214,6 +216,32 @@ class Target:
         raise CheckSkipped(
             f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
         )
+
+    def require(self, spec: LayerSpec, what: str) -> LayerSpec:
+        """The layer; CheckSkipped, which names `what` it is, if the backend refuses it."""
+        if reasons := self.reasons(spec):
+            raise CheckSkipped(
+                f"{self.name} serves no such layer {what}: {'; '.join(reasons)}", SkipKind.LAYER
+            )
+        return spec
+
+    def variants(
+        self, base: LayerSpec, changes: Sequence[dict[str, Any]], keys: set[Hashable]
+    ) -> Iterator[tuple[dict[str, Any], LayerSpec]]:
+        """The `changes` with which the backend serves `base`, and those layers.
+
+        Kernels of few compile keys are tried: those in `keys`, and new ones, which are added.
+        """
+        for fields in changes:
+            try:
+                spec = base.replace(**fields)
+            except SpecError:
+                continue
+            key = compile_key(self.backend, spec)
+            is_new = key is not None and key not in keys
+            if not self.reasons(spec) and not (is_new and len(keys) >= _MOST_KEYS):
+                keys.add(key)
+                yield fields, spec
 
     def serves(self, **fields: Any) -> bool:
         """Whether the backend serves a small layer with `fields`."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from attnplug._system.text import shown
-from attnplug.core.errors import AttnplugError, SpecError
+from attnplug.core.errors import AttnplugError
 from attnplug.core.interface.signatures import overrides
 from attnplug.core.metadata import (
     AttentionMetadata,
@@ -32,10 +32,8 @@ from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_own_slots, wrong_answer
 from attnplug.testing.conformance.target import Target, layer_fields
-from attnplug.testing.design.sizes import compile_key
 from attnplug.testing.drawn_values import layer_tensors
 
-_MOST_KEYS = 4
 _MOST_SIZES = 3
 _HEADS = ((4, 2), (8, 2), (4, 4), (8, 1))
 _SCALES: tuple[dict[str, Any], ...] = ({"k_scale": 0.37, "v_scale": 1.9}, {"k_scale": 1.9, "v_scale": 0.37})
@@ -129,17 +127,7 @@ def _groups(
 ) -> list[_Group]:
     """The groups of those variants of `spec` that are served; `keys` collects their compile keys."""
     found = []
-    for seed, fields in enumerate(variants, 1):
-        try:
-            other = spec.replace(**fields)
-        except SpecError:
-            continue
-        key = compile_key(target.backend, other)
-        is_new = key is not None and key not in keys
-        # Each such layer compiles kernels of its own.
-        if target.reasons(other) or (is_new and len(keys) >= _MOST_KEYS):
-            continue
-        keys.add(key)
+    for seed, (fields, other) in enumerate(target.variants(spec, variants, keys), 1):
         with contextlib.suppress(CheckSkipped):  # the options of the run are refused for this layer
             found.append(_group(target, other, lengths, _words(fields), seed if fields else 0))
     return found

@@ -19,19 +19,17 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.registry.plugins.waiting import describe
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import layer_without_limits, with_lengths
+from attnplug.testing.conformance.cases.steps import with_lengths
 from attnplug.testing.conformance.check import (
     Check,
-    CheckSkipped,
     ConformanceError,
     Level,
-    SkipKind,
     error_context,
 )
 from attnplug.testing.conformance.harness import Harness, Output, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
-from attnplug.testing.conformance.numbers.merging import part_mistake
+from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.pages import block_table, poisoned_cache, put
@@ -86,16 +84,8 @@ def _layer(
 
     Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
     """
-    spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
-    if spec.has_alibi or spec.mm_prefix:
-        raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
-    if spec.sparse is not None:
-        raise CheckSkipped(
-            "the selection of a sparse layer is for all keys of a request, not for parts of them"
-        )
-    free = spec.replace(causal=spec.mla is not None)
-    if reasons := target.reasons(free):
-        raise CheckSkipped(f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}")
+    spec, size = layer_to_divide(target, has_sinks)
+    free = target.require(spec.replace(causal=spec.mla is not None), "without a causal mask")
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
 
 
@@ -115,9 +105,7 @@ def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
 
 def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool) -> None:
     spec, free, size, sharing = _layer(target, has_sinks, runs, ranks)
-    direct = spec.replace(direct_kv=True)
-    if reasons := target.reasons(direct):
-        raise CheckSkipped(f"{target.name} serves no such layer with direct K and V: {'; '.join(reasons)}")
+    direct = target.require(spec.replace(direct_kv=True), "with direct K and V")
     context, new = [3 * size + 2, 0, 1, 2 * size], [3, size + 5, 4, 2]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
