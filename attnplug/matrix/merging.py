@@ -50,7 +50,7 @@ def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     same = [run for run in ordered if _subject(run) == _subject(best)]
     for run in ordered:
         if run not in same and (_has_evidence(run) or not _has_evidence(best)):
-            tell(f"{_named(run)} is left out for {_named(best)}{_difference(run, best)}")
+            tell(f"{_name(run)} is left out for {_name(best)}{_difference(run, best)}")
     commits = [run.commit[:12] if run.commit else "no commit" for run in same if _has_evidence(run)]
     if len(set(commits)) > 1:
         tell(f"{best.backend} on {best.device}: cells of {', '.join(dict.fromkeys(commits))} are joined")
@@ -95,7 +95,7 @@ def _date(run: Run) -> dt.datetime:
     return dt.datetime.fromisoformat(run.date)
 
 
-def _named(run: Run) -> str:
+def _name(run: Run) -> str:
     return f"{run.backend} on {run.device} of {run.date}"
 
 

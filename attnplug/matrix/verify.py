@@ -80,7 +80,7 @@ class Verification:
         self._findings = {each.cell.id: each for each in declared.findings}
         self.compile_keys = 0
         """The number of compile keys of the cells to run."""
-        self.ids = self._chosen(extent or RunScope())
+        self.ids = self._choose(extent or RunScope())
         """The cells to run, those of one compile key together, the largest such group first."""
 
     def prepare(self, *, resume: bool = False) -> str | None:
@@ -143,7 +143,7 @@ class Verification:
 
     def status_of(self, result: Result) -> Status:
         """The status that a result gives its cell."""
-        return _updated(self._findings[result.id], result).status
+        return _update(self._findings[result.id], result).status
 
     def outcome(self) -> Run:
         """The findings so far; cells without a result are not run, because of the interrupt."""
@@ -158,12 +158,12 @@ class Verification:
     def _finding(self, declared: Finding) -> Finding:
         result = self.results.get(declared.cell.id)
         if result is not None:
-            return _updated(declared, result)
+            return _update(declared, result)
         if declared.status is not Status.DECLARED:
             return declared
         return Finding(declared.cell, Status.NOT_RUN, (self._why_not.get(declared.cell.id, INTERRUPTED),))
 
-    def _chosen(self, extent: RunScope) -> list[str]:
+    def _choose(self, extent: RunScope) -> list[str]:
         statuses = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
         claimed = {each.cell for each in self._declared.findings if each.status is Status.DECLARED}
         groups: dict[Hashable | None, list[Cell]] = {}
@@ -184,7 +184,7 @@ class Verification:
         self._why_not.update(dict.fromkeys(ids, why))
 
 
-def _updated(declared: Finding, result: Result) -> Finding:
+def _update(declared: Finding, result: Result) -> Finding:
     """The declaration, updated by a result."""
     passed = result.outcome is CheckOutcome.PASSED
     # A refused cell made no claim, so its failure refutes nothing.

@@ -210,7 +210,7 @@ def _runs_on(outcome: ModelDecision) -> str:
         groups.setdefault(kind.backends, []).append(kind)
     if len(groups) > 1:
         parts = [f"{_names(kinds[0])} ({_count(kinds)})" for kinds in groups.values()]
-        return f"runs on {_joined(parts)}"
+        return f"runs on {_join(parts)}"
     return f"runs on {_names(outcome.kinds[0])}"
 
 
@@ -220,10 +220,10 @@ def _names(kind: LayerGroup) -> str:
 
 
 def _count(kinds: Sequence[LayerGroup]) -> str:
-    return _joined([f"{len(kind.layers)} {kind.name}" for kind in kinds]) + " layers"
+    return _join([f"{len(kind.layers)} {kind.name}" for kind in kinds]) + " layers"
 
 
-def _joined(parts: Sequence[str]) -> str:
+def _join(parts: Sequence[str]) -> str:
     return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
@@ -254,7 +254,7 @@ def _what_helps(model: ExampleModel, found: ModelDecision, others: Sequence[Mode
         names = list(dict.fromkeys(helping))
         stored = _cache(model, "auto").removeprefix(" with ")
         dtype = other.kv_cache_dtype if other.kv_cache_dtype != "auto" else stored
-        text = f"; {_joined(names)} would serve {'it' if len(helping) == len(found.kinds) else 'them'} with {dtype}"
+        text = f"; {_join(names)} would serve {'it' if len(helping) == len(found.kinds) else 'them'} with {dtype}"
         return (
             f"{text}, and {'refuses' if len(names) == 1 else 'refuse'} {_short(found)}{_cause(found, other)}"
         )

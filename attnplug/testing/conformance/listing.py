@@ -134,17 +134,20 @@ def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
         return "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
 
     groups = [each for each in GROUPS if each not in _SLOW_TO_LIST or may_be_wanted(_SLOW_TO_LIST[each])]
-    checks = [check for group in groups for check in listed(group, target)]
+    checks = [check for group in groups for check in list_group(group, target)]
     for prefix, other in other_targets(target).items():
         if may_be_wanted(prefix):
             named = (
-                check for group, is_of_all in GROUPS.items() if is_of_all for check in listed(group, other)
+                check
+                for group, is_of_all in GROUPS.items()
+                if is_of_all
+                for check in list_group(group, other)
             )
             checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
     return checks
 
 
-def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
+def list_group(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
     """The checks of one group; if the backend's declarations cannot be read, one check that fails with the cause."""
     found, error = guarded_call(lambda: list(group(target)))
     if error is None:

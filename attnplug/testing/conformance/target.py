@@ -210,7 +210,7 @@ class Target:
         """
         refusals: list[str] = []
         for base in itertools.chain(({},), _served_bases(self)):
-            found = self._served({**self._selecting(), **base, **fields}, refusals)
+            found = self._find_layer({**self._sparse_fields(), **base, **fields}, refusals)
             if found is not None:
                 return found
         raise CheckSkipped(
@@ -251,7 +251,7 @@ class Target:
             return False
         return True
 
-    def _served(
+    def _find_layer(
         self, fields: Mapping[str, Any], refusals: list[str], most_sizes: int | None = None
     ) -> LayerSpec | None:
         """The first layer with `fields` that is served; the reasons against others are added to `refusals`."""
@@ -275,7 +275,7 @@ class Target:
             refusals += reasons
         return None
 
-    def _selecting(self) -> dict[str, Any]:
+    def _sparse_fields(self) -> dict[str, Any]:
         """The fields of a sparse layer if the backend serves only those."""
         flag, backend = Feature.SPARSE, self.backend
         if flag not in backend.features or backend.serves_dense:
@@ -346,7 +346,7 @@ class Target:
             return self.spec(**{"attn_type": "decoder", **fields, "direct_kv": False})
         except CheckSkipped:
             cross: dict[str, Any] = {"attn_type": "encoder_decoder", **fields}
-            if "attn_type" in fields or self._served({**self._selecting(), **cross}, []) is None:
+            if "attn_type" in fields or self._find_layer({**self._sparse_fields(), **cross}, []) is None:
                 raise
         return self.spec(**cross)
 
@@ -364,11 +364,11 @@ def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
 
     Of layers that ask for one thing, for two or for three, it has the first ones that are served.
     """
-    selecting = target._selecting()
-    if target._served(selecting, []) is not None:
+    selecting = target._sparse_fields()
+    if target._find_layer(selecting, []) is not None:
         return ()
     for asked in base_layers(target.backend, target.kv_cache_dtypes):
-        if found := [base for base in asked if target._served({**selecting, **base}, [], _PROBED_SIZES)]:
+        if found := [base for base in asked if target._find_layer({**selecting, **base}, [], _PROBED_SIZES)]:
             return tuple(found[:_MOST_BASES])
     return ()
 

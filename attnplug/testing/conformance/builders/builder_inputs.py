@@ -134,12 +134,12 @@ def _check_longest_bound(target: Target, kind: str) -> None:
                 common = dataclasses.replace(batch.common, max_seq_len=bound)
                 found = harness.run(batch, harness.builder.build(0, common))
             mistakes: dict[str, StepMistake] = {
-                "max_seq_len taken for the longest length": functools.partial(_lengthened, longest, bound)
+                "max_seq_len taken for the longest length": functools.partial(_lengthen, longest, bound)
             }
             expect_correct_step(target, make, found, what, mistakes)
 
 
-def _lengthened(longest: int, bound: int, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def _lengthen(longest: int, bound: int, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     lengths = common.seq_lens.cpu()
     return with_lengths(common, torch.where(lengths == longest, bound, lengths))
 

@@ -146,13 +146,13 @@ def designed_cases(target: Target) -> list[Case]:
         alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(search, few)
-    latent = _served(search, _latent_rows(target, search))
-    rows = _served(search, alone)
-    rows += crossed_rows(search, _crossed(search, _CROSSED_SHAPES), 3)
-    rows += crossed_rows(search, _crossed(search, _CROSSED_LONG, _LONG_LIMITS), 2)
+    latent = _keep_served(search, _latent_rows(target, search))
+    rows = _keep_served(search, alone)
+    rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_SHAPES), 3)
+    rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_LONG, _LONG_LIMITS), 2)
     for kind in search.axes["kind"][1:]:
         if kind in _CROSSED_KINDS:
-            both = {axis: values[:2] for axis, values in _crossed(search, ()).items()}
+            both = {axis: values[:2] for axis, values in _axes_to_cross(search, ()).items()}
             rows += crossed_rows(search, both, 2, {"kind": kind, "shape": shapes[0]})
     served = served_pairs(search)
     if few:
@@ -170,7 +170,7 @@ def designed_cases(target: Target) -> list[Case]:
     return _within_keys(target, list(cases.values()), kept)
 
 
-def _served(search: Search, every: Sequence[Mapping[str, Any]]) -> list[Row]:
+def _keep_served(search: Search, every: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [row for fixed in every if (row := search.complete(fixed)) and not search.reasons(row)]
 
 
@@ -214,7 +214,7 @@ def _many_rows(target: Target, search: Search, few: bool) -> list[Row]:
     for (size, types_of_pair), shape in itertools.product(pairs, _MANY_ROWS):
         fixed = {"shape": shape, **target.sized(size), **types_of_pair}
         # A head for each KV head: a group has more rows, so requests could be shorter.
-        rows += _served(search, [{**fixed, **heads} for heads in ({"heads": (8, 8)}, {})])[:1]
+        rows += _keep_served(search, [{**fixed, **heads} for heads in ({"heads": (8, 8)}, {})])[:1]
     return rows
 
 
@@ -231,7 +231,7 @@ def _stored_types(target: Target) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _crossed(
+def _axes_to_cross(
     search: Search, shapes: Sequence[str], chosen: Mapping[str, Any] = types.MappingProxyType({})
 ) -> dict[str, list[Any]]:
     """Axes to cross: the known `shapes`, all dtypes, and of other axes the plainest value and the `chosen` or next one."""

@@ -219,14 +219,14 @@ def requests_of(batch: Batch) -> list[RequestContents]:
             key, value = expanded_latents(batch.spec, key, batch.tensors)
         spans = batch.spans[row] if batch.spans else ()
         rows = slice(start, start := start + query.shape[0])
-        chosen = _chosen(batch, rows)
+        chosen = _choose(batch, rows)
         found.append(
             RequestContents(query, key, value, parts[3], written, spans, chosen, slots, table, size, latent)
         )
     return found
 
 
-def _chosen(batch: Batch, rows: slice) -> torch.Tensor | None:
+def _choose(batch: Batch, rows: slice) -> torch.Tensor | None:
     """The positions of single tokens that the step selects for some rows, int64 `[n, K]`."""
     sparse, selection = batch.spec.sparse, batch.common.selection
     if sparse is None or selection is None:

@@ -26,7 +26,7 @@ def attend(
     request, length = requests[index], rules.length(index, requests)
     rows = torch.arange(request.query.shape[0]) if rows is None else rows
     heads = torch.arange(request.query.shape[1]) if heads is None else heads
-    key, value = _stored(rules, requests, index)
+    key, value = _store(rules, requests, index)
     if rules.swapped:
         key, value = value, key
     query, kv_heads = request.query[rows][:, heads].transpose(0, 1), rules.kv_heads[heads]
@@ -80,7 +80,7 @@ def _place(
     return at if way is None else torch.full_like(at, first if way == "first" else length - 1 + rules.shift)
 
 
-def _stored(
+def _store(
     rules: AttentionRules, requests: Sequence[RequestContents], index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that the request reads, multiplied by the factors of wrong scales."""

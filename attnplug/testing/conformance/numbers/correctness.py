@@ -40,12 +40,12 @@ def dropped_chunk(batch: Batch, found: Output, rows: int, threshold: int) -> str
     chunks = plan_context_chunks(context, rows, size) if rows >= size else []
     for number, chunk in enumerate(chunks, 1):
         for times, what in ((0, "left out of a prefill"), (2, "attended twice in a prefill")):
-            if difference(_repeated(batch, chunk, first, times), found) is None:
+            if difference(_repeat(batch, chunk, first, times), found) is None:
                 return f"chunk {number} of {len(chunks)} of the computed tokens {what}"
     return None
 
 
-def _repeated(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
+def _repeat(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
     """The batch with the chunk's tokens so many times."""
     keys, values, lengths = [*batch.keys], [*batch.values], [*batch.seq_lens]
     for place, (start, count) in enumerate(zip(chunk.starts, chunk.lengths, strict=True)):

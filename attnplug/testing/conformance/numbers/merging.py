@@ -169,10 +169,10 @@ def _expect_without_sinks(target: Target, batch: Batch) -> None:
         what = f"with use_sinks={use_sinks}{before}"
         with error_context(what):
             found = harness.run(batch, harness.builder.build(0, batch.common), use_sinks=use_sinks)
-        mistake = functools.partial(_ignored, batch, found, use_sinks)
+        mistake = functools.partial(_name_ignored, batch, found, use_sinks)
         expect_correct(batch, found, what, mistake, use_sinks=use_sinks)
         before = f", after a call with use_sinks={use_sinks}"
 
 
-def _ignored(batch: Batch, found: Output, use_sinks: bool) -> str | None:
+def _name_ignored(batch: Batch, found: Output, use_sinks: bool) -> str | None:
     return None if difference(batch, found, use_sinks=not use_sinks) else f"use_sinks={use_sinks} ignored"

@@ -171,7 +171,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unfilled() -> Iterator[None]:
+def _leave_unfilled() -> Iterator[None]:
     """torch.empty gives NaN and the largest integers."""
     before = torch.get_deterministic_debug_mode()
     switch: Any = torch.utils.deterministic
@@ -227,7 +227,7 @@ _GIVEN: dict[str, tuple[_Context, str, str]] = {
         "another number of threads of torch changes no answer",
     ),
     "uninitialised-memory": (
-        lambda target: _unfilled(),
+        lambda target: _leave_unfilled(),
         "made",
         "an answer does not depend on what uninitialised memory contains",
     ),
