@@ -30,7 +30,7 @@ from attnplug.testing.conformance.declared import acceptance, pages, refusals
 from attnplug.testing.conformance.declared import attributes as declaration
 from attnplug.testing.conformance.declared import attributes as interface
 from attnplug.testing.conformance.declared import refusals as limits
-from attnplug.testing.conformance.listing import GROUPS, listed
+from attnplug.testing.conformance.listing import GROUPS, list_group
 from attnplug.testing.conformance.numbers import cache_layouts, cache_reads, cache_writes, requests
 from attnplug.testing.conformance.process import lightness, lightness_child
 from attnplug.testing.conformance.target import Target
@@ -55,7 +55,7 @@ STRUCTURAL = (
 
 def those(start: str = "") -> Callable[[Target], Iterator[Check]]:
     def checks(target: Target) -> Iterator[Check]:
-        listed_checks = (check for group in STRUCTURAL for check in listed(group.checks, target))
+        listed_checks = (check for group in STRUCTURAL for check in list_group(group.checks, target))
         return (check for check in listed_checks if check.id.startswith(start))
 
     return checks
