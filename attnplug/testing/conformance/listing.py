@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attnplug.core.backend import AttentionBackend
-from attnplug.core.errors import SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
 from attnplug.registry.plugins.waiting import describe, guarded_call
@@ -119,10 +118,8 @@ def conformance_checks(
         SpecError: an unknown level or device.
         PolicyError: options that the backend does not have, or refuses.
     """
-    if level not in {*Level}:
-        raise SpecError("level", level, f"must be one of {', '.join(Level)}")
     chosen = None if options is None else build_options(backend, options)
-    return target_checks(Target(backend, resolve_device(device), Level(level), chosen), only)
+    return target_checks(Target(backend, resolve_device(device), Level.read(level), chosen), only)
 
 
 def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:

@@ -69,7 +69,9 @@ def _cases(target: Target, claim: DeclaredValue) -> list[Case]:
             shapes = [row["shape"]]
         return [search.case({**row, "shape": shape}) for shape in shapes]
     why = _words(target, claim.rows)
-    elsewhere = next((device for device in _others(target) if _serves_on(target, claim, device)), None)
+    there = (dataclasses.replace(target, device=device) for device in _others(target))
+    served = (each.device for each in there if _served_row(_search(each, deep=False), claim) is not None)
+    elsewhere = next(served, None)
     if elsewhere is not None:
         raise CheckUntested(f"{claim.words}: served on {elsewhere}, and not on {target.device}: {why}")
     if not claim.is_own:
@@ -111,11 +113,6 @@ def _others(target: Target) -> list[Device]:
         if kind != target.device.type or kind in _CAPABILITIES:
             found += [Device(kind, each) for each in _CAPABILITIES.get(kind, (None,))]
     return [device for device in found if not device.matches(target.device)]
-
-
-def _serves_on(target: Target, claim: DeclaredValue, device: Device) -> bool:
-    search = _search(dataclasses.replace(target, device=device), deep=False)
-    return _served_row(search, claim) is not None
 
 
 def _words(target: Target, rows: Sequence[Any]) -> str:
