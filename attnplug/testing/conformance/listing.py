@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
 from attnplug.registry.plugins.waiting import describe, guarded_call
@@ -36,7 +39,7 @@ from attnplug.testing.conformance.numbers import (
 )
 from attnplug.testing.conformance.process import lightness, process_memory, process_state
 from attnplug.testing.conformance.serving import context_parallel, gpu, runtimes, serving
-from attnplug.testing.conformance.target import Target, other_targets
+from attnplug.testing.conformance.target import Target, latent_dims, layer_fields
 
 GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     # The first, because a backend may change the process once, when its parts are first asked for.
@@ -132,7 +135,7 @@ def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
 
     groups = [each for each in GROUPS if each not in _SLOW_TO_LIST or may_be_wanted(_SLOW_TO_LIST[each])]
     checks = [check for group in groups for check in list_group(group, target)]
-    for prefix, other in other_targets(target).items():
+    for prefix, other in _other_targets(target).items():
         if may_be_wanted(prefix):
             named = (
                 check
@@ -142,6 +145,34 @@ def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
             )
             checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
     return checks
+
+
+_REFERENCE = "TORCH"
+_OTHER_LAYERS = {"mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dims((512, 64), 128, 128)}))}
+"""Layers that another class may serve under a backend's name, by the first word of the ids of its checks."""
+
+
+def _other_targets(target: Target) -> Mapping[str, Target]:
+    """The other classes to check, by the first word of their ids: those that `for_layer` gives for _OTHER_LAYERS.
+
+    A backend that only decodes latents is checked with expanded prefills on TORCH too, as "mla+TORCH": its decodes
+    are then parts of mixed steps.
+    """
+    backend, found = target.backend, {}
+    for name, layer in _OTHER_LAYERS.items():
+        serving, error = guarded_call(backend.for_layer, layer)
+        if error is not None or not issubclass(serving, AttentionBackend):
+            continue
+        if layer.required_features() & ~serving.features:
+            continue
+        if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
+            reference = get_registry().backends().get(_REFERENCE)
+            if reference is not None and target.device.type in reference.device_types:
+                bound = serving.with_prefill(reference.for_layer(layer.expanded()))
+                found[f"{name}+{_REFERENCE}"] = dataclasses.replace(target, backend=bound)
+        elif serving is not backend:
+            found[name] = dataclasses.replace(target, backend=serving)
+    return found
 
 
 def list_group(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:

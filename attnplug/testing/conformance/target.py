@@ -1,8 +1,6 @@
 """The backend under check, the device it is checked on, and the steps of a phase.
 
 Layers to check a backend with that refuses plain ones: each asks for one thing more, for two, or for three.
-
-Classes that serve other layers under a backend's name, which the kit checks too.
 """
 
 from __future__ import annotations
@@ -20,11 +18,8 @@ from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.mla import MLADims
-from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.default import get_registry
-from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
@@ -406,31 +401,3 @@ def of_phase(phase: Phase | None, query_lens: Sequence[int], *others: Sequence[i
     if phase is Phase.PREFILL:
         order.sort(key=lambda request: new[request] <= 1)
     return tuple([values[request] for request in order] for values in (new, *others))
-
-
-_REFERENCE = "TORCH"
-_OTHER_LAYERS = {"mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dims((512, 64), 128, 128)}))}
-"""Layers that another class may serve under a backend's name, by the first word of the ids of its checks."""
-
-
-def other_targets(target: Target) -> Mapping[str, Target]:
-    """The other classes to check, by the first word of their ids: those that `for_layer` gives for _OTHER_LAYERS.
-
-    A backend that only decodes latents is checked with expanded prefills on TORCH too, as "mla+TORCH": its decodes
-    are then parts of mixed steps.
-    """
-    backend, found = target.backend, {}
-    for name, layer in _OTHER_LAYERS.items():
-        serving, error = guarded_call(backend.for_layer, layer)
-        if error is not None or not issubclass(serving, AttentionBackend):
-            continue
-        if layer.required_features() & ~serving.features:
-            continue
-        if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
-            reference = get_registry().backends().get(_REFERENCE)
-            if reference is not None and target.device.type in reference.device_types:
-                bound = serving.with_prefill(reference.for_layer(layer.expanded()))
-                found[f"{name}+{_REFERENCE}"] = dataclasses.replace(target, backend=bound)
-        elif serving is not backend:
-            found[name] = dataclasses.replace(target, backend=serving)
-    return found
