@@ -12,7 +12,7 @@ from attnplug.matrix.design import declare
 from attnplug.matrix.markdown import markdown_row, markdown_text, render_markdown
 from attnplug.matrix.merging import merge
 from attnplug.matrix.results import read_matrix
-from attnplug.matrix.summary import CLAIMED, Answer, Summary, summarise, values_of
+from attnplug.matrix.summary import CLAIMED, ValueSummary, RunSummary, summarise, values_of
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, list_in_words, value_in_words
 from attnplug.registry import Registry
 from attnplug.registry.plugins.records import Offer
@@ -145,14 +145,14 @@ def _device(run: Run) -> str:
     return markdown_text(run.device_name or run.device)
 
 
-def _mark(answer: Answer | None) -> str:
+def _mark(answer: ValueSummary | None) -> str:
     if answer is None:
         return ""
     only = f" {markdown_text(str(answer.restriction))}" if answer.restriction else ""
     return f"{MARKS[answer.status]}{only}"
 
 
-def _served(summary: Summary, axis: str) -> str:
+def _served(summary: RunSummary, axis: str) -> str:
     values = [
         (value, "")
         for value, answer in summary.answers[axis].items()

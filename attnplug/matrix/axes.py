@@ -41,15 +41,15 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
         backend: the class. A declaration that raises, or is not a sequence, adds nothing.
         most_own: the number of values that the backend may add to an axis, the ends first; None for all.
     """
-    heads = _declared(lambda: answer(backend, "get_supported_head_sizes"))
-    blocks = _declared(lambda: answer(backend, "get_supported_kernel_block_sizes"))
-    preferred = _declared(lambda: (answer(backend, "get_preferred_block_size"),))
-    kv_dtypes = _declared(
+    heads = _read(lambda: answer(backend, "get_supported_head_sizes"))
+    blocks = _read(lambda: answer(backend, "get_supported_kernel_block_sizes"))
+    preferred = _read(lambda: (answer(backend, "get_preferred_block_size"),))
+    kv_dtypes = _read(
         lambda: tuple(
             kv_cache_dtype_name(name, "kv") for name in declared(backend, "supported_kv_cache_dtypes")
         )
     )
-    layouts = _declared(lambda: answer(backend, "supported_kv_cache_layouts"))
+    layouts = _read(lambda: answer(backend, "supported_kv_cache_layouts"))
 
     def joined(common: Sequence[Any], own: Iterable[Any]) -> tuple[Any, ...]:
         more = list(dict.fromkeys(value for value in own if value not in common))
@@ -71,7 +71,7 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
 def own_latents(backend: type[AttentionBackend]) -> frozenset[int]:
     """The head sizes that a backend of MLA lists; empty for other backends."""
     is_mla, _ = guarded_call(answer, backend, "is_mla")
-    sizes = _declared(lambda: answer(backend, "get_supported_head_sizes")) if is_mla else ()
+    sizes = _read(lambda: answer(backend, "get_supported_head_sizes")) if is_mla else ()
     return frozenset(sizes_to_try(sizes, ()))
 
 
@@ -134,7 +134,7 @@ def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_s
         num_heads=4,
         dtype=dtype,
         block_size=block_size,
-        **{"num_kv_heads": 2, **_asked(feature, head_size, block_size), **sizes},
+        **{"num_kv_heads": 2, **_ask(feature, head_size, block_size), **sizes},
     )
     # A layer without its feature would prove nothing about the cell that names it.
     if feature != PLAIN and Feature[feature.upper()] not in spec.required_features():
@@ -142,7 +142,7 @@ def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_s
     return spec
 
 
-def _asked(feature: str, head_size: int, block_size: int | None) -> dict[str, Any]:
+def _ask(feature: str, head_size: int, block_size: int | None) -> dict[str, Any]:
     if feature == PLAIN:
         return {}
     # A latent needs elements besides those that hold positions.
@@ -154,7 +154,7 @@ def _asked(feature: str, head_size: int, block_size: int | None) -> dict[str, An
     return fields
 
 
-def _declared(declaration: Callable[[], Any]) -> tuple[Any, ...]:
+def _read(declaration: Callable[[], Any]) -> tuple[Any, ...]:
     # A plugin's declaration may raise, and one broken class must not end the matrix of the others.
     found, _ = guarded_call(lambda: tuple(declaration()))
     return found or ()

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from attnplug.matrix.model import Cell, Matrix, Run, Status
-from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, Answer, Summary, summarise
+from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, RunSummary, ValueSummary, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
 _SCRIPTS = (
@@ -98,7 +98,7 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
         axis: in_order(axis, {getattr(finding.cell, axis) for run in matrix.runs for finding in run.findings})
         for axis in AXIS_NAMES
     }
-    numbers = _Numbers(values)
+    numbers = _CellNumbers(values)
     runs = [numbers.run(run) for run in matrix.runs]
     return {
         "axes": [
@@ -123,7 +123,7 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
     }
 
 
-class _Numbers:
+class _CellNumbers:
     """Numbers cells, reasons and lists of reasons in order of first use."""
 
     def __init__(self, values: Mapping[str, Sequence[Value]]) -> None:
@@ -174,13 +174,13 @@ class _Numbers:
             ],
         }
 
-    def _answers(self, summary: Summary) -> Iterator[tuple[int, int, Answer]]:
+    def _answers(self, summary: RunSummary) -> Iterator[tuple[int, int, ValueSummary]]:
         yield -1, -1, summary.total
         for axis, answers in enumerate(summary.answers.values()):
             for value, answer in answers.items():
                 yield axis, self._values[axis][value], answer
 
-    def _limits(self, summary: Summary) -> list[int]:
+    def _limits(self, summary: RunSummary) -> list[int]:
         found = []
         for axis, answers in summary.answers.items():
             this = self._axes.index(axis)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
     BESIDE,
-    Answer,
-    Summary,
+    RunSummary,
+    ValueSummary,
     by_device,
     counts_in_words,
     evidence_lines,
@@ -61,7 +61,7 @@ def markdown_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def _device(summaries: Sequence[Summary], heading: str) -> Iterator[str]:
+def _device(summaries: Sequence[RunSummary], heading: str) -> Iterator[str]:
     head = ("backend", "from", "ran with", "date", "cells")
     rows = [
         (
@@ -87,7 +87,7 @@ def _device(summaries: Sequence[Summary], heading: str) -> Iterator[str]:
     yield from _bullets(f"{heading} Not run", evidence_lines(summaries, Status.NOT_RUN))
 
 
-def _answer_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+def _answer_rows(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     return [
         (
             markdown_text(value_in_words(axis, value)),
@@ -98,7 +98,7 @@ def _answer_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
     ]
 
 
-def _value_rows(summaries: Sequence[Summary]) -> list[tuple[str, ...]]:
+def _value_rows(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
     rows = []
     for axis, name in AXIS_NAMES.items():
         if axis in BESIDE:
@@ -118,7 +118,7 @@ def _bullets(heading: str, lines: Sequence[str]) -> Iterator[str]:
         yield "".join(f"- {markdown_text(line)}\n" for line in lines)
 
 
-def _answer(answer: Answer | None) -> str:
+def _answer(answer: ValueSummary | None) -> str:
     if answer is None:
         return "not asked"
     star = "\\*" if answer.is_starred else ""

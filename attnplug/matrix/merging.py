@@ -50,7 +50,7 @@ def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     same = [run for run in ordered if _subject(run) == _subject(best)]
     for run in ordered:
         if run not in same and (_has_evidence(run) or not _has_evidence(best)):
-            tell(f"{_named(run)} is left out for {_named(best)}{_difference(run, best)}")
+            tell(f"{_name(run)} is left out for {_name(best)}{_difference(run, best)}")
     commits = [run.commit[:12] if run.commit else "no commit" for run in same if _has_evidence(run)]
     if len(set(commits)) > 1:
         tell(f"{best.backend} on {best.device}: cells of {', '.join(dict.fromkeys(commits))} are joined")
@@ -95,7 +95,7 @@ def _date(run: Run) -> dt.datetime:
     return dt.datetime.fromisoformat(run.date)
 
 
-def _named(run: Run) -> str:
+def _name(run: Run) -> str:
     return f"{run.backend} on {run.device} of {run.date}"
 
 
@@ -114,7 +114,7 @@ def _difference(run: Run, best: Run) -> str:
 _CLAIMED = {Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN}
 
 
-class Kind(enum.StrEnum):
+class ChangeKind(enum.StrEnum):
     """The kind of a change; the gravest comes first."""
 
     REFUTED = "now refuted"
@@ -139,11 +139,11 @@ class Kind(enum.StrEnum):
     @property
     def is_loss(self) -> bool:
         """Whether users lose something that they could rely on."""
-        return self in (Kind.REFUTED, Kind.WITHDRAWN, Kind.VANISHED)
+        return self in (ChangeKind.REFUTED, ChangeKind.WITHDRAWN, ChangeKind.VANISHED)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Change:
+class CellChange:
     """A cell, by its id, that changed.
 
     The status before, `old`, is None for a new cell; that now, `new`, is None for a cell that is gone. `why` has
@@ -153,7 +153,7 @@ class Change:
     backend: str
     device: str
     cell: str
-    kind: Kind
+    kind: ChangeKind
     old: Status | None
     new: Status | None
     why: tuple[str, ...] = ()
@@ -164,7 +164,7 @@ class Change:
         return said + before + (f": {'; '.join(self.why)}" if self.why else "")
 
 
-def changes(old: Matrix, new: Matrix) -> list[Change]:
+def changes(old: Matrix, new: Matrix) -> list[CellChange]:
     """All cells that changed: the gravest changes first, then in the order of the matrices."""
     before = {run.key: run for run in old.runs}
     after = {run.key: run for run in new.runs}
@@ -173,39 +173,43 @@ def changes(old: Matrix, new: Matrix) -> list[Change]:
         for key in dict.fromkeys([*before, *after])
         for change in _of_run(key, before.get(key), after.get(key))
     ]
-    order = list(Kind)
+    order = list(ChangeKind)
     return sorted(found, key=lambda change: order.index(change.kind))
 
 
-def _of_run(key: tuple[str, str], old: Run | None, new: Run | None) -> Iterator[Change]:
+def _of_run(key: tuple[str, str], old: Run | None, new: Run | None) -> Iterator[CellChange]:
     before, after = ({each.cell.id: each for each in (run.findings if run else ())} for run in (old, new))
     for cell in dict.fromkeys([*before, *after]):
         was, now = before.get(cell), after.get(cell)
         kind = _kind(was, now)
         if kind is not None:
             then, today = (None if each is None else each.status for each in (was, now))
-            yield Change(*key, cell, kind, then, today, now.why if now else ())
+            yield CellChange(*key, cell, kind, then, today, now.why if now else ())
 
 
-def _kind(was: Finding | None, now: Finding | None) -> Kind | None:
+def _kind(was: Finding | None, now: Finding | None) -> ChangeKind | None:
     if was is None or now is None:
         if now is not None:
-            return Kind.REFUTED if now.status is Status.REFUTED else Kind.ADDED
-        return Kind.VANISHED if was is not None and was.status in _CLAIMED else Kind.DROPPED
+            return ChangeKind.REFUTED if now.status is Status.REFUTED else ChangeKind.ADDED
+        return ChangeKind.VANISHED if was is not None and was.status in _CLAIMED else ChangeKind.DROPPED
     if was.status is now.status:
-        return Kind.REASONS if was.why != now.why and now.status in (Status.REFUSED, Status.REFUTED) else None
+        return (
+            ChangeKind.REASONS
+            if was.why != now.why and now.status in (Status.REFUSED, Status.REFUTED)
+            else None
+        )
     if now.status is Status.REFUTED:
-        return Kind.REFUTED
+        return ChangeKind.REFUTED
     if now.status in _CLAIMED:
         return _still_claimed(was.status, now.status)
     if was.status in _CLAIMED:
-        return Kind.WITHDRAWN
+        return ChangeKind.WITHDRAWN
     return None  # refused in both, and run in only one
 
 
-def _still_claimed(was: Status, now: Status) -> Kind | None:
+def _still_claimed(was: Status, now: Status) -> ChangeKind | None:
     if was not in _CLAIMED:
-        return Kind.CLAIMED
+        return ChangeKind.CLAIMED
     if now is Status.VERIFIED:
-        return Kind.VERIFIED
-    return Kind.UNKNOWN if was in (Status.VERIFIED, Status.REFUTED) else None
+        return ChangeKind.VERIFIED
+    return ChangeKind.UNKNOWN if was in (Status.VERIFIED, Status.REFUTED) else None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import gpu_models
 from attnplug.matrix.example_models import ExampleModel, example_models
-from attnplug.matrix.which_backend import GPU, KV_CHOICES, Answer, Kind, answers_for
+from attnplug.matrix.which_backend import GPU, KV_CHOICES, BackendAnswer, LayerGroup, answers_for
 from attnplug.matrix.words import letters
 from attnplug.registry.devices import resolve_device
 
@@ -37,7 +37,7 @@ def model_data(registry: Registry) -> dict[str, Any]:
     """
     gpus = _gpus()
     devices = list(dict.fromkeys(gpu["device"] for gpu in gpus))
-    numbers = _Numbers()
+    numbers = _TextNumbers()
     answers = [
         [
             [numbers.text(model, answer, choice) for choice, answer in by_choice.items()]
@@ -63,7 +63,7 @@ def model_data(registry: Registry) -> dict[str, Any]:
     }
 
 
-class _Numbers:
+class _TextNumbers:
     """Numbers texts, tables and reasons in order of first use, equal ones once."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Numbers:
         """The backends that serve layers, those that serve most first."""
         return [name for name, _ in self._served.most_common()]
 
-    def text(self, model: ExampleModel, answer: Answer, choice: str) -> int:
+    def text(self, model: ExampleModel, answer: BackendAnswer, choice: str) -> int:
         """The number of the text of an answer."""
         outcome = answer.outcome
         self._served.update(name for kind in outcome.kinds for name in kind.backends)
@@ -93,7 +93,7 @@ class _Numbers:
         }
         return self.texts.setdefault(json.dumps(data), len(self.texts))
 
-    def _kind(self, kind: Kind) -> dict[str, Any]:
+    def _kind(self, kind: LayerGroup) -> dict[str, Any]:
         return {
             "words": kind.words,
             "backends": list(kind.joint.members.values()) if kind.joint else [],

@@ -104,11 +104,11 @@ def run_to_dict(run: Run) -> dict[str, Any]:
     ]
     more: dict[str, Any] = {}
     if run.axes is not None:
-        more = {"axes": {axis: list(run.axes[axis]) for axis in AXIS_NAMES}, "sampled": _sampled(run)}
+        more = {"axes": {axis: list(run.axes[axis]) for axis in AXIS_NAMES}, "sampled": _write_samples(run)}
     return {**about, "versions": dict(run.versions), **more, "cells": cells}
 
 
-def _sampled(run: Run) -> dict[str, Any] | None:
+def _write_samples(run: Run) -> dict[str, Any] | None:
     """What was run of all combinations of served values; None if nothing was, or all of them.
 
     `of` is their number; `lacking` names an axis of which values were not run.

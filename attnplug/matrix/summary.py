@@ -88,7 +88,7 @@ class Restriction:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class ValueSummary:
     """The cells with one value, summed up.
 
     Args:
@@ -146,7 +146,7 @@ class Answer:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Summary:
+class RunSummary:
     """A run, summed up.
 
     Args:
@@ -156,8 +156,8 @@ class Summary:
     """
 
     run: Run
-    total: Answer
-    answers: Mapping[str, Mapping[Value, Answer]]
+    total: ValueSummary
+    answers: Mapping[str, Mapping[Value, ValueSummary]]
 
 
 def by_device(matrix: Matrix) -> dict[str, list[Run]]:
@@ -168,7 +168,7 @@ def by_device(matrix: Matrix) -> dict[str, list[Run]]:
     return found
 
 
-def summarise(run: Run) -> Summary:
+def summarise(run: Run) -> RunSummary:
     """Sum up a run by every value of every axis."""
     rows = [(_values(finding.cell), finding) for finding in run.findings]
     groups: dict[tuple[int, Value], list[Finding]] = collections.defaultdict(list)
@@ -178,7 +178,7 @@ def summarise(run: Run) -> Summary:
     extent = Extent(run)
     limits = _limits(rows)
     restrictions = _restrictions(rows)
-    answers: dict[str, dict[Value, Answer]] = {}
+    answers: dict[str, dict[Value, ValueSummary]] = {}
     for index, axis in enumerate(_AXES):
         values_of_axis = in_order(axis, (value for position, value in groups if position == index))
         answers[axis] = {
@@ -189,12 +189,12 @@ def summarise(run: Run) -> Summary:
             )
             for value in values_of_axis
         }
-    return Summary(run, _answer(run.findings, extent), answers)
+    return RunSummary(run, _answer(run.findings, extent), answers)
 
 
 def _answer(
     findings: Sequence[Finding], extent: Extent, axis: str | None = None, value: Value = None
-) -> Answer:
+) -> ValueSummary:
     counts = collections.Counter(finding.status for finding in findings)
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
@@ -205,8 +205,8 @@ def _answer(
     else:
         why = ()
     if status is Status.VERIFIED and not extent.is_whole(findings, axis, value):
-        return Answer(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
-    return Answer(status, dict(counts), why)
+        return ValueSummary(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
+    return ValueSummary(status, dict(counts), why)
 
 
 def _common(whys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -267,18 +267,18 @@ def _restrictions(
     return found
 
 
-def values_of(summaries: Iterable[Summary], axis: str) -> list[Value]:
+def values_of(summaries: Iterable[RunSummary], axis: str) -> list[Value]:
     """The values of an axis that any run has, in reading order."""
     return in_order(axis, (value for summary in summaries for value in summary.answers[axis]))
 
 
-def counts_in_words(answer: Answer) -> str:
+def counts_in_words(answer: ValueSummary) -> str:
     """The number of cells with each status: "1,204 verified, 72 refused"."""
     counts = [(answer.counts.get(status, 0), status) for status in MEANINGS]
     return ", ".join(f"{count:,} {status}" for count, status in counts if count) or "none"
 
 
-def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status, str]:
+def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[Status, str]:
     """The values of an axis by status, as a list; a star marks each value with limits.
 
     A fraction of the cells is shorter than what a sample lacks. None, of cells without pages, is left out: the
@@ -300,12 +300,12 @@ def values_by_status(axis: str, answers: Mapping[Value, Answer]) -> dict[Status,
     return lists
 
 
-def serving(summaries: Iterable[Summary]) -> list[Summary]:
+def serving(summaries: Iterable[RunSummary]) -> list[RunSummary]:
     """The summaries with a cell that is not refused."""
     return [summary for summary in summaries if summary.total.status is not Status.REFUSED]
 
 
-def refusal_lines(summaries: Iterable[Summary]) -> list[str]:
+def refusal_lines(summaries: Iterable[RunSummary]) -> list[str]:
     """A line for each backend that serves nothing on its device, with the reasons."""
     return [
         f"{summary.run.backend}: {'; '.join(summary.total.why)}"
@@ -314,7 +314,7 @@ def refusal_lines(summaries: Iterable[Summary]) -> list[str]:
     ]
 
 
-def evidence_lines(summaries: Iterable[Summary], status: Status) -> list[str]:
+def evidence_lines(summaries: Iterable[RunSummary], status: Status) -> list[str]:
     """The evidence of the cells with a status: one line for all cells of a backend with the same evidence."""
     said: dict[tuple[str, str], list[str]] = {}
     for summary in summaries:

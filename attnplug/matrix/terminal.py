@@ -11,8 +11,8 @@ from attnplug._system.terminal_tables import WrappedTable
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.summary import (
     BESIDE,
-    Answer,
-    Summary,
+    RunSummary,
+    ValueSummary,
     by_device,
     counts_in_words,
     evidence_lines,
@@ -73,7 +73,7 @@ class _Page:
         shown = text if isinstance(text, Text) else Text(one_line(text), style=style)
         self._console.print(shown, soft_wrap=not self._console.is_terminal)
 
-    def device(self, name: str, summaries: Sequence[Summary]) -> None:
+    def device(self, name: str, summaries: Sequence[RunSummary]) -> None:
         self.line(name, style="bold")
         self.line()
         self._runs(summaries)
@@ -94,7 +94,7 @@ class _Page:
                 "*: not with everything else that is served; --html and --json have each cell"
             )
 
-    def _runs(self, summaries: Sequence[Summary]) -> None:
+    def _runs(self, summaries: Sequence[RunSummary]) -> None:
         table = WrappedTable(("backend", "from", "date", "cells"))
         for summary in summaries:
             run = summary.run
@@ -107,7 +107,7 @@ class _Page:
             self.line(f"serves nothing there: {line}")
         self.line()
 
-    def _answers(self, summaries: Sequence[Summary]) -> None:
+    def _answers(self, summaries: Sequence[RunSummary]) -> None:
         table = WrappedTable(("", *(one_line(summary.run.backend) for summary in summaries)))
         for axis in BESIDE:
             for value in values_of(summaries, axis):
@@ -118,10 +118,10 @@ class _Page:
         self._console.print(table)
         self.line()
 
-    def _fitting(self, summaries: Sequence[Summary]) -> Iterator[list[Summary]]:
+    def _fitting(self, summaries: Sequence[RunSummary]) -> Iterator[list[RunSummary]]:
         """The backends in groups that fit into one table."""
         labels = [value_in_words(axis, value) for axis in BESIDE for value in values_of(summaries, axis)]
-        beside: list[Summary] = []
+        beside: list[RunSummary] = []
         width = first = max(map(len, labels), default=0)
         for summary in summaries:
             answers = [answer for axis in BESIDE for answer in summary.answers[axis].values()]
@@ -134,7 +134,7 @@ class _Page:
         if beside:
             yield beside
 
-    def _values(self, summaries: Sequence[Summary]) -> None:
+    def _values(self, summaries: Sequence[RunSummary]) -> None:
         listed = [axis for axis in AXIS_NAMES if axis not in BESIDE]
         if len(summaries) == 1:
             table = WrappedTable(("", "", ""))
@@ -150,7 +150,9 @@ class _Page:
             self._console.print(table)
             self.line()
 
-    def _list(self, table: WrappedTable, label: str, axis: str, answers: Mapping[Value, Answer]) -> None:
+    def _list(
+        self, table: WrappedTable, label: str, axis: str, answers: Mapping[Value, ValueSummary]
+    ) -> None:
         self._limited |= any(answer.limits for answer in answers.values())
         for status, words in values_by_status(axis, answers).items():
             table.add_row(Text(label), self._status(status), Text(words))
@@ -163,7 +165,7 @@ class _Page:
                 self.line(line)
             self.line()
 
-    def _answer(self, answer: Answer | None) -> Text:
+    def _answer(self, answer: ValueSummary | None) -> Text:
         if answer is None:
             return Text("not asked", style="dim")
         self._limited |= answer.is_starred

@@ -12,7 +12,7 @@ from attnplug.matrix.axes import spec_of
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.testing.design.sizes import compile_key, most_adding
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
-from attnplug.testing.isolation.results import Observer, Outcome, Result, SavedResults
+from attnplug.testing.isolation.results import CheckObserver, CheckOutcome, Result, SavedResults
 from attnplug.testing.isolation.run import Limits, run_checks
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class Verification:
         self._request = SuiteRequest(name, asked, checks_of=checks_of)
         self._listing: Listing | None = None
         self._saved: SavedResults | None = None
-        self._observer: Observer | None = None
+        self._observer: CheckObserver | None = None
         self.results: dict[str, Result] = {}
         """The results so far by cell, with those of an earlier run."""
         self._why_not: dict[str, str] = {}
         self._findings = {each.cell.id: each for each in declared.findings}
         self.compile_keys = 0
         """The number of compile keys of the cells to run."""
-        self.ids = self._chosen(extent or RunScope())
+        self.ids = self._choose(extent or RunScope())
         """The cells to run, those of one compile key together, the largest such group first."""
 
     def prepare(self, *, resume: bool = False) -> str | None:
@@ -106,7 +106,7 @@ class Verification:
         """The cells without a result."""
         return [each for each in self.ids if each not in self.results]
 
-    def run(self, limits: Limits, observer: Observer) -> str | None:
+    def run(self, limits: Limits, observer: CheckObserver) -> str | None:
         """Run the rest of the cells and tell `observer` of each.
 
         Returns:
@@ -133,7 +133,7 @@ class Verification:
     def finished(self, result: Result) -> None:
         """A cell ended; if it ends twice, the failure counts."""
         # A teardown may fail after the call passed, and that failure must not be lost.
-        if result.id in self.results and result.outcome is not Outcome.FAILED:
+        if result.id in self.results and result.outcome is not CheckOutcome.FAILED:
             return
         self.results[result.id] = result
         if self._saved is not None:
@@ -143,7 +143,7 @@ class Verification:
 
     def status_of(self, result: Result) -> Status:
         """The status that a result gives its cell."""
-        return _updated(self._findings[result.id], result).status
+        return _update(self._findings[result.id], result).status
 
     def outcome(self) -> Run:
         """The findings so far; cells without a result are not run, because of the interrupt."""
@@ -158,12 +158,12 @@ class Verification:
     def _finding(self, declared: Finding) -> Finding:
         result = self.results.get(declared.cell.id)
         if result is not None:
-            return _updated(declared, result)
+            return _update(declared, result)
         if declared.status is not Status.DECLARED:
             return declared
         return Finding(declared.cell, Status.NOT_RUN, (self._why_not.get(declared.cell.id, INTERRUPTED),))
 
-    def _chosen(self, extent: RunScope) -> list[str]:
+    def _choose(self, extent: RunScope) -> list[str]:
         statuses = {Status.DECLARED, Status.REFUSED} if extent.unclaimed else {Status.DECLARED}
         claimed = {each.cell for each in self._declared.findings if each.status is Status.DECLARED}
         groups: dict[Hashable | None, list[Cell]] = {}
@@ -184,9 +184,9 @@ class Verification:
         self._why_not.update(dict.fromkeys(ids, why))
 
 
-def _updated(declared: Finding, result: Result) -> Finding:
+def _update(declared: Finding, result: Result) -> Finding:
     """The declaration, updated by a result."""
-    passed = result.outcome is Outcome.PASSED
+    passed = result.outcome is CheckOutcome.PASSED
     # A refused cell made no claim, so its failure refutes nothing.
     if declared.status is Status.REFUSED:
         return dataclasses.replace(declared, status=Status.UNCLAIMED) if passed else declared
@@ -195,5 +195,5 @@ def _updated(declared: Finding, result: Result) -> Finding:
     # The first line names the mistake; the others help an author of the backend.
     why = result.cause.partition("\n")[0] or "it failed and did not say why"
     # Lack of time or memory, or a missing library, says nothing about the numbers.
-    no_verdict = result.outcome is Outcome.SKIPPED or _NO_VERDICT.match(why)
+    no_verdict = result.outcome is CheckOutcome.SKIPPED or _NO_VERDICT.match(why)
     return Finding(declared.cell, Status.NOT_RUN if no_verdict else Status.REFUTED, (why,))

@@ -33,7 +33,7 @@ _ASKED: SelectKwargs = {"assume_installed": "all"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Kind:
+class LayerGroup:
     """The layers of a model with one spec, and the selector's decisions for them.
 
     Args:
@@ -76,7 +76,7 @@ class Kind:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class ModelDecision:
     """The selector's answer for a model on a device with a KV dtype.
 
     Args:
@@ -87,7 +87,7 @@ class Outcome:
     """
 
     kv_cache_dtype: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LayerGroup, ...]
     bytes_per_token: int | None
     notes: tuple[str, ...]
 
@@ -98,7 +98,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Answer:
+class BackendAnswer:
     """The answer to "which backend for this model?".
 
     Args:
@@ -107,10 +107,10 @@ class Answer:
     """
 
     sentence: str
-    outcome: Outcome
+    outcome: ModelDecision
 
 
-def answers_for(registry: Registry, model: ExampleModel, device: Device) -> dict[str, Answer]:
+def answers_for(registry: Registry, model: ExampleModel, device: Device) -> dict[str, BackendAnswer]:
     """The answer for each of `KV_CHOICES`. Every library that a backend requires counts as installed.
 
     Raises:
@@ -121,7 +121,7 @@ def answers_for(registry: Registry, model: ExampleModel, device: Device) -> dict
     return {choice: _answer(model, choice, outcomes, on_gpu) for choice in KV_CHOICES}
 
 
-def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_dtype: str) -> Outcome:
+def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_dtype: str) -> ModelDecision:
     specs = model.with_kv_cache_dtype(kv_cache_dtype)
     by_phase: Mapping[str, Mapping[Phase, Decision]] = {}
     # As `attnplug select`: latent attention is always decided phase by phase.
@@ -136,7 +136,7 @@ def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_d
     for name, spec in specs.items():
         layers.setdefault(spec, []).append(name)
     kinds = tuple(
-        Kind(
+        LayerGroup(
             words_of(spec),
             spec.kinds[0],
             tuple(names),
@@ -147,7 +147,7 @@ def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_d
     )
     caches = planned_caches(decisions).values() if all(decisions.values()) else None
     size = None if caches is None else sum(each.page_size_bytes // each.block_size for each in caches)
-    return Outcome(kv_cache_dtype, kinds, size, notes)
+    return ModelDecision(kv_cache_dtype, kinds, size, notes)
 
 
 @functools.cache
@@ -162,7 +162,9 @@ def words_of(spec: LayerSpec) -> str:
     return ", ".join(words if asked & masks or spec.mla else ["full", *words])
 
 
-def _answer(model: ExampleModel, choice: str, outcomes: Mapping[str, Outcome], on_gpu: bool) -> Answer:
+def _answer(
+    model: ExampleModel, choice: str, outcomes: Mapping[str, ModelDecision], on_gpu: bool
+) -> BackendAnswer:
     meant = [outcomes[name] for name in KV_CHOICES[choice]]
     best = next((outcome for outcome in meant if outcome.is_served), meant[0])
     head = f"On {GPU}{_cache(model, choice)}, "
@@ -170,7 +172,7 @@ def _answer(model: ExampleModel, choice: str, outcomes: Mapping[str, Outcome], o
         text = f"{head}{model.name} {_runs_on(best)}"
         if len(meant) > 1 and _is_stored(model):
             text += f" with {_short(best)}{_beside(best, meant, on_gpu)}"
-        return Answer(f"{text}.", best)
+        return BackendAnswer(f"{text}.", best)
     others = [outcome for name, outcome in outcomes.items() if outcome.is_served and name != choice]
     lacking = [kind for kind in best.kinds if not kind.joint]
     if lacking:
@@ -180,7 +182,7 @@ def _answer(model: ExampleModel, choice: str, outcomes: Mapping[str, Outcome], o
         text = f"{head}only the reference {best.kinds[0].reference} serves {model.name}"
     else:
         text = f"{head}{model.name} {_runs_on(best)}"
-    return Answer(f"{text}{_what_helps(model, best, others)}.", best)
+    return BackendAnswer(f"{text}{_what_helps(model, best, others)}.", best)
 
 
 def _cache(model: ExampleModel, choice: str) -> str:
@@ -196,35 +198,35 @@ def _is_stored(model: ExampleModel) -> bool:
     return not all(spec.direct_kv for spec in model.layers.values())
 
 
-def _short(outcome: Outcome) -> str:
+def _short(outcome: ModelDecision) -> str:
     return kv_format(outcome.kv_cache_dtype).short_name
 
 
-def _runs_on(outcome: Outcome) -> str:
+def _runs_on(outcome: ModelDecision) -> str:
     """Such as "runs on TRITON", or "runs on TRITON (24 sliding layers) and FLASH_ATTN_3 (24 full layers)"."""
-    groups: dict[tuple[str, ...], list[Kind]] = {}
+    groups: dict[tuple[str, ...], list[LayerGroup]] = {}
     for kind in outcome.kinds:
         groups.setdefault(kind.backends, []).append(kind)
     if len(groups) > 1:
         parts = [f"{_names(kinds[0])} ({_count(kinds)})" for kinds in groups.values()]
-        return f"runs on {_joined(parts)}"
+        return f"runs on {_join(parts)}"
     return f"runs on {_names(outcome.kinds[0])}"
 
 
-def _names(kind: Kind) -> str:
+def _names(kind: LayerGroup) -> str:
     names = [f"the reference {name}" if name == kind.reference else name for name in kind.backends]
     return " in prefill and ".join(names) + (" in decode" if len(names) > 1 else "") or "no backend"
 
 
-def _count(kinds: Sequence[Kind]) -> str:
-    return _joined([f"{len(kind.layers)} {kind.name}" for kind in kinds]) + " layers"
+def _count(kinds: Sequence[LayerGroup]) -> str:
+    return _join([f"{len(kind.layers)} {kind.name}" for kind in kinds]) + " layers"
 
 
-def _joined(parts: Sequence[str]) -> str:
+def _join(parts: Sequence[str]) -> str:
     return ", ".join(parts[:-1]) + f" and {parts[-1]}" if len(parts) > 1 else parts[0]
 
 
-def _beside(best: Outcome, meant: Sequence[Outcome], on_gpu: bool) -> str:
+def _beside(best: ModelDecision, meant: Sequence[ModelDecision], on_gpu: bool) -> str:
     """What becomes of the other storage types that the choice means."""
     for other in meant:
         if other is best:
@@ -236,7 +238,7 @@ def _beside(best: Outcome, meant: Sequence[Outcome], on_gpu: bool) -> str:
     return ""
 
 
-def _what_helps(model: ExampleModel, found: Outcome, others: Sequence[Outcome]) -> str:
+def _what_helps(model: ExampleModel, found: ModelDecision, others: Sequence[ModelDecision]) -> str:
     """The nearest KV dtype with which other backends serve the model, or the nearest refusal."""
     if others:
         # Another quantised type keeps the cache small, so it is offered before a cache of 16 bits.
@@ -251,7 +253,7 @@ def _what_helps(model: ExampleModel, found: Outcome, others: Sequence[Outcome]) 
         names = list(dict.fromkeys(helping))
         stored = _cache(model, "auto").removeprefix(" with ")
         dtype = other.kv_cache_dtype if other.kv_cache_dtype != "auto" else stored
-        text = f"; {_joined(names)} would serve {'it' if len(helping) == len(found.kinds) else 'them'} with {dtype}"
+        text = f"; {_join(names)} would serve {'it' if len(helping) == len(found.kinds) else 'them'} with {dtype}"
         return (
             f"{text}, and {'refuses' if len(names) == 1 else 'refuse'} {_short(found)}{_cause(found, other)}"
         )
@@ -259,7 +261,7 @@ def _what_helps(model: ExampleModel, found: Outcome, others: Sequence[Outcome]) 
     return f"; {near}" if near else ""
 
 
-def _cause(refused: Outcome, served: Outcome) -> str:
+def _cause(refused: ModelDecision, served: ModelDecision) -> str:
     """The reason of the backend that serves the other outcome against this one: ": fp8_e4m3 needs ..."."""
     for kind, other in zip(refused.kinds, served.kinds, strict=True):
         for name in () if kind.is_served else other.backends:
@@ -268,7 +270,7 @@ def _cause(refused: Outcome, served: Outcome) -> str:
     return ""
 
 
-def _nearest(found: Outcome) -> str:
+def _nearest(found: ModelDecision) -> str:
     """The refused backend with the fewest reasons, and its first reason."""
     for kind in found.kinds:
         if kind.is_served:

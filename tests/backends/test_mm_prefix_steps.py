@@ -11,7 +11,7 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, LayerSpec
 from attnplug.errors import BatchError
 from attnplug.testing import Batch, assert_close, assert_lse_close, direct_batch, paged_batch, tolerance
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.target import Target
 
 triton = pytest.importorskip("attnplug.backends.triton")
@@ -28,7 +28,7 @@ limits = pytest.mark.parametrize(
 )
 
 
-def run(backend: type[AttentionBackend], batch: Batch, speculative: int = 0) -> Answer:
+def run(backend: type[AttentionBackend], batch: Batch, speculative: int = 0) -> Output:
     harness = Harness.of(
         Target(backend, Device.parse(DEVICE)), batch, num_speculative_tokens=speculative, max_num_seqs=8
     )

@@ -17,7 +17,7 @@ from attnplug.cli.probe_run import Probe
 from attnplug.testing.isolation import listing
 from attnplug.testing.isolation import run as isolation_run
 from attnplug.testing.isolation.listing import Listing, SuiteRequest
-from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.results import CheckOutcome, Result
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPTURES = Path(__file__).with_name("captures")
@@ -68,9 +68,11 @@ def probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
 
 
 RESULTS = (
-    Result("correct/decode/d64", Outcome.PASSED, 0.2),
-    Result("correct/decode/d128", Outcome.FAILED, 3.4, "the output of row 3 differs by 0.25, more than 0.02"),
-    Result("options/known", Outcome.SKIPPED, 0.0, "the backend has no options"),
+    Result("correct/decode/d64", CheckOutcome.PASSED, 0.2),
+    Result(
+        "correct/decode/d128", CheckOutcome.FAILED, 3.4, "the output of row 3 differs by 0.25, more than 0.02"
+    ),
+    Result("options/known", CheckOutcome.SKIPPED, 0.0, "the backend has no options"),
 )
 
 

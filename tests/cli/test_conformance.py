@@ -15,7 +15,7 @@ from attnplug.cli.output import conformance_report
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run as run_module
 from attnplug.testing.isolation.listing import Listing, SuiteRequest, list_checks
-from attnplug.testing.isolation.results import Outcome, Result, SavedResults
+from attnplug.testing.isolation.results import CheckOutcome, Result, SavedResults
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def no_workers(monkeypatch):
     def run_checks(listing, ids, limits, observer, **rest):
         asked.append(list(ids))
         for check in ids:
-            observer.finished(Result(check, Outcome.PASSED))
+            observer.finished(Result(check, CheckOutcome.PASSED))
 
     monkeypatch.setattr(run_module, "run_checks", run_checks)
     return asked
@@ -138,7 +138,7 @@ def test_only_what_did_not_pass_runs_again(command, torch_checks, no_workers):
     ids = torch_checks.ids
     SavedResults(torch_checks).path.parent.mkdir(parents=True)
     for check, outcome in ((ids[0], "passed"), (ids[1], "failed"), (ids[2], "skipped"), (ids[3], "known")):
-        SavedResults(torch_checks).add(Result(check, Outcome(outcome)))
+        SavedResults(torch_checks).add(Result(check, CheckOutcome(outcome)))
     assert command("--resume").code == 0
     assert no_workers[-1] == [ids[1], *ids[3:]]
     assert command().code == 0
@@ -147,8 +147,8 @@ def test_only_what_did_not_pass_runs_again(command, torch_checks, no_workers):
 
 def test_nothing_left_to_run_starts_no_worker_and_still_writes_the_report(command, torch_checks, monkeypatch):
     SavedResults(torch_checks).path.parent.mkdir(parents=True)
-    SavedResults(torch_checks).add(Result(torch_checks.ids[0], Outcome.PASSED, 1.5))
-    SavedResults(torch_checks).add(Result(torch_checks.ids[1], Outcome.SKIPPED, 0.0, "nothing to try"))
+    SavedResults(torch_checks).add(Result(torch_checks.ids[0], CheckOutcome.PASSED, 1.5))
+    SavedResults(torch_checks).add(Result(torch_checks.ids[1], CheckOutcome.SKIPPED, 0.0, "nothing to try"))
     outcome = command(*first(torch_checks, 2), "--resume", "--junit", "report.xml")
     assert outcome.code == 0
     assert "1 check passed, 1 skipped in " in outcome.out
@@ -182,11 +182,13 @@ def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
 ):
     def run_checks(listing, ids, limits, observer, **rest):
         observer.started(ids[0])
-        observer.finished(Result(ids[0], Outcome.PASSED, 2.0))
+        observer.finished(Result(ids[0], CheckOutcome.PASSED, 2.0))
         observer.finished(
-            Result(ids[0], Outcome.FAILED, 2.0, "\n".join(map(str, range(1, 14))), "the whole\ntraceback")
+            Result(
+                ids[0], CheckOutcome.FAILED, 2.0, "\n".join(map(str, range(1, 14))), "the whole\ntraceback"
+            )
         )
-        observer.finished(Result(ids[1], Outcome.KNOWN, 0.0, "acme#12"))
+        observer.finished(Result(ids[1], CheckOutcome.KNOWN, 0.0, "acme#12"))
         return "all workers are gone"
 
     monkeypatch.setattr(run_module, "run_checks", run_checks)
@@ -207,7 +209,7 @@ def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
 def test_a_run_that_stops_is_no_success_even_where_nothing_failed(command, torch_checks, monkeypatch):
     monkeypatch.setattr(run_module, "run_checks", lambda *args, **rest: "pytest broke")
     SavedResults(torch_checks).path.parent.mkdir(parents=True)
-    SavedResults(torch_checks).add(Result(torch_checks.ids[0], Outcome.PASSED))
+    SavedResults(torch_checks).add(Result(torch_checks.ids[0], CheckOutcome.PASSED))
     assert command(*first(torch_checks, 1), "--resume", "--junit", "report.xml").code == 1
 
 

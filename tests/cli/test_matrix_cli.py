@@ -28,7 +28,7 @@ from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.registry.selection import refuted
 from attnplug.testing.isolation.listing import Listing, ListingFailure
-from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.results import CheckOutcome, Result
 
 FEW = ("--only", "plain/*/d128/*/auto/b16/NHD")
 """Few cells of TORCH; its three dtypes and three phases."""
@@ -71,7 +71,7 @@ class Workers:
                 os.kill(os.getpid(), ending)
             if isinstance(ending, type):
                 raise ending
-            observer.finished(ending or Result(each, Outcome.PASSED, 2.0))
+            observer.finished(ending or Result(each, CheckOutcome.PASSED, 2.0))
         return self.problem
 
 
@@ -92,7 +92,7 @@ def torch_cells() -> list[str]:
 
 
 def wrong(cell: str) -> Result:
-    return Result(cell, Outcome.FAILED, 0.2, WRONG)
+    return Result(cell, CheckOutcome.FAILED, 0.2, WRONG)
 
 
 def statuses(path) -> dict[str, str]:
@@ -436,7 +436,7 @@ def test_every_cell_is_shown_where_all_are_wanted(command, workers):
 
 def test_many_reasons_for_what_was_not_run_are_summed_up(command, workers):
     for number, cell in enumerate(torch_cells()[:5]):
-        workers.endings[cell] = Result(cell, Outcome.SKIPPED, 0.0, f"reason {number}")
+        workers.endings[cell] = Result(cell, CheckOutcome.SKIPPED, 0.0, f"reason {number}")
     assert "  ... and 2 other reasons" in command(*verifying()).out
 
 

@@ -21,7 +21,6 @@ from attnplug.core.reasons import REASON_CODES
 from attnplug.matrix.words import value_in_words
 from attnplug.testing.conformance import ConformanceError, conformance_checks
 from attnplug.testing.conformance.cases.designed_cases import designed_cases
-from attnplug.testing.conformance.cases.latent_cases import latent_cases
 from attnplug.testing.conformance.declared import refusals
 from attnplug.testing.conformance.numbers import correctness
 from attnplug.testing.conformance.target import Target
@@ -72,7 +71,7 @@ def test_a_row_has_a_refusal_case_in_the_kit(flag: Feature) -> None:
 def asked_by_the_cases() -> Feature:
     target = Target(TorchBackend, Device("cpu"))
     latent = dataclasses.replace(target, backend=TorchMLABackend)
-    cases = [*designed_cases(target), *latent_cases(latent)]
+    cases = [*designed_cases(target), *designed_cases(latent)]
     return Feature(
         functools.reduce(lambda asked, case: asked | case.spec.required_features(), cases, Feature(0))
     )

@@ -17,7 +17,7 @@ from workplace import readers_environment, run_python
 from attnplug.errors import AttnplugError
 from attnplug.matrix import Matrix, Run, Status
 from attnplug.matrix.design import declare
-from attnplug.matrix.merging import Kind, changes
+from attnplug.matrix.merging import ChangeKind, changes
 from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.registry import list_backends
 
@@ -61,7 +61,7 @@ def test_the_committed_cells_of_a_cpu_are_those_that_are_claimed_today() -> None
     assert [run.key for run in committed.runs] == [("TORCH", "cpu")]
     today = Matrix((declare(list_backends()["TORCH"], "cpu"),))
     # To be only declared is no change of the claim.
-    changed = [str(each) for each in changes(committed, today) if each.kind is not Kind.UNKNOWN]
+    changed = [str(each) for each in changes(committed, today) if each.kind is not ChangeKind.UNKNOWN]
     again = "attnplug matrix --verify --backend TORCH --device cpu --json benchmarks/results/matrix-cpu.json"
     assert changed == [], f"run {again} and python docs/matrix.py"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from synthetic_matrix import finding, run
 
-from attnplug.matrix.merging import Kind, changes
+from attnplug.matrix.merging import ChangeKind, changes
 from attnplug.matrix.model import Matrix, Status
 
 NOWHERE = None
-LOSSES = {Kind.REFUTED, Kind.WITHDRAWN, Kind.VANISHED}
+LOSSES = {ChangeKind.REFUTED, ChangeKind.WITHDRAWN, ChangeKind.VANISHED}
 
 
 def between(old, new) -> list:
@@ -24,28 +24,28 @@ def test_what_is_as_it_was_is_no_change(status):
 @pytest.mark.parametrize(
     ("old", "new", "kind"),
     [
-        (Status.VERIFIED, Status.REFUTED, Kind.REFUTED),
-        (Status.DECLARED, Status.REFUTED, Kind.REFUTED),
-        (Status.NOT_RUN, Status.REFUTED, Kind.REFUTED),
-        (Status.REFUSED, Status.REFUTED, Kind.REFUTED),
-        (NOWHERE, Status.REFUTED, Kind.REFUTED),
-        (Status.VERIFIED, Status.REFUSED, Kind.WITHDRAWN),
-        (Status.DECLARED, Status.REFUSED, Kind.WITHDRAWN),
-        (Status.NOT_RUN, Status.UNCLAIMED, Kind.WITHDRAWN),
-        (Status.REFUTED, Status.REFUSED, Kind.WITHDRAWN),
-        (Status.VERIFIED, NOWHERE, Kind.VANISHED),
-        (Status.DECLARED, NOWHERE, Kind.VANISHED),
-        (Status.VERIFIED, Status.NOT_RUN, Kind.UNKNOWN),
-        (Status.VERIFIED, Status.DECLARED, Kind.UNKNOWN),
-        (Status.REFUTED, Status.NOT_RUN, Kind.UNKNOWN),
-        (Status.REFUTED, Status.VERIFIED, Kind.VERIFIED),
-        (Status.NOT_RUN, Status.VERIFIED, Kind.VERIFIED),
-        (Status.REFUSED, Status.VERIFIED, Kind.CLAIMED),
-        (Status.UNCLAIMED, Status.DECLARED, Kind.CLAIMED),
-        (NOWHERE, Status.VERIFIED, Kind.ADDED),
-        (NOWHERE, Status.REFUSED, Kind.ADDED),
-        (Status.REFUSED, NOWHERE, Kind.DROPPED),
-        (Status.UNCLAIMED, NOWHERE, Kind.DROPPED),
+        (Status.VERIFIED, Status.REFUTED, ChangeKind.REFUTED),
+        (Status.DECLARED, Status.REFUTED, ChangeKind.REFUTED),
+        (Status.NOT_RUN, Status.REFUTED, ChangeKind.REFUTED),
+        (Status.REFUSED, Status.REFUTED, ChangeKind.REFUTED),
+        (NOWHERE, Status.REFUTED, ChangeKind.REFUTED),
+        (Status.VERIFIED, Status.REFUSED, ChangeKind.WITHDRAWN),
+        (Status.DECLARED, Status.REFUSED, ChangeKind.WITHDRAWN),
+        (Status.NOT_RUN, Status.UNCLAIMED, ChangeKind.WITHDRAWN),
+        (Status.REFUTED, Status.REFUSED, ChangeKind.WITHDRAWN),
+        (Status.VERIFIED, NOWHERE, ChangeKind.VANISHED),
+        (Status.DECLARED, NOWHERE, ChangeKind.VANISHED),
+        (Status.VERIFIED, Status.NOT_RUN, ChangeKind.UNKNOWN),
+        (Status.VERIFIED, Status.DECLARED, ChangeKind.UNKNOWN),
+        (Status.REFUTED, Status.NOT_RUN, ChangeKind.UNKNOWN),
+        (Status.REFUTED, Status.VERIFIED, ChangeKind.VERIFIED),
+        (Status.NOT_RUN, Status.VERIFIED, ChangeKind.VERIFIED),
+        (Status.REFUSED, Status.VERIFIED, ChangeKind.CLAIMED),
+        (Status.UNCLAIMED, Status.DECLARED, ChangeKind.CLAIMED),
+        (NOWHERE, Status.VERIFIED, ChangeKind.ADDED),
+        (NOWHERE, Status.REFUSED, ChangeKind.ADDED),
+        (Status.REFUSED, NOWHERE, ChangeKind.DROPPED),
+        (Status.UNCLAIMED, NOWHERE, ChangeKind.DROPPED),
     ],
 )
 def test_a_change_has_a_name_and_may_be_a_loss(old, new, kind):
@@ -81,8 +81,8 @@ def test_a_whole_run_that_is_missing_vanishes_cell_by_cell():
     )
     found = changes(old, Matrix((run(device="sm90"),)))
     assert [(each.kind, each.backend, each.device) for each in found] == [
-        (Kind.VANISHED, "TORCH", "cpu"),
-        (Kind.DROPPED, "TORCH", "cpu"),
+        (ChangeKind.VANISHED, "TORCH", "cpu"),
+        (ChangeKind.DROPPED, "TORCH", "cpu"),
     ]
     assert str(found[0]) == "TORCH on cpu: plain/prefill/d128/bfloat16/auto/b16/NHD vanished"
 
@@ -91,5 +91,5 @@ def test_the_gravest_changes_come_first_with_their_evidence():
     old = Matrix((run(finding(Status.REFUSED), finding(Status.VERIFIED, head_size=64)),))
     new = Matrix((run(finding(Status.DECLARED), finding(Status.REFUTED, "window off by one", head_size=64)),))
     found = changes(old, new)
-    assert [each.kind for each in found] == [Kind.REFUTED, Kind.CLAIMED]
+    assert [each.kind for each in found] == [ChangeKind.REFUTED, ChangeKind.CLAIMED]
     assert str(found[0]).endswith("/d64/bfloat16/auto/b16/NHD now refuted (was verified): window off by one")

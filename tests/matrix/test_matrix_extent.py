@@ -17,7 +17,7 @@ from attnplug.matrix.extent import Extent, served_values
 from attnplug.matrix.html import page_data
 from attnplug.matrix.merging import merge
 from attnplug.matrix.results import read_matrix, run_to_dict, write_matrix
-from attnplug.matrix.summary import Answer, summarise
+from attnplug.matrix.summary import ValueSummary, summarise
 
 SIZES, PHASES = (64, 80, 128), ("prefill", "decode")
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -36,7 +36,7 @@ def crossed(*left_out: tuple[int, str], status: Status = Status.VERIFIED) -> Run
     return run(*findings, axes=served_values(every.findings))
 
 
-def size_answer(found: Run, size: int) -> Answer:
+def size_answer(found: Run, size: int) -> ValueSummary:
     return summarise(found).answers["head_size"][size]
 
 

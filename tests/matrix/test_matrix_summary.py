@@ -9,7 +9,7 @@ from attnplug.backends.triton.backend import TritonBackend
 from attnplug.matrix import Finding, Matrix, Status
 from attnplug.matrix.design import declare
 from attnplug.matrix.summary import (
-    Answer,
+    ValueSummary,
     by_device,
     counts_in_words,
     evidence_lines,
@@ -21,7 +21,7 @@ from attnplug.matrix.summary import (
 )
 
 
-def answer_of(*statuses: Status) -> Answer:
+def answer_of(*statuses: Status) -> ValueSummary:
     findings = [
         Finding(cell(head_size=size), status, ("because",)) for size, status in enumerate(statuses, start=1)
     ]

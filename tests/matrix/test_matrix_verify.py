@@ -23,7 +23,7 @@ from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import compile_key
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest
-from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.results import CheckOutcome, Result
 from attnplug.testing.isolation.run import Limits
 
 CPU = Device("cpu")
@@ -114,7 +114,7 @@ def play(monkeypatch, tmp_path):
 
 
 def result(cause="", outcome=None, **values) -> Result:
-    ended = outcome or (Outcome.FAILED if cause else Outcome.PASSED)
+    ended = outcome or (CheckOutcome.FAILED if cause else CheckOutcome.PASSED)
     return Result(cell(**values).id, ended, 0.5, cause)
 
 
@@ -248,7 +248,7 @@ def test_beyond_the_limit_of_compilations_nothing_is_run(play):
         ),
         (result("the worker process crashed: SIGTERM"), Status.NOT_RUN),
         (result("attnplug.core.errors.BackendUnavailableError: nvcc is missing"), Status.NOT_RUN),
-        (result("the kit has no batches of it", Outcome.SKIPPED), Status.NOT_RUN),
+        (result("the kit has no batches of it", CheckOutcome.SKIPPED), Status.NOT_RUN),
     ],
 )
 def test_a_claim_is_verified_refuted_or_not_run(play, observer, ended, status):
@@ -261,7 +261,7 @@ def test_a_claim_is_verified_refuted_or_not_run(play, observer, ended, status):
 
 
 def test_a_failure_without_a_word_is_evidence_too(play, observer):
-    verification = play(run(finding(Status.DECLARED)), [result(outcome=Outcome.FAILED)])
+    verification = play(run(finding(Status.DECLARED)), [result(outcome=CheckOutcome.FAILED)])
     verification.prepare()
     verification.run(LIMITS, observer)
     assert found(verification) == [(Status.REFUTED, ("it failed and did not say why",))]

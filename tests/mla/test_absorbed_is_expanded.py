@@ -11,7 +11,7 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import LayerSpec, MLADims, QueryLens
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 
@@ -30,13 +30,13 @@ def layer(heads: int, rank: int, rope: int) -> LayerSpec:
     return LayerSpec(num_heads=heads, dtype="float32", needs_lse=True, **size)
 
 
-def answer(backend: type[TorchMLABackend], batch: Batch, **config: int) -> Answer:
-    found = Answer(*run_batch(backend, batch, **config))
+def answer(backend: type[TorchMLABackend], batch: Batch, **config: int) -> Output:
+    found = Output(*run_batch(backend, batch, **config))
     assert difference(batch, found) is None
     return found
 
 
-def expect_equal(one: Answer, other: Answer, spec: LayerSpec) -> None:
+def expect_equal(one: Output, other: Output, spec: LayerSpec) -> None:
     bound = tolerance(spec)
     assert_close(one.output, other.output, bound.output)
     assert one.lse is not None

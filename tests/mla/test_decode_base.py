@@ -29,7 +29,7 @@ from attnplug.mla import MLADecodeBuilder, MLADecodeImpl, packed_query
 from attnplug.registry import Registry
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.latent_cases import joint_weights
+from attnplug.testing.conformance.cases.cases import joint_weights
 
 DIMS = MLADims(q_lora_rank=None, kv_lora_rank=32, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
 SPEC = LayerSpec(num_heads=6, num_kv_heads=1, head_size=40, mla=DIMS, dtype="float32")

@@ -18,7 +18,7 @@ from attnplug.core import BuilderConfig, LayerSpec, MLADims, Phase, QueryLens, S
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default", "error:::attnplug")]
@@ -50,8 +50,8 @@ def expanding(backend: Any) -> Any:
     return type("Expanding", (backend,), {"query_lens": QueryLens.SINGLE, "decode_threshold": 1})
 
 
-def answer(backend: Any, batch: Batch, **config: Any) -> Answer:
-    found = Answer(*run_batch(backend, batch, **config))
+def answer(backend: Any, batch: Batch, **config: Any) -> Output:
+    found = Output(*run_batch(backend, batch, **config))
     assert difference(batch, found) is None
     return found
 
@@ -176,7 +176,7 @@ def test_a_replay_reads_the_lengths_of_its_step(
         builder.build(0, dataclasses.replace(own, seq_lens_host=step.common.seq_lens_host))
         graph.replay()
         expected = dataclasses.replace(step, tensors=batch.tensors)
-        assert difference(expected, Answer(output, None)) is None
+        assert difference(expected, Output(output, None)) is None
 
 
 @pytest.mark.parametrize("query_len", [1, 4, 100])
@@ -194,4 +194,4 @@ def test_a_step_waits_for_nothing(query_len: int) -> None:
         impl.forward(*run, builder.build(0, batch.common), output)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert difference(batch, Answer(output, None)) is None
+    assert difference(batch, Output(output, None)) is None

@@ -30,7 +30,7 @@ from attnplug.registry import Registry
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import assert_close, attention_oracle, paged_batch, run_batch
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.drawn_values import layer_tensors
 
@@ -48,7 +48,7 @@ def sparse(loop: Any) -> Any:
 
 
 def expect_right(backend: Any, batch: Batch) -> torch.Tensor:
-    found = Answer(*run_batch(backend, batch))
+    found = Output(*run_batch(backend, batch))
     assert difference(batch, found) is None
     return found.output[: batch.common.num_actual_tokens]
 
@@ -268,4 +268,4 @@ def test_captured_metadata_reads_the_lengths_tables_and_selections_of_later_step
         ours.selection.copy_from(theirs.selection)
         output = torch.full((6, 6, 10), torch.nan)
         impl.forward(None, batch.query, batch.key, None, batch.kv_cache, metadata, output)
-        assert difference(dataclasses.replace(batch, tensors=first.tensors), Answer(output, None)) is None
+        assert difference(dataclasses.replace(batch, tensors=first.tensors), Output(output, None)) is None

@@ -22,8 +22,7 @@ SUITE = ("-p", "attnplug.testing.plugin", "--pyargs", "attnplug.testing.suite")
 def suite(pytester, monkeypatch):
     """`suite("--attn-backend", "ACME")` runs the suite here, with a few checks and ACME registered."""
     monkeypatch.setattr(default, "_registry", None)
-    monkeypatch.setattr(listing, "GROUPS", (few_checks,))
-    monkeypatch.setattr(listing, "_OF_LATENTS", ())
+    monkeypatch.setattr(listing, "GROUPS", {few_checks: False})
     fussy = variant("FUSSY", requires=("acme-kernels>=2",))
     broken = variant("BROKEN", get_impl_cls=lambda cls: 1 / 0)
     abroad = variant("ABROAD", device_types=("hpu",))
@@ -71,7 +70,7 @@ def test_shards_together_are_all(suite):
 
 
 def test_what_is_written_to_standard_output_is_the_cause_of_a_failure(suite, monkeypatch):
-    monkeypatch.setattr(listing, "GROUPS", (noisy_checks,))
+    monkeypatch.setattr(listing, "GROUPS", {noisy_checks: False})
     result = suite("--attn-backend", "ACME", "-k", "noise", "--tb=line")
     result.assert_outcomes(passed=1, failed=2)
     result.stdout.fnmatch_lines(
@@ -90,7 +89,7 @@ def test_output_of_a_check_that_fails_is_shown_with_it(suite, monkeypatch):
 
         yield Check("one/only", run, "fails")
 
-    monkeypatch.setattr(listing, "GROUPS", (checks,))
+    monkeypatch.setattr(listing, "GROUPS", {checks: False})
     result = suite("--attn-backend", "ACME")
     result.stdout.fnmatch_lines(
         ["*ValueError: third", "*Captured stdout call*", "first", "*stderr*", "second"]
@@ -98,7 +97,7 @@ def test_output_of_a_check_that_fails_is_shown_with_it(suite, monkeypatch):
 
 
 def test_a_check_without_memory_says_so(suite, monkeypatch):
-    monkeypatch.setattr(listing, "GROUPS", (noisy_checks,))
+    monkeypatch.setattr(listing, "GROUPS", {noisy_checks: False})
     result = suite("--attn-backend", "ACME", "-k", "memory", "--tb=line")
     result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(

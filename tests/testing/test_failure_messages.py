@@ -15,7 +15,7 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import Batch, paged_batch
 from attnplug.testing.conformance.check import ConformanceError, error_context, naming_seconds, time_limit
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes import mistake_recognition
 from attnplug.testing.conformance.mistakes.deviation import Deviation, deviation, deviation_of
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
@@ -38,7 +38,7 @@ def wrong_with(change: Callable[[torch.Tensor, torch.Tensor], object], **fields:
     truth = batch.oracle()
     output, lse = truth.output.float(), truth.lse.float()
     change(output, lse)
-    found = deviation(batch, Answer(output, lse))
+    found = deviation(batch, Output(output, lse))
     assert found is not None
     return found
 
@@ -125,7 +125,7 @@ def test_an_overflow_of_exp_is_recognised_by_its_rows() -> None:
     output = truth.output.float()
     output[truth.lse.abs() > 88] = math.nan
     assert 0 < int(output.isnan().sum()) < output.numel()
-    wrong = deviation(batch, Answer(output, None))
+    wrong = deviation(batch, Output(output, None))
     assert wrong is not None
     assert any("beyond 88" in line for line in description(wrong))
 
@@ -135,7 +135,7 @@ def test_a_message_is_short_and_names_the_mistake_first() -> None:
     ((_, output, lse),) = mistaken_answers(batch, {"sinks ignored"})
     assert lse is not None
     with pytest.raises(ConformanceError) as caught:
-        expect_correct(batch, Answer(output.float(), lse.float()), "in step 2")
+        expect_correct(batch, Output(output.float(), lse.float()), "in step 2")
     first, *rest = str(caught.value).splitlines()
     assert first.startswith("in step 2: output[")
     assert first.endswith("these are the numbers of a known mistake: sinks ignored")
@@ -161,7 +161,7 @@ def test_naming_takes_a_share_of_the_time_that_is_left() -> None:
         assert naming_seconds() == 0
         batch = batch_of()
         with pytest.raises(ConformanceError, match="time was over after 0 of") as caught:
-            expect_correct(batch, Answer(batch.oracle().output.float() + 1, None), "late")
+            expect_correct(batch, Output(batch.oracle().output.float() + 1, None), "late")
     assert caught.value.named is None
 
 

@@ -12,9 +12,9 @@ from wrong_numbers import misread
 from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.latent import TorchMLAImpl
 from attnplug.core import Device, Feature, LayerSpec
-from attnplug.testing.conformance.cases.latent_cases import latent_cases
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.numbers.correctness import check_case, check_latent_case
+from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
@@ -56,7 +56,7 @@ def test_latent_attention_that_is_declared_and_read_plainly_is_caught() -> None:
         "get_impl_cls": classmethod(lambda cls: PlainScale),
     }
     target = Target(type("IGNORES", (TorchMLABackend,), parts), Device("cpu"))
-    for case in latent_cases(target)[:3]:
+    for case in designed_cases(target)[:3]:
         assert Feature.MLA in case.spec.required_features()
         with pytest.raises(ConformanceError, match="scale of the latent, not of the query"):
-            check_latent_case(target, case)
+            check_case(target, case)

@@ -29,7 +29,7 @@ from attnplug.testing.isolation.listing import (
     list_checks,
     versions,
 )
-from attnplug.testing.isolation.results import Outcome, Result, SavedResults
+from attnplug.testing.isolation.results import CheckOutcome, Result, SavedResults
 from attnplug.testing.isolation.worker import Worker
 
 LISTING = Listing(
@@ -44,7 +44,7 @@ LISTING = Listing(
     versions={"attnplug": "0.1.0", "torch": "2.13.0"},
     code="0123",
 )
-PASSED = Result("a/1", Outcome.PASSED, 0.5)
+PASSED = Result("a/1", CheckOutcome.PASSED, 0.5)
 STACK = """
 Thread 0x00007f01 (most recent call first):
   File "/lib/execnet/gateway_base.py", line 534 in read
@@ -66,15 +66,15 @@ def state(tmp_path):
 
 def test_the_last_result_of_a_check_counts(state):
     state.add(PASSED)
-    state.add(Result("a/1", Outcome.FAILED, 0.0, "crashed after it had passed"))
-    assert state.load() == {"a/1": Result("a/1", Outcome.FAILED, 0.0, "crashed after it had passed")}
+    state.add(Result("a/1", CheckOutcome.FAILED, 0.0, "crashed after it had passed"))
+    assert state.load() == {"a/1": Result("a/1", CheckOutcome.FAILED, 0.0, "crashed after it had passed")}
 
 
 def test_a_line_that_was_cut_off_is_passed_over_and_the_next_one_is_whole(state):
     state.add(PASSED)
     with state.path.open("a") as file:
         file.write('{"id": "a/2", "outc')
-    state.add(Result("a/3", Outcome.SKIPPED, 0.0, "why"))
+    state.add(Result("a/3", CheckOutcome.SKIPPED, 0.0, "why"))
     assert list(state.load()) == ["a/1", "a/3"]
 
 
@@ -92,7 +92,7 @@ def test_nothing_is_remembered_before_a_first_run(state):
 
 def test_what_needs_no_second_run(state):
     for check, outcome in (("a/1", "passed"), ("a/2", "failed"), ("a/3", "skipped"), ("a/4", "known")):
-        state.add(Result(check, Outcome(outcome)))
+        state.add(Result(check, CheckOutcome(outcome)))
     assert list(state.reusable({})) == ["a/1", "a/3"]
     assert list(state.reusable({"a/4": "why"})) == ["a/1", "a/3", "a/4"]
     assert list(state.reusable({"a/1": "it passed, and must now fail"})) == ["a/3"]
@@ -100,7 +100,7 @@ def test_what_needs_no_second_run(state):
 
 def test_a_new_run_forgets_only_what_it_runs(state):
     state.add(PASSED)
-    state.add(Result("a/2", Outcome.PASSED))
+    state.add(Result("a/2", CheckOutcome.PASSED))
     state.remove(["a/2"])
     assert list(state.load()) == ["a/1"]
     assert [path.name for path in state.path.parent.iterdir()] == [state.path.name]
@@ -314,7 +314,7 @@ def test_a_check_that_kills_its_worker_as_known_is_told_as_a_known_failure(contr
     report.node = NODE
     controller.pytest_handlecrashitem(report.nodeid, report)
     controller.pytest_runtest_logreport(report)
-    assert seen.results == [Result("a/2", Outcome.KNOWN, 0.0, "acme#12")]
+    assert seen.results == [Result("a/2", CheckOutcome.KNOWN, 0.0, "acme#12")]
 
 
 def test_each_report_becomes_a_result(controller, seen):

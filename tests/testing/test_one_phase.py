@@ -22,7 +22,7 @@ from attnplug.testing.conformance.cases.case_axes import LONG, SHAPES
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import CheckUntested
-from attnplug.testing.conformance.listing import GROUPS, listed
+from attnplug.testing.conformance.listing import GROUPS, list_group
 from attnplug.testing.conformance.numbers import correctness
 from attnplug.testing.conformance.target import Target, in_phase, of_phase
 
@@ -97,7 +97,7 @@ def test_every_feature_is_asked_in_the_phase(phase: Phase) -> None:
 def test_what_is_skipped_is_said_and_little(phase: Phase) -> None:
     target, counts = Target(ALONE[phase], Device("cpu")), Counter[str]()
     for group in GROUPS:
-        for check in [] if group is correctness.checks else listed(group, target):
+        for check in [] if group is correctness.checks else list_group(group, target):
             if check.id.startswith(("declaration/light", "refused/any", "refused/reasons")):
                 continue  # slow, and of no phase
             _, problem = guarded_call(check)

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug.testing.conformance.check import CheckSkipped, CheckUntested, SkipKind
 from attnplug.testing.isolation.controller import Controller
-from attnplug.testing.isolation.results import Outcome, Result
+from attnplug.testing.isolation.results import CheckOutcome, Result
 from attnplug.testing.plugin import pytest_report_teststatus
 from attnplug.testing.skips import skip_counts, untested_words
 
@@ -56,6 +56,6 @@ def test_a_run_in_workers_tells_untested_from_skipped() -> None:
     for each in (SKIPS[0], UNTESTED):
         controller.pytest_runtest_logreport(report(each.text))
     assert [(each.outcome, each.cause) for each in ended] == [
-        (Outcome.SKIPPED, SKIPS[0].text),
-        (Outcome.UNTESTED, str(UNTESTED)),
+        (CheckOutcome.SKIPPED, SKIPS[0].text),
+        (CheckOutcome.UNTESTED, str(UNTESTED)),
     ]

@@ -12,17 +12,23 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import Device, Selection
 from attnplug.mla import selected
 from attnplug.ops.selection import table_of_tokens
-from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
+from attnplug.testing.conformance.cases.cases import Case
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.numbers.correctness import check_latent_case
+from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
 
 TARGET = Target(TorchMLABackend, Device("cpu"))
 RIGHT = table_of_tokens
 
 
-def cases() -> dict[str, LatentCase]:
-    return {case.shape: case for case in latent_cases(TARGET) if case.spec.sparse and case.spec.needs_lse}
+def cases() -> dict[str, Case]:
+    found = designed_cases(TARGET)
+    return {
+        case.shape: case
+        for case in found
+        if case.id.endswith("h4x1-d80-v64-float32-b16-NHD-token_topk_24-lse")
+    }
 
 
 def shifted(by: int) -> Callable[..., None]:
@@ -67,13 +73,13 @@ def last_keys(chosen: Selection, *given: Any) -> None:
     ],
     ids=["late", "early", "slots", "last"],
 )
-@pytest.mark.parametrize("shape", ["decode", "lengths", "context"])
+@pytest.mark.parametrize("shape", ["decode", "unequal", "context"])
 def test_a_wrong_table_is_named(
     fill: Callable[..., None], named: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = cases()[shape]
-    check_latent_case(TARGET, case)
+    check_case(TARGET, case)
     monkeypatch.setattr(selected, "table_of_tokens", fill)
     with pytest.raises(ConformanceError) as raised:
-        check_latent_case(TARGET, case)
+        check_case(TARGET, case)
     assert named in str(raised.value)

@@ -11,9 +11,9 @@ from wrong_latents import WRONG_LATENTS
 
 from attnplug.core import Device
 from attnplug.testing.conformance.builders import builders
-from attnplug.testing.conformance.cases.latent_cases import latent_cases
+from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.numbers.correctness import check_latent_case
+from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.serving import context_parallel
 from attnplug.testing.conformance.target import Target
 
@@ -23,8 +23,7 @@ def problems(wrong: Wrong) -> list[str]:
     listed = [*builders.checks(target), *context_parallel.checks(target)]
     runs = [(check.id, check.run) for check in listed]
     runs += [
-        (f"correct/{case.id}", functools.partial(check_latent_case, target, case))
-        for case in latent_cases(target)
+        (f"correct/{case.id}", functools.partial(check_case, target, case)) for case in designed_cases(target)
     ]
     for name, run in [each for each in runs if fnmatch.fnmatchcase(each[0], wrong.check)][:3]:
         try:

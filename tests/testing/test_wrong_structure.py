@@ -26,7 +26,7 @@ from attnplug.ops.output_quant import FP8_OUTPUTS
 from attnplug.testing.conformance.calls import inputs, outputs
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.declared import acceptance, attributes, pages, refusals
-from attnplug.testing.conformance.listing import GROUPS, listed
+from attnplug.testing.conformance.listing import GROUPS, list_group
 from attnplug.testing.conformance.numbers import cache_layouts, cache_reads, cache_writes, requests
 from attnplug.testing.conformance.process import lightness, lightness_child
 from attnplug.testing.conformance.target import Target
@@ -52,7 +52,7 @@ STRUCTURAL = (
 
 def those(start: str = "") -> Callable[[Target], Iterator[Check]]:
     def checks(target: Target) -> Iterator[Check]:
-        listed_checks = (check for group in STRUCTURAL for check in listed(group, target))
+        listed_checks = (check for group in STRUCTURAL for check in list_group(group, target))
         return (check for check in listed_checks if check.id.startswith(start))
 
     return checks

@@ -842,7 +842,7 @@ class EmptyRank(KernelImpl):
 
 
 @_mla(
-    "mla/correct/latent-decode-h4-d64+16-p32v24-float32-b16",
+    "mla/correct/decode-h4x1-d80-v64-float32-b16-NHD",
     "scale of the latent, not of the query before absorption",
 )
 class LatentScale(TorchMLAImpl):
@@ -856,7 +856,7 @@ class LatentScale(TorchMLAImpl):
         self.softmax_scale = kept
 
 
-@_mla("mla/correct/latent-ordered-h4-d64+16-p32v24-float32-fp8-b16", "only requests with decode")
+@_mla("mla/correct/halves-h4x1-d80-v64-float32-fp8-b16-NHD", "only requests with decode")
 class LatentOwnScale(TorchMLAImpl):
     """decode reads the layer's scale, not the one with the scale of stored latents."""
 
@@ -867,7 +867,7 @@ class LatentOwnScale(TorchMLAImpl):
         super().decode(q_nope, q_pe, kv_cache, metadata, output, output_lse)
 
 
-@_mla("mla/correct/latent-decode-h4-d64+16-p32v24-float32-b16-lse", "LSE in base 2")
+@_mla("mla/correct/decode-h4x1-d80-v64-float32-b16-NHD-lse", "LSE in base 2")
 class LatentLseBaseTwo(TorchMLAImpl):
     """The LSE of decodes is in base 2."""
 
@@ -879,7 +879,7 @@ class LatentLseBaseTwo(TorchMLAImpl):
             output_lse.mul_(math.log2(math.e))
 
 
-@_mla("mla/correct/latent-ordered-h4-d256+32-p32v24-float32-b16", "rotated part left out")
+@_mla("mla/correct/halves-h4x1-d288-v256-float32-b16-NHD", "rotated part left out")
 class LatentRopeOf64(TorchMLAImpl):
     """Rotated parts of more or fewer than 64 elements are ignored."""
 
@@ -891,7 +891,7 @@ class LatentRopeOf64(TorchMLAImpl):
         super().decode(q_nope, q_pe, kv_cache, metadata, output, output_lse)
 
 
-@_mla("mla/correct/latent-ordered-h20-d64+16-p32v24-float32-b16", "only requests with decode")
+@_mla("mla/correct/halves-h20x1-d80-v64-float32-b16-NHD", "only requests with decode")
 class LatentHeadsOf16(TorchMLAImpl):
     """Heads beyond a multiple of 16 share the last whole group's queries."""
 
@@ -945,7 +945,7 @@ class LatentDense(TorchMLAImpl):
         super().decode(q_nope, q_pe, dense, metadata, output, output_lse)
 
 
-@_mla("mla/correct/long-decode-h4x1-d64-v48-float32-b16-NHD", "only requests of more than 129 tokens")
+@_mla("mla/correct/long-decode-h4x1-d80-v64-float32-b16-NHD", "only requests of more than 129 tokens")
 class LatentTableOf64(TorchMLAImpl):
     """At most 64 blocks of a request are read."""
 
@@ -973,7 +973,7 @@ class LatentEmptyRows(TorchMLAImpl):
             output[rows] = kept[rows]
 
 
-@_mla("mla/correct/latent-ordered-h4-d64+16-p32v24-float32-fp8_e5m2-b16", "only the first request")
+@_mla("mla/correct/halves-h4x1-d80-v64-float32-fp8_e5m2-b16-NHD", "only the first request")
 class LatentFp8Query(TorchMLAImpl):
     """Absorbed queries over fp8 latents are rounded to fp8."""
 

@@ -174,25 +174,21 @@ def _wrong(name: str, check: str, says: str, impl: Any = None, builder: Any = No
     return Wrong(name, type(name, (_SERVING,), parts), check, says)
 
 
-_CHUNKED = "correct/latent-context-*rows*"
+_CHUNKED = "correct/context-*rows*"
 WRONG_LATENTS = [
-    _wrong(
-        "scale_of_latent", "correct/latent-decode-*", "scale of the latent, not of the query", ScaleOfLatent
-    ),
-    _wrong("own_scale", "correct/latent-ordered-*scale0.15*", "softmax scale ignored", OwnScale),
-    _wrong("base_two", "correct/latent-decode-*float32-b16-lse", "LSE in base 2", BaseTwo),
-    _wrong("base_two_on_ranks", "context_parallel/latents-2-*", "LSE in base 2", BaseTwo),
-    _wrong("zero_for_no_keys", "context_parallel/latents-3-*", "see nothing is 0, not -inf", ZeroForNoKeys),
-    _wrong("last_values", "correct/latent-decode-*", "values from the last elements", LastValues),
-    _wrong("rotated_first", "correct/latent-decode-*", "rotated part of the keys taken first", RotatedFirst),
-    _wrong("dense", "correct/latent-decode-*apart*", "", Dense),
+    _wrong("scale_of_latent", "correct/decode-*", "scale of the latent, not of the query", ScaleOfLatent),
+    _wrong("own_scale", "correct/halves-*scale0.15*", "softmax scale ignored", OwnScale),
+    _wrong("base_two", "correct/decode-*float32-b16-NHD-lse", "LSE in base 2", BaseTwo),
+    _wrong("base_two_on_ranks", "context_parallel/decode-2-*", "LSE in base 2", BaseTwo),
+    _wrong("zero_for_no_keys", "context_parallel/decode-3-*", "see nothing is 0, not -inf", ZeroForNoKeys),
+    _wrong("last_values", "correct/decode-*", "values from the last elements", LastValues),
+    _wrong("rotated_first", "correct/decode-*", "rotated part of the keys taken first", RotatedFirst),
+    _wrong("dense", "correct/decode-*apart*", "", Dense),
     _wrong("first_chunk_dropped", _CHUNKED, "chunk 1 of", FirstChunkDropped),
     _wrong("last_chunk_dropped", _CHUNKED, "of the computed tokens left out of a prefill", LastChunkDropped),
-    _wrong("chunk_of_half_dropped", "correct/latent-context-*-bfloat16-*rows*", "", ChunkOfHalfDropped),
-    _wrong("many_heads_of_fp8", "correct/latent-ordered-h64-*-fp8-*", "heads 32-63 of 64", ManyHeadsOfFp8),
-    _wrong("unmasked", "correct/latent-uniform-*", "causal mask ignored", Unmasked),
-    _wrong(
-        "unscaled_rotated", "correct/latent-decode-*fp8*", "k_scale left out for the rotated", UnscaledRotated
-    ),
+    _wrong("chunk_of_half_dropped", "correct/context-*-bfloat16-*rows*", "", ChunkOfHalfDropped),
+    _wrong("many_heads_of_fp8", "correct/halves-h64x1-*-fp8-*", "heads 32-63 of 64", ManyHeadsOfFp8),
+    _wrong("unmasked", "correct/uniform-*", "causal mask ignored", Unmasked),
+    _wrong("unscaled_rotated", "correct/decode-*fp8*", "k_scale left out for the rotated", UnscaledRotated),
     _wrong("stale", "builder/build-full", "another step's lengths", builder=Stale),
 ]

@@ -325,7 +325,7 @@ class Queries(TorchMLAImpl):
         raise NotImplementedError
 
 
-@_add_latent("mla/correct/latent-decode-*", "halves of the query's rotated part swapped")
+@_add_latent("mla/correct/decode-*", "halves of the query's rotated part swapped")
 class RotatedHalves(Queries):
     """Swaps the halves of the rotated part."""
 
@@ -333,7 +333,7 @@ class RotatedHalves(Queries):
         return q_pe.roll(q_pe.shape[2] // 2, 2)
 
 
-@_add_latent("mla/correct/latent-decode-*", "pairs of the query's rotated part taken as halves")
+@_add_latent("mla/correct/decode-*", "pairs of the query's rotated part taken as halves")
 class RotatedPairs(Queries):
     """Orders the rotated part by halves, where keys have pairs."""
 
@@ -357,7 +357,7 @@ class Prefills(TorchMLAImpl):
         """Does nothing."""
 
 
-@_add_latent("mla/correct/latent-*-p24v56-*", "elements 24")
+@_add_latent("mla/correct/*-p24v56-*", "elements 24")
 class ValuesOfKeySize(Prefills):
     """Cuts expanded values at the size of expanded keys."""
 
@@ -365,7 +365,7 @@ class ValuesOfKeySize(Prefills):
         output[..., self.dims.qk_nope_head_dim :] = 0
 
 
-@_add_latent("mla/correct/latent-ordered-*rows16", "attended twice in a prefill")
+@_add_latent("mla/correct/halves-*rows16", "attended twice in a prefill")
 class ChunkTwice(Prefills):
     """Merges the first of several chunks again at the end."""
 

@@ -14,7 +14,7 @@ from attnplug._system import files
 from attnplug.cli.output.output import STDOUT, check_output, console, echo, json_text, write_text
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.matrix import merging
-from attnplug.matrix.merging import Change, Kind, changes
+from attnplug.matrix.merging import CellChange, ChangeKind, changes
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import matrix_text, read_matrix
 
@@ -164,7 +164,7 @@ def diff(
         raise typer.Exit(_LOST)
 
 
-def _print_changes(found: Sequence[Change], counts: Mapping[Kind, int], show_all: bool) -> None:
+def _print_changes(found: Sequence[CellChange], counts: Mapping[ChangeKind, int], show_all: bool) -> None:
     for kind, number in counts.items():
         most = number if show_all else _SHOWN
         for change in [each for each in found if each.kind is kind][:most]:

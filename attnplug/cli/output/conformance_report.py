@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug._system import files
 from attnplug.cli.output.run_report import RunReport, counted
-from attnplug.testing.isolation.results import Outcome, Result, SavedResults, cli_command
+from attnplug.testing.isolation.results import CheckOutcome, Result, SavedResults, cli_command
 from attnplug.testing.skips import skip_counts, untested_words
 
 if TYPE_CHECKING:
@@ -23,11 +23,11 @@ _CAUSE_LINES = 12
 """The lines of a failure's cause that are shown."""
 
 _MARKS = {
-    Outcome.PASSED: "green",
-    Outcome.FAILED: "red",
-    Outcome.SKIPPED: "yellow",
-    Outcome.UNTESTED: "bold yellow",
-    Outcome.KNOWN: "yellow",
+    CheckOutcome.PASSED: "green",
+    CheckOutcome.FAILED: "red",
+    CheckOutcome.SKIPPED: "yellow",
+    CheckOutcome.UNTESTED: "bold yellow",
+    CheckOutcome.KNOWN: "yellow",
 }
 
 
@@ -57,7 +57,7 @@ class Report(RunReport):
             "level": listing.request.level,
             "options": listing.options,
             "versions": dict(listing.versions),
-            "counts": {str(each): counts[each] for each in Outcome},
+            "counts": {str(each): counts[each] for each in CheckOutcome},
             "checks": [
                 {
                     "id": each.id,
@@ -73,7 +73,7 @@ class Report(RunReport):
     @property
     def failed(self) -> list[Result]:
         """The checks that failed."""
-        return self._with(Outcome.FAILED)
+        return self._with(CheckOutcome.FAILED)
 
     def begin(
         self,
@@ -108,7 +108,7 @@ class Report(RunReport):
 
     def finished(self, result: Result) -> None:
         """A check ended; if it ends twice, the failure counts."""
-        if result.id in self._results and result.outcome is not Outcome.FAILED:
+        if result.id in self._results and result.outcome is not CheckOutcome.FAILED:
             return
         self._results[result.id] = result
         self._verdicts[result.id] = result.outcome
@@ -122,7 +122,7 @@ class Report(RunReport):
         self._tell_how_far()
         if self._verbose:
             self._show(result)
-        elif result.outcome is Outcome.FAILED:
+        elif result.outcome is CheckOutcome.FAILED:
             self._show_name(result)
         self._print_progress()
 
@@ -136,7 +136,7 @@ class Report(RunReport):
         """Print the summary; a check without a result failed."""
         for check in ids:
             if check not in self._results:
-                self.finished(Result(check, Outcome.FAILED, cause="did not run"))
+                self.finished(Result(check, CheckOutcome.FAILED, cause="did not run"))
         if problem:
             self.say(f"\nthe run stopped:\n{problem}")
         failed = self.failed
@@ -148,15 +148,15 @@ class Report(RunReport):
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
             self.say(f"{_subject(self._listing)} with {versions}")
-        if skipped := skip_counts(result.cause for result in self._with(Outcome.SKIPPED)):
+        if skipped := skip_counts(result.cause for result in self._with(CheckOutcome.SKIPPED)):
             self.say(f"skipped: {skipped}")
-        untested = sorted(self._with(Outcome.UNTESTED), key=lambda each: each.id)
+        untested = sorted(self._with(CheckOutcome.UNTESTED), key=lambda each: each.id)
         for result in untested if not self._verbose else ():
             self._show(result)
         last = untested_words(result.cause for result in untested)
         self.say(self._sum() + f" in {time.monotonic() - self._start:.0f} s{last}")
 
-    def _with(self, outcome: Outcome) -> list[Result]:
+    def _with(self, outcome: CheckOutcome) -> list[Result]:
         return [result for result in self._results.values() if result.outcome is outcome]
 
     def _show_name(self, result: Result) -> None:
@@ -164,13 +164,13 @@ class Report(RunReport):
 
     def _show(self, result: Result) -> None:
         self._show_name(result)
-        full = self._verbose and result.outcome is Outcome.FAILED
+        full = self._verbose and result.outcome is CheckOutcome.FAILED
         lines = (result.detail if full and result.detail else result.cause).splitlines()
         for line in lines if full else lines[:_CAUSE_LINES]:
             self.say(f"        {line}")
         if not full and len(lines) > _CAUSE_LINES:
             self.say("        ... (--verbose shows all)")
-        if result.outcome is Outcome.FAILED and self._listing is not None:
+        if result.outcome is CheckOutcome.FAILED and self._listing is not None:
             self.say(f"        rerun: {cli_command(self._listing.request, result.id, self._limits)}")
 
     def _print_progress(self) -> None:
@@ -182,9 +182,15 @@ class Report(RunReport):
 
     def _sum(self) -> str:
         counts = Counter(self._verdicts.values())
-        failed = [f"{counted(counts[Outcome.FAILED], 'check')} failed"] if counts[Outcome.FAILED] else []
-        parts = [*failed, f"{counted(counts[Outcome.PASSED], 'check')} passed"]
-        rest = {Outcome.SKIPPED: "skipped", Outcome.UNTESTED: "untested", Outcome.KNOWN: "failed as known"}
+        failed = (
+            [f"{counted(counts[CheckOutcome.FAILED], 'check')} failed"] if counts[CheckOutcome.FAILED] else []
+        )
+        parts = [*failed, f"{counted(counts[CheckOutcome.PASSED], 'check')} passed"]
+        rest = {
+            CheckOutcome.SKIPPED: "skipped",
+            CheckOutcome.UNTESTED: "untested",
+            CheckOutcome.KNOWN: "failed as known",
+        }
         return ", ".join(
             [*parts, *(f"{counts[each]} {words}" for each, words in rest.items() if counts[each])]
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attnplug
 from attnplug._system.scopes import Scopes
-from attnplug.core.errors import AttnplugError
+from attnplug.core.errors import AttnplugError, SpecError
 
 if TYPE_CHECKING:
     from attnplug.testing.conformance.target import Target
@@ -76,6 +76,13 @@ class Level(enum.StrEnum):
     """A few values of each axis, in pairs: under a minute on two cores."""
     FULL = "full"
     """All values, every pair of them in several designs."""
+
+    @classmethod
+    def read(cls, name: str) -> Level:
+        """The level of this name; SpecError if there is none."""
+        if name not in {*cls}:
+            raise SpecError("level", name, f"must be one of {', '.join(cls)}")
+        return cls(name)
 
 
 class ConformanceError(AssertionError):

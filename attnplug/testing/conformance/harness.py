@@ -26,7 +26,7 @@ from attnplug.testing.conformance.target import Target
 from attnplug.testing.conformance.wording import layer_words
 
 
-class Answer(NamedTuple):
+class Output(NamedTuple):
     """A backend's answer for T tokens: output `[T, H, Dv]`, and LSE `[T, H]` if the layer needs it."""
 
     output: torch.Tensor
@@ -99,16 +99,16 @@ class Harness:
         layer: int = 0,
         use_sinks: bool = True,
         writes: bool = True,
-    ) -> Answer:
+    ) -> Output:
         """The batch's own rows of one layer's forward into an output of NaN.
 
         With `writes=False` the layer is given no key and value: the pages already contain them.
         """
-        into, tokens = blank_answer(batch), batch.common.num_actual_tokens
+        into, tokens = blank_output(batch), batch.common.num_actual_tokens
         given, driven = _arguments(batch, metadata, into.output, writes), self.layers[layer]
         with calling("forward", driven.words):
             driven.impl.forward(driven, *given, output_lse=into.lse, use_sinks=use_sinks)
-        return Answer(into.output[:tokens], None if into.lse is None else into.lse[:tokens])
+        return Output(into.output[:tokens], None if into.lse is None else into.lse[:tokens])
 
     def build(self, batch: Batch) -> AttentionMetadata:
         """The metadata of the batch's step."""
@@ -123,18 +123,18 @@ class Harness:
         with error_context("update_kv_cache"), calling("update_kv_cache", self.layers[0].words):
             self.impl.update_kv_cache(self.layers[0], batch.key, batch.value, batch.kv_cache, slots)
 
-    def forward(self, batch: Batch, into: Answer | None = None, what: str = "forward") -> Answer:
+    def forward(self, batch: Batch, into: Output | None = None, what: str = "forward") -> Output:
         """Call `build` and the first layer's `forward`; returns all rows of `into`, by default NaN before."""
-        into = into or blank_answer(batch)
+        into = into or blank_output(batch)
         with error_context(what):
             given = _arguments(batch, self.builder.build(0, batch.common), into.output)
             with calling("forward", self.layers[0].words):
                 self.impl.forward(self.layers[0], *given, output_lse=into.lse)
         return into
 
-    def attend(self, batch: Batch, *, with_keys: bool = True) -> Answer:
+    def attend(self, batch: Batch, *, with_keys: bool = True) -> Output:
         """Call `build` and the first layer's `attend` with rows of NaN; without keys, the pages contain all."""
-        into = blank_answer(batch)
+        into = blank_output(batch)
         with error_context("attend" if with_keys else "attend without key and value, which the pages hold"):
             given = _arguments(batch, self.builder.build(0, batch.common), into.output, with_keys)
             with calling("attend", self.layers[0].words):
@@ -200,7 +200,7 @@ def run_batch(
     impl = make_impl(backend, batch.spec, batch.tensors, options=options)
     # Builders that plan read the features to plan for from the impl of their layers.
     builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)
-    into = blank_answer(batch)
+    into = blank_output(batch)
     given = _arguments(batch, builder.build(0, batch.common), into.output)
     with calling("forward", f"layer ({layer_words(batch.spec)})"):
         impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)
@@ -218,13 +218,13 @@ def _make_builder(
     return backend.get_builder_cls()(cache, list(layers), settings, batch.query.device)
 
 
-def blank_answer(batch: Batch, fill: float = torch.nan) -> Answer:
+def blank_output(batch: Batch, fill: float = torch.nan) -> Output:
     """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`."""
     spec, query = batch.spec, batch.query
     output = query.new_full((query.shape[0], spec.num_heads, spec.output_size), fill)
     form: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse = torch.full(output.shape[:2], fill, **form) if spec.needs_lse else None
-    return Answer(output, lse)
+    return Output(output, lse)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -238,12 +238,12 @@ _INPUTS = ("query", "key", "value", "kv_cache")
 def refill(batch: Batch, fresh: Batch) -> Batch:
     """The step `fresh` in the tensors and arrays of `batch`; those of other shapes stay its own."""
     names = [field.name for field in dataclasses.fields(fresh.common) if not field.name.startswith("_")]
-    common = {name: _filled(getattr(batch.common, name), getattr(fresh.common, name)) for name in names}
-    inputs = {name: _filled(getattr(batch, name), getattr(fresh, name)) for name in _INPUTS}
+    common = {name: _fill(getattr(batch.common, name), getattr(fresh.common, name)) for name in names}
+    inputs = {name: _fill(getattr(batch, name), getattr(fresh, name)) for name in _INPUTS}
     return dataclasses.replace(fresh, common=dataclasses.replace(fresh.common, **common), **inputs)
 
 
-def _filled(buffer: Any, value: Any) -> Any:
+def _fill(buffer: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and isinstance(buffer, torch.Tensor) and buffer.shape == value.shape:
         return buffer.copy_(value)
     if isinstance(value, np.ndarray) and isinstance(buffer, np.ndarray) and buffer.shape == value.shape:

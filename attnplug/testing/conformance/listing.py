@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attnplug.core.backend import AttentionBackend
-from attnplug.core.errors import SpecError
+from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.spec import LayerSpec
+from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
 from attnplug.registry.plugins.waiting import describe, guarded_call
@@ -37,82 +39,61 @@ from attnplug.testing.conformance.numbers import (
 )
 from attnplug.testing.conformance.process import lightness, process_memory, process_state
 from attnplug.testing.conformance.serving import context_parallel, gpu, runtimes, serving
-from attnplug.testing.conformance.target import Target, latent_targets
+from attnplug.testing.conformance.target import Target, latent_dims, layer_fields
 
-GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
+GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     # The first, because a backend may change the process once, when its parts are first asked for.
-    process_state.checks,
-    attributes.checks,
-    stable_answers.checks,
-    pages.checks,
-    attributes.interface_checks,
-    lightness.checks,
-    refusals.checks,
-    refusals.limit_checks,
-    acceptance.checks,
-    declared_values.checks,
-    untested.checks,
-    options.checks,
-    inputs.checks,
-    inputs.misfit_checks,
-    cache_writes.engine_scale_checks,
-    outputs.checks,
-    outputs.quantised_output_checks,
-    engine_tensors.checks,
-    gpu.capture_checks,
-    layer_state.unlike_layer_checks,
-    after_unusual_steps.checks,
-    cache_writes.checks,
-    cache_writes.scale_checks,
-    cache_reads.checks,
-    cache_layouts.checks,
-    cache_layouts.far_offset_checks,
-    requests.checks,
-    serving.checks,
-    correctness.checks,
-    builders.checks,
-    builder_inputs.checks,
-    builder_inputs.host_copy_checks,
-    layer_state.checks,
-    process_memory.checks,
-    process_memory.output_checks,
-    common_prefix.checks,
-    sparse_selections.checks,
-    kv_group_builds.checks,
-    builders.isolation_checks,
-    merging.checks,
-    context_parallel.checks,
-    context_parallel.rank_checks,
-    runtimes.checks,
-    gpu.checks,
-    gpu.graph_checks,
-)
-"""Functions that list the checks of a target, always the same in the same order."""
-_OF_LATENTS = (
-    pages.checks,
-    refusals.checks,
-    declared_values.checks,
-    inputs.checks,
-    inputs.misfit_checks,
-    outputs.checks,
-    cache_writes.checks,
-    cache_reads.checks,
-    cache_layouts.checks,
-    cache_layouts.far_offset_checks,
-    requests.checks,
-    correctness.checks,
-    builders.checks,
-    builder_inputs.checks,
-    sparse_selections.checks,
-    kv_group_builds.checks,
-    builders.isolation_checks,
-    merging.checks,
-    context_parallel.checks,
-    runtimes.checks,
-    gpu.checks,
-    gpu.graph_checks,
-)
-"""The groups that check the class of latent attention of a backend, whose declarations are checked by GROUPS."""
+    process_state.checks: False,
+    attributes.checks: False,
+    stable_answers.checks: False,
+    pages.checks: True,
+    attributes.interface_checks: False,
+    lightness.checks: False,
+    refusals.checks: True,
+    refusals.limit_checks: False,
+    acceptance.checks: False,
+    declared_values.checks: True,
+    untested.checks: False,
+    options.checks: False,
+    inputs.checks: True,
+    inputs.misfit_checks: True,
+    cache_writes.engine_scale_checks: False,
+    outputs.checks: True,
+    outputs.quantised_output_checks: False,
+    engine_tensors.checks: False,
+    gpu.capture_checks: False,
+    layer_state.unlike_layer_checks: False,
+    after_unusual_steps.checks: False,
+    cache_writes.checks: True,
+    cache_writes.scale_checks: False,
+    cache_reads.checks: True,
+    cache_layouts.checks: True,
+    cache_layouts.far_offset_checks: True,
+    requests.checks: True,
+    serving.checks: False,
+    correctness.checks: True,
+    builders.checks: True,
+    builder_inputs.checks: True,
+    builder_inputs.host_copy_checks: False,
+    layer_state.checks: False,
+    process_memory.checks: False,
+    process_memory.output_checks: False,
+    common_prefix.checks: False,
+    sparse_selections.checks: True,
+    kv_group_builds.checks: True,
+    builders.isolation_checks: True,
+    merging.checks: True,
+    context_parallel.checks: True,
+    context_parallel.rank_checks: False,
+    runtimes.checks: True,
+    gpu.checks: True,
+    gpu.graph_checks: True,
+}
+"""Functions that list the checks of a target, always the same in the same order.
+
+Of classes that serve other layers under the backend's name, those with True are listed: the others check what the
+backend declares for all its layers, or its process.
+"""
 _SLOW_TO_LIST: dict[Callable[[Target], Iterator[Check]], str] = {correctness.checks: "correct"}
 """The area, the first word of all ids, of groups that search for their checks."""
 
@@ -140,10 +121,8 @@ def conformance_checks(
         SpecError: an unknown level or device.
         PolicyError: options that the backend does not have, or refuses.
     """
-    if level not in {*Level}:
-        raise SpecError("level", level, f"must be one of {', '.join(Level)}")
     chosen = None if options is None else build_options(backend, options)
-    return target_checks(Target(backend, resolve_device(device), Level(level), chosen), only)
+    return target_checks(Target(backend, resolve_device(device), Level.read(level), chosen), only)
 
 
 def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
@@ -155,15 +134,48 @@ def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
         return "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
 
     groups = [each for each in GROUPS if each not in _SLOW_TO_LIST or may_be_wanted(_SLOW_TO_LIST[each])]
-    checks = [check for group in groups for check in listed(group, target)]
-    for prefix, other in latent_targets(target).items():
+    checks = [check for group in groups for check in list_group(group, target)]
+    for prefix, other in _other_targets(target).items():
         if may_be_wanted(prefix):
-            named = (check for group in _OF_LATENTS for check in listed(group, other))
+            named = (
+                check
+                for group, is_of_all in GROUPS.items()
+                if is_of_all
+                for check in list_group(group, other)
+            )
             checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
     return checks
 
 
-def listed(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
+_REFERENCE = "TORCH"
+_OTHER_LAYERS = {"mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dims((512, 64), 128, 128)}))}
+"""Layers that another class may serve under a backend's name, by the first word of the ids of its checks."""
+
+
+def _other_targets(target: Target) -> Mapping[str, Target]:
+    """The other classes to check, by the first word of their ids: those that `for_layer` gives for _OTHER_LAYERS.
+
+    A backend that only decodes latents is checked with expanded prefills on TORCH too, as "mla+TORCH": its decodes
+    are then parts of mixed steps.
+    """
+    backend, found = target.backend, {}
+    for name, layer in _OTHER_LAYERS.items():
+        serving, error = guarded_call(backend.for_layer, layer)
+        if error is not None or not issubclass(serving, AttentionBackend):
+            continue
+        if layer.required_features() & ~serving.features:
+            continue
+        if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
+            reference = get_registry().backends().get(_REFERENCE)
+            if reference is not None and target.device.type in reference.device_types:
+                bound = serving.with_prefill(reference.for_layer(layer.expanded()))
+                found[f"{name}+{_REFERENCE}"] = dataclasses.replace(target, backend=bound)
+        elif serving is not backend:
+            found[name] = dataclasses.replace(target, backend=serving)
+    return found
+
+
+def list_group(group: Callable[[Target], Iterator[Check]], target: Target) -> list[Check]:
     """The checks of one group; if the backend's declarations cannot be read, one check that fails with the cause."""
     found, error = guarded_call(lambda: list(group(target)))
     if error is None:

@@ -133,18 +133,12 @@ def _checks_function(
 ) -> Callable[[Level | str], list[Check]]:
     """A function of a level that lists the checks: the kit's, or the named one; PolicyError if there is none."""
     if checks_of is None:
-        return lambda level: target_checks(dataclasses.replace(target, level=_level(level)), only)
+        return lambda level: target_checks(dataclasses.replace(target, level=Level.read(level)), only)
     try:
         function = pkgutil.resolve_name(checks_of)
     except (ImportError, AttributeError, ValueError) as problem:
         raise PolicyError("--attn-checks", checks_of, f"names no function: {problem}") from None
     return lambda level: list(function(dataclasses.replace(target, level=Level(level))))
-
-
-def _level(level: Level | str) -> Level:
-    if level not in {*Level}:
-        raise SpecError("level", level, f"must be one of {', '.join(Level)}")
-    return Level(level)
 
 
 def find_backend(name: str, source: str) -> Offer:

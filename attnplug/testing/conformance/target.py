@@ -1,10 +1,6 @@
 """The backend under check, the device it is checked on, and the steps of a phase.
 
 Layers to check a backend with that refuses plain ones: each asks for one thing more, for two, or for three.
-
-The dimensions of latent attention to try with a backend.
-
-The classes that serve latent attention under a backend's name, which the kit checks too.
 """
 
 from __future__ import annotations
@@ -12,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
@@ -23,14 +19,11 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format
 from attnplug.core.mla import MLADims
-from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.default import get_registry
-from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
-from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
+from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
 from attnplug.testing.drawn_values import layer_tensors
 
 if TYPE_CHECKING:
@@ -71,41 +64,30 @@ _PAIRS = ((64, 16), (512, 64), (256, 64), (512, 0), (256, 32))
 """Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models."""
 
 
-def latent_pairs(backend: type[AttentionBackend]) -> list[tuple[int, int]]:
-    """The pairs (kv_lora_rank, qk_rope_head_dim) to try: those that the backend declares, else the common ones."""
-    declared = getattr(backend, "latent_sizes", ())
-    return [(int(rank), int(rope)) for rank, rope in declared] or list(_PAIRS)
-
-
-def pair_of(backend: type[AttentionBackend], head_size: int) -> tuple[int, int]:
-    """A pair to try whose sum is `head_size`; a quarter of it for positions if no listed pair has that sum."""
-    rope = min(head_size // 4, 64)
-    return next((pair for pair in latent_pairs(backend) if sum(pair) == head_size), (head_size - rope, rope))
-
-
-def fields_of(pair: tuple[int, int], nope: int = 32, value: int = 24) -> dict[str, Any]:
-    """The arguments of a LayerSpec with latents of a pair; keys and values of sizes that no other size equals."""
+def latent_dims(pair: tuple[int, int], nope: int = 32, value: int = 24) -> MLADims:
+    """Dimensions of latents of a pair; keys and values of sizes that no other size equals."""
     rank, rope = pair
-    dims = MLADims(
+    return MLADims(
         q_lora_rank=None,
         kv_lora_rank=rank,
         qk_nope_head_dim=nope,
         qk_rope_head_dim=rope,
         v_head_dim=value,
     )
-    return {"mla": dims, "num_kv_heads": 1, "head_size": rank + rope}
 
 
-def latent_fields(backend: type[AttentionBackend]) -> list[dict[str, Any]]:
-    """As `fields_of`, for each pair to try, the plainest first; then with the key and value sizes of models."""
-    pairs = latent_pairs(backend)
-    return [*(fields_of(pair) for pair in pairs), *(fields_of(pair, 128, 128) for pair in pairs)]
+def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a LayerSpec: a layer with dimensions of latents has their size, and one KV head."""
+    dims = fields.get("mla")
+    return {**fields, **({"num_kv_heads": 1, "head_size": dims.latent_size} if dims else {})}
 
 
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
 """Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
 _PROBED_SIZES, _MOST_BASES = 8, 8
 """Head sizes to search for a layer of backends that refuse plain ones, and the layers to keep."""
+_MOST_KEYS = 4
+"""Compile keys of layers that differ in one thing."""
 _LONGER = 3
 """New tokens of a decode that becomes a prefill."""
 
@@ -173,6 +155,32 @@ class Target:
         return sorted(sizes, key=lambda size: size != 64)
 
     @property
+    def latents(self) -> list[MLADims]:
+        """The dimensions of latents to try, the plainest first; none if the backend serves other layers.
+
+        They have the pairs that the backend declares, else common ones and other head sizes. A prefill on kernels of
+        one head size pads the smaller of expanded keys and values, so some have larger values.
+        """
+        if not self.is_latent:
+            return []
+        pairs = [(int(rank), int(rope)) for rank, rope in getattr(self.backend, "latent_sizes", ())] or [
+            *_PAIRS
+        ]
+        sizes = spread(self.head_sizes, 6 if self.level is Level.SMOKE else 12)
+        # Sizes that are no power of 2 come first.
+        sizes = sorted(sizes, key=lambda size: size & (size - 1) == 0)
+        others = [(size - _rope_of(size), _rope_of(size)) for size in sizes if size not in map(sum, pairs)]
+        expanded = [latent_dims(pairs[0], 24, 56), *(latent_dims(pair, 128, 128) for pair in pairs)]
+        return [*map(latent_dims, pairs), expanded[0], *map(latent_dims, others), *expanded[1:]]
+
+    def sized(self, size: int) -> dict[str, Any]:
+        """The value of an axis that gives a layer this head size: of latents, dimensions with this sum."""
+        if not self.is_latent:
+            return {"head_size": size}
+        found = (dims for dims in self.latents if dims.latent_size == size)
+        return {"mla": next(found, None) or latent_dims((size - _rope_of(size), _rope_of(size)))}
+
+    @property
     def block_sizes(self) -> list[int]:
         """Block sizes to try, the preferred one first."""
         allowed = self.backend.get_supported_kernel_block_sizes()
@@ -208,14 +216,48 @@ class Target:
         """
         refusals: list[str] = []
         for base in itertools.chain(({},), _served_bases(self)):
-            found = self._served({**self._selecting(), **base, **fields}, refusals)
+            found = self._find_layer({**self._sparse_fields(), **base, **fields}, refusals)
             if found is not None:
                 return found
         raise CheckSkipped(
             f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
         )
 
-    def _served(
+    def require(self, spec: LayerSpec, what: str) -> LayerSpec:
+        """The layer; CheckSkipped, which names `what` it is, if the backend refuses it."""
+        if reasons := self.reasons(spec):
+            raise CheckSkipped(
+                f"{self.name} serves no such layer {what}: {'; '.join(reasons)}", SkipKind.LAYER
+            )
+        return spec
+
+    def variants(
+        self, base: LayerSpec, changes: Sequence[dict[str, Any]], keys: set[Hashable]
+    ) -> Iterator[tuple[dict[str, Any], LayerSpec]]:
+        """The `changes` with which the backend serves `base`, and those layers.
+
+        Kernels of few compile keys are tried: those in `keys`, and new ones, which are added.
+        """
+        for fields in changes:
+            try:
+                spec = base.replace(**fields)
+            except SpecError:
+                continue
+            key = compile_key(self.backend, spec)
+            is_new = key is not None and key not in keys
+            if not self.reasons(spec) and not (is_new and len(keys) >= _MOST_KEYS):
+                keys.add(key)
+                yield fields, spec
+
+    def serves(self, **fields: Any) -> bool:
+        """Whether the backend serves a small layer with `fields`."""
+        try:
+            self.spec(**fields)
+        except CheckSkipped:
+            return False
+        return True
+
+    def _find_layer(
         self, fields: Mapping[str, Any], refusals: list[str], most_sizes: int | None = None
     ) -> LayerSpec | None:
         """The first layer with `fields` that is served; the reasons against others are added to `refusals`."""
@@ -225,7 +267,7 @@ class Target:
             for heads, kv_heads in _HEADS
         ]
         if self.is_latent:
-            sizes = latent_fields(self.backend)
+            sizes = [layer_fields({"mla": dims}) for dims in self.latents[:most_sizes]]
         for dtype, size in itertools.product(self.dtypes, sizes):
             base: dict[str, Any] = {"num_heads": 4, "dtype": dtype, **size}
             try:
@@ -239,7 +281,7 @@ class Target:
             refusals += reasons
         return None
 
-    def _selecting(self) -> dict[str, Any]:
+    def _sparse_fields(self) -> dict[str, Any]:
         """The fields of a sparse layer if the backend serves only those."""
         flag, backend = Feature.SPARSE, self.backend
         if flag not in backend.features or backend.serves_dense:
@@ -310,7 +352,7 @@ class Target:
             return self.spec(**{"attn_type": "decoder", **fields, "direct_kv": False})
         except CheckSkipped:
             cross: dict[str, Any] = {"attn_type": "encoder_decoder", **fields}
-            if "attn_type" in fields or self._served({**self._selecting(), **cross}, []) is None:
+            if "attn_type" in fields or self._find_layer({**self._sparse_fields(), **cross}, []) is None:
                 raise
         return self.spec(**cross)
 
@@ -328,13 +370,18 @@ def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
 
     Of layers that ask for one thing, for two or for three, it has the first ones that are served.
     """
-    selecting = target._selecting()
-    if target._served(selecting, []) is not None:
+    selecting = target._sparse_fields()
+    if target._find_layer(selecting, []) is not None:
         return ()
     for asked in base_layers(target.backend, target.kv_cache_dtypes):
-        if found := [base for base in asked if target._served({**selecting, **base}, [], _PROBED_SIZES)]:
+        if found := [base for base in asked if target._find_layer({**selecting, **base}, [], _PROBED_SIZES)]:
             return tuple(found[:_MOST_BASES])
     return ()
+
+
+def _rope_of(size: int) -> int:
+    """The elements with positions of latents of no usual pair."""
+    return min(size // 4, 64)
 
 
 def in_phase(phase: Phase | None, query_lens: Sequence[int]) -> bool:
@@ -365,26 +412,3 @@ def of_phase(phase: Phase | None, query_lens: Sequence[int], *others: Sequence[i
     if phase is Phase.PREFILL:
         order.sort(key=lambda request: new[request] <= 1)
     return tuple([values[request] for request in order] for values in (new, *others))
-
-
-_REFERENCE = "TORCH"
-
-
-def latent_targets(target: Target) -> Mapping[str, Target]:
-    """By the first word of their ids, other classes to check: at most one.
-
-    "mla" is the class that `for_layer` gives for latent attention. A backend that only decodes latents is checked
-    with expanded prefills on TORCH too, as "mla+TORCH": its decodes are then parts of mixed steps.
-    """
-    backend = target.backend
-    layer = LayerSpec(num_heads=4, **fields_of((512, 64), 128, 128))
-    serving, error = guarded_call(backend.for_layer, layer)
-    if error is not None or not issubclass(serving, AttentionBackend) or Feature.MLA not in serving.features:
-        return {}
-    if issubclass(serving, MLADecodeBackend) and serving.prefill is None:
-        reference = get_registry().backends().get(_REFERENCE)
-        if reference is None or target.device.type not in reference.device_types:
-            return {}
-        bound = serving.with_prefill(reference.for_layer(layer.expanded()))
-        return {f"mla+{_REFERENCE}": dataclasses.replace(target, backend=bound)}
-    return {} if serving is backend else {"mla": dataclasses.replace(target, backend=serving)}

@@ -45,7 +45,7 @@ class Search(abc.ABC):
         first = next(iter(axes))
         for kept in ({first: self.base[first]}, {}):
             while self.reasons(self.base) and not self.is_hopeless({}, self.base):
-                found = min(self._changed({}, kept), key=lambda row: len(self.reasons(row)))
+                found = min(self._change({}, kept), key=lambda row: len(self.reasons(row)))
                 if len(self.reasons(found)) >= len(self.reasons(self.base)):
                     break
                 self.start_from(found)
@@ -76,7 +76,7 @@ class Search(abc.ABC):
 
     def plainest(self, fixed: Mapping[str, Any]) -> Row | None:
         """The first served row with the `fixed` values that the search finds; None if it finds none."""
-        return self._served(fixed, [fixed], twice=True)
+        return self._find_served(fixed, [fixed], twice=True)
 
     def pairs(self) -> Iterator[tuple[Pair, Row]]:
         """Each two values of two axes that have a meaning together, with the plainest row that has them.
@@ -91,7 +91,7 @@ class Search(abc.ABC):
                 left, right = changes[one, first], changes[other, second]
                 if row is not None and left is not None and right is not None and self.reasons(row):
                     starts = [fixed, {**left, **fixed}, {**right, **fixed}, {**left, **right, **fixed}]
-                    row = self._served(fixed, starts) or row
+                    row = self._find_served(fixed, starts) or row
                 if row is not None:
                     yield ((one, first), (other, second)), row
 
@@ -113,7 +113,7 @@ class Search(abc.ABC):
         # A value that is never served cannot help another one.
         self._useful = self._only(changes.keys() | doubtful.keys())
         for (axis, value), row in doubtful.items():
-            found = self._served({axis: value}, [{axis: value}], twice=True)
+            found = self._find_served({axis: value}, [{axis: value}], twice=True)
             if found is not None:
                 changes[axis, value] = {name: new for name, new in found.items() if new != row[name]}
         self._useful = self._only(changes.keys())
@@ -124,7 +124,7 @@ class Search(abc.ABC):
             axis: [value for value in values if (axis, value) in keys] for axis, values in self.axes.items()
         }
 
-    def _served(
+    def _find_served(
         self, fixed: Mapping[str, Any], starts: Sequence[Mapping[str, Any]], *, twice: bool = False
     ) -> Row | None:
         """The first served row of the starts, or of those with one more change, or with two."""
@@ -137,12 +137,12 @@ class Search(abc.ABC):
                 return row
         for row, start in rows.values():
             if not self.is_hopeless(fixed, row):
-                for changed in self._changed(start, fixed, twice=twice):
+                for changed in self._change(start, fixed, twice=twice):
                     if not self.reasons(changed):
                         return changed
         return None
 
-    def _changed(
+    def _change(
         self, start: Mapping[str, Any], fixed: Mapping[str, Any], *, twice: bool = False
     ) -> Iterator[Row]:
         """The rows that differ from a start in one value that is not fixed, then, with `twice`, in two."""
@@ -184,7 +184,7 @@ def packed_rows(search: Search, served: Mapping[Pair, Row], *, seed: int = 0) ->
     for (one, other), plainest in served.items():
         if other not in missing[one]:
             continue
-        found = [_filled(search, (one, other), plainest, missing, chance) for _ in range(_ATTEMPTS)]
+        found = [_fill(search, (one, other), plainest, missing, chance) for _ in range(_ATTEMPTS)]
         best = max(found, key=lambda row: sum(len(missing[item] & row.items()) for item in row.items()))
         for item in best.items():
             missing[item] -= best.items()
@@ -192,7 +192,7 @@ def packed_rows(search: Search, served: Mapping[Pair, Row], *, seed: int = 0) ->
     return rows
 
 
-def _filled(
+def _fill(
     search: Search, pair: Pair, row: Row, missing: Mapping[_Value, set[_Value]], chance: random.Random
 ) -> Row:
     """A served row with the pair, and of each other axis the value that covers most missing pairs."""

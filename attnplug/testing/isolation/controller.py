@@ -12,7 +12,7 @@ from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
 from attnplug.testing.conformance.check import SkipKind
 from attnplug.testing.isolation.deaths import cause_of_death
-from attnplug.testing.isolation.results import Observer, Outcome, Result
+from attnplug.testing.isolation.results import CheckObserver, CheckOutcome, Result
 from attnplug.testing.isolation.worker import SETTINGS
 
 _MODULE = "attnplug/testing/suite.py"
@@ -25,7 +25,9 @@ class Controller:
     Every worker receives the `settings`, whose `log` is the folder of the workers' logs.
     """
 
-    def __init__(self, settings: Mapping[str, Any], earlier: Sequence[Result], observer: Observer) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], earlier: Sequence[Result], observer: CheckObserver
+    ) -> None:
         self._settings = settings
         self._earlier = {result.id: result for result in earlier}
         self._observer = observer
@@ -99,12 +101,12 @@ class Controller:
         check = _check_id(report.nodeid)
         if check in self._earlier or (report.when != "call" and report.passed):
             return
-        outcome = Outcome(report.outcome)
+        outcome = CheckOutcome(report.outcome)
         if report.skipped and hasattr(report, "wasxfail"):
-            outcome = Outcome.KNOWN
+            outcome = CheckOutcome.KNOWN
         cause, detail = _cause_and_detail(report)
-        if outcome is Outcome.SKIPPED and SkipKind.read(cause)[0] is SkipKind.UNTESTED:
-            outcome, cause = Outcome.UNTESTED, SkipKind.read(cause)[1]
+        if outcome is CheckOutcome.SKIPPED and SkipKind.read(cause)[0] is SkipKind.UNTESTED:
+            outcome, cause = CheckOutcome.UNTESTED, SkipKind.read(cause)[1]
         self._observer.finished(Result(check, outcome, report.duration, cause, detail))
 
     def _log_of(self, node: Any) -> Path:
@@ -153,7 +155,7 @@ def _check_id(nodeid: str) -> str:
 
 
 def _report_of(result: Result, when: Any) -> pytest.TestReport:
-    skipped = result.outcome is not Outcome.PASSED and when == "call"
+    skipped = result.outcome is not CheckOutcome.PASSED and when == "call"
     report = pytest.TestReport(
         nodeid=f"{_MODULE}::test_conformance[{result.id}]",
         location=(_MODULE, None, "test_conformance"),
@@ -163,7 +165,7 @@ def _report_of(result: Result, when: Any) -> pytest.TestReport:
         when=when,
         duration=result.seconds if when == "call" else 0.0,
     )
-    if skipped and result.outcome is Outcome.KNOWN:
+    if skipped and result.outcome is CheckOutcome.KNOWN:
         report.wasxfail = result.cause
     return report
 

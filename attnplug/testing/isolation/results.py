@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NO_TRAP = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-class Outcome(enum.StrEnum):
+class CheckOutcome(enum.StrEnum):
     """The end of a check."""
 
     PASSED = "passed"
@@ -53,13 +53,13 @@ class Result:
     """
 
     id: str
-    outcome: Outcome
+    outcome: CheckOutcome
     seconds: float = 0.0
     cause: str = ""
     detail: str = ""
 
 
-class Observer(Protocol):
+class CheckObserver(Protocol):
     """Receives the progress of a run, in the process that started it."""
 
     def started(self, check_id: str) -> None:
@@ -99,7 +99,7 @@ class SavedResults:
             for line in files.read_bytes(self.path).decode("utf-8", "replace").splitlines():
                 with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                     data = parse_json(line)
-                    outcome, seconds = Outcome(data["outcome"]), float(data["seconds"])
+                    outcome, seconds = CheckOutcome(data["outcome"]), float(data["seconds"])
                     results[str(data["id"])] = Result(str(data["id"]), outcome, seconds, str(data["cause"]))
         return results
 
@@ -108,8 +108,8 @@ class SavedResults:
         return {
             check: result
             for check, result in self.load().items()
-            if result.outcome in (Outcome.SKIPPED, Outcome.UNTESTED)
-            or result.outcome is (Outcome.KNOWN if check in known else Outcome.PASSED)
+            if result.outcome in (CheckOutcome.SKIPPED, CheckOutcome.UNTESTED)
+            or result.outcome is (CheckOutcome.KNOWN if check in known else CheckOutcome.PASSED)
         }
 
     def remove(self, ids: Iterable[str]) -> None:

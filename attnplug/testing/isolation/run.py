@@ -19,7 +19,7 @@ from attnplug._system import files
 from attnplug._system.processes import supervised
 from attnplug.testing.isolation.controller import Controller
 from attnplug.testing.isolation.listing import Listing
-from attnplug.testing.isolation.results import Observer, Result
+from attnplug.testing.isolation.results import CheckObserver, Result
 
 _MOST_JOBS = 8
 _SHARE = 0.8
@@ -83,7 +83,7 @@ def run_checks(
     listing: Listing,
     ids: Sequence[str],
     limits: Limits,
-    observer: Observer,
+    observer: CheckObserver,
     *,
     earlier: Sequence[Result] = (),
     junit: Path | None = None,

@@ -23,7 +23,7 @@ from attnplug.core.errors import BackendUnavailableError, BatchError
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing import layer_tensors, paged_batch, run_batch
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = pytest.mark.usefixtures("fake_library")
@@ -69,12 +69,12 @@ def builder_of(*specs: LayerSpec, page: int = 4, **config: Any) -> FlashInferMLA
     return FlashInferMLABuilder(cache, list(layers), BuilderConfig(layers=layers, **config), CPU)
 
 
-def attended(builder: FlashInferMLABuilder, batch: Batch, metadata: Any, name: str = "layers.0") -> Answer:
+def attended(builder: FlashInferMLABuilder, batch: Batch, metadata: Any, name: str = "layers.0") -> Output:
     impl = builder.config.layers[name].impl
     output = torch.full((batch.query.shape[0], batch.spec.num_heads, 12), torch.nan, dtype=batch.query.dtype)
     lse = torch.full(output.shape[:2], torch.nan) if batch.spec.needs_lse else None
     impl.forward(None, batch.query, batch.key, None, batch.kv_cache, metadata, output, output_lse=lse)
-    return Answer(output, lse)
+    return Output(output, lse)
 
 
 def plans(builder: FlashInferMLABuilder) -> list[dict[str, Any]]:
@@ -87,7 +87,7 @@ def test_absorbed_equals_expanded(heads: int, dtype: str) -> None:
     batch = paged_batch(
         layer(heads, needs_lse=True, dtype=dtype), [1, 3, 2], [40, 7, 2], block_size=16, padding=2
     )
-    assert difference(batch, Answer(*run_batch(BOTH, batch))) is None
+    assert difference(batch, Output(*run_batch(BOTH, batch))) is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_absorbed_equals_expanded(heads: int, dtype: str) -> None:
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_steps(new: list[int], tokens: list[int], page: int) -> None:
     batch = paged_batch(layer(needs_lse=True), new, tokens, block_size=page, padding=3)
-    assert difference(batch, Answer(*run_batch(BOTH, batch))) is None
+    assert difference(batch, Output(*run_batch(BOTH, batch))) is None
 
 
 def test_a_step_is_planned_once_for_all_layers_and_each_has_its_scale() -> None:
@@ -244,7 +244,7 @@ def test_padding_of_a_graph_stays_in_its_plan() -> None:
     assert planned([40, 1, 7, 9]) == (None, [40, 1, 7, 9])
 
 
-def replayed(builder: FlashInferMLABuilder, batch: Batch, wrapper: Any) -> Answer:
+def replayed(builder: FlashInferMLABuilder, batch: Batch, wrapper: Any) -> Output:
     """The answer of a step that was just built, by the wrapper of the graph alone."""
     assert builder._plans._planned is not None
     assert builder._plans._wrappers[builder._plans._planned.captured] is wrapper

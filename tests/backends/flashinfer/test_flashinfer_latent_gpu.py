@@ -21,7 +21,7 @@ from attnplug.core import BuilderConfig, LayerSpec, MLADims
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.testing import paged_batch, parametrize_with_checks, run_batch
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = [
@@ -54,7 +54,7 @@ def test_conformance(check):
 def test_numbers(heads: int, dtype: str, page: int, new: list[int]) -> None:
     spec = layer(heads, dtype=dtype, needs_lse=True)
     batch = paged_batch(spec, new, [4000, 9, 65], block_size=page, padding=2, device="cuda")
-    assert difference(batch, Answer(*run_batch(BOTH, batch))) is None
+    assert difference(batch, Output(*run_batch(BOTH, batch))) is None
 
 
 def serving(spec: LayerSpec, batch: Batch, **config: Any) -> tuple[Any, Any]:
@@ -90,7 +90,7 @@ def test_a_replay_reads_the_plan_of_its_step(query_len: int) -> None:
         builder.build(0, step.common)
         graph.replay()
         expected = dataclasses.replace(step, tensors=batch.tensors)
-        assert difference(expected, Answer(output, None)) is None
+        assert difference(expected, Output(output, None)) is None
 
 
 def test_a_step_waits_for_nothing() -> None:
@@ -107,4 +107,4 @@ def test_a_step_waits_for_nothing() -> None:
         impl.forward(*run, builder.build(0, batch.common), output)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert difference(batch, Answer(output, None)) is None
+    assert difference(batch, Output(output, None)) is None

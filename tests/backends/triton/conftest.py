@@ -8,6 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
+from attnplug.testing.conformance.cases.case_axes import LATENT
+
 # A declared value has its own case among those of `correct/`; the others run many steps.
 _LEFT_OUT = (
     *(
@@ -39,10 +41,10 @@ _CASES, _EVERY_CASE = (
 
 def _sort_of(check_id: str) -> tuple[str, int]:
     """What a check of numbers is an example of, and how many examples are enough without a GPU."""
-    kind, _, case = check_id.partition("-")
+    kind = check_id.partition("-")[0]
     if kind.startswith("mla/"):
         # test_triton_latent.py has small ones of each size.
-        return f"{kind}-{case.partition('-')[0]}", int(kind == "mla/correct/latent")
+        return kind, int(kind in {f"mla/correct/{shape}" for shape in ("decode", "idle", *LATENT)})
     if kind == "correct/mixed":
         # Mixed batches ask for each feature alone, and for each size in turn.
         asked = sorted({*check_id.split("-")} - _PLAIN)

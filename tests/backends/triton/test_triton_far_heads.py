@@ -15,7 +15,7 @@ from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, Specialized
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import direct_batch, paged_batch
-from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
+from attnplug.testing.conformance.harness import Harness, Output, blank_output
 from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.conformance.target import Target
 
@@ -55,8 +55,8 @@ def test_heads_past_32_bits(new, tokens, split, spread):
         if tokens is None
         else paged_batch(SPEC, new, tokens)
     )
-    blank = blank_answer(batch)
-    into = Answer(spread(blank.output), None)
+    blank = blank_output(batch)
+    into = Output(spread(blank.output), None)
     far = {"query": spread(batch.query)}
     if batch.kv_cache is None:
         far |= {"key": spread(batch.key), "value": spread(batch.value)}

@@ -12,7 +12,7 @@ from attnplug.backends.triton import TritonBackend, latent
 from attnplug.backends.triton.launch import Gpu
 from attnplug.core import LayerSpec, MLADims, SparseSpec
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 
@@ -40,7 +40,7 @@ def layer(heads: int, dtype: str = "bfloat16", rope: int = 32, stored: str = "au
 def expect_right(spec: LayerSpec, new: list[int], tokens: list[int], block_size: int) -> None:
     scales = {"k_scale": 0.5, "v_scale": 0.5} if spec.has_quantized_kv_cache else {}
     batch = paged_batch(spec, new, tokens, block_size=block_size, padding=3, skip_blocks=2, **scales)
-    found = Answer(*run_batch(TritonBackend, batch))
+    found = Output(*run_batch(TritonBackend, batch))
     assert difference(batch, found) is None
 
 
@@ -92,4 +92,4 @@ def test_shares_past_the_chosen_keys(heads: int, stored: str, monkeypatch: pytes
     for row, count in enumerate((10, 300, 0, 65)):
         chosen.positions[row, count:] = -1
         chosen.counts[row] = chosen.counts[row].clamp(max=count)
-    assert difference(batch, Answer(*run_batch(backend, batch))) is None
+    assert difference(batch, Output(*run_batch(backend, batch))) is None

@@ -18,7 +18,7 @@ from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import paged_batch
-from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.harness import Output, run_batch
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +37,7 @@ def check(spec, new, tokens, **options):
     """The numbers of a batch, over distinct pages, are those of the oracle."""
     backend = TritonBackend.for_layer(spec)
     batch = paged_batch(spec, new, tokens, device=DEVICE, backend=backend, **options)
-    assert difference(batch, Answer(*run_batch(backend, batch))) is None
+    assert difference(batch, Output(*run_batch(backend, batch))) is None
 
 
 HEADS = [1, 4, 12, 16, 20, 64, 128]

@@ -20,7 +20,7 @@ from attnplug.core import LayerSpec, MLADims
 from attnplug.core.device import Device
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -124,7 +124,7 @@ def test_every_launch_over_bytes_has_safe_tiles_and_right_numbers(monkeypatch, s
     )  # fmt: skip
     for name in STEPS if (size, dtype) == (96, "float16") else ("mixed",):
         batch = paged_batch(spec, *STEPS[name], device=DEVICE)
-        found = Answer(*run_batch(TritonBackend, batch, options=Options(decode_split=split)))
+        found = Output(*run_batch(TritonBackend, batch, options=Options(decode_split=split)))
         assert difference(batch, found) is None, name
     assert launches
     for launch in launches:
@@ -146,7 +146,7 @@ def test_decodes_over_latents_of_bytes_have_safe_tiles_and_right_numbers(monkeyp
     )  # fmt: skip
     backend = TritonBackend.for_layer(spec)
     batch = paged_batch(spec, [1, 6], [70, 33], device=DEVICE, backend=backend)
-    assert difference(batch, Answer(*run_batch(backend, batch))) is None
+    assert difference(batch, Output(*run_batch(backend, batch))) is None
     decodes = [launch for launch in launches if "BLOCK_L" in launch]
     assert decodes
     # Kernels in Gluon lay out tiles by themselves.
@@ -185,7 +185,7 @@ def test_steps_of_many_rows_over_bytes_are_right_on_a_gpu(head_size, storage):
         asked = spec.replace(dtype=dtype, num_kv_heads=heads)
         for new, tokens in (([600, 130], [600, 130]), ([300, 70], [700, 400]), ([1, 200, 1], [90, 500, 33])):
             batch = paged_batch(asked, new, tokens, device="cuda")
-            assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None, (dtype, heads, new)
+            assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None, (dtype, heads, new)
 
 
 @pytest.mark.gpu
@@ -197,4 +197,4 @@ def test_mixed_steps_of_heads_of_96_over_bytes_in_pages_of_8_are_right_on_a_gpu(
     )
     for new, tokens in (([1, 80, 1, 300], [100, 80, 40, 700]), ([1, 40], [17, 40])):
         batch = paged_batch(spec, new, tokens, device="cuda")
-        assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+        assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None

@@ -14,7 +14,7 @@ from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,7 +43,7 @@ def test_prompts_and_extends_are_right_for_heads_of_one_and_two_tiles(monkeypatc
     batch = paged_batch(spec, [70, 40, 1, 20], [70, 150, 90, 20], device=DEVICE)
     # Undivided, because few requests do not fill a GPU.
     options = Options(decode_split="requests")
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=options))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
 
 
 def test_a_head_is_in_the_fewest_columns_that_two_tiles_allow():

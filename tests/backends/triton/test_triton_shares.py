@@ -28,7 +28,7 @@ from attnplug.errors import BatchError, PolicyError
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.testing import Batch, paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer, blank_answer, make_impl
+from attnplug.testing.conformance.harness import Output, blank_output, make_impl
 from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.conformance.numbers.common_prefix import share_prefix
 
@@ -63,7 +63,7 @@ def builder_of(
 
 def check(spec: LayerSpec, new: list[int], tokens: list[int], options: Options = SHARES, **fields) -> None:
     batch = paged_batch(spec, new, tokens, device=DEVICE, **fields)
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=options))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
 
 
 def slow_here(is_quick: bool, in_ci: bool) -> Sequence[pytest.MarkDecorator]:
@@ -145,7 +145,7 @@ def attend_of(batch: Batch, options: Options):
     impl = make_impl(TritonBackend, batch.spec, batch.tensors, options=options)
     builder = builder_of(batch.spec, options, max_num_seqs=4, num_speculative_tokens=1)
 
-    def attend(metadata, into: Answer) -> Answer:
+    def attend(metadata, into: Output) -> Output:
         given = batch.query, batch.key, batch.value, batch.kv_cache
         impl.forward(None, *given, metadata, into.output, output_lse=into.lse)
         return into
@@ -153,9 +153,9 @@ def attend_of(batch: Batch, options: Options):
     return builder, attend
 
 
-def equal_to_eager(batch: Batch, found: Answer) -> bool:
+def equal_to_eager(batch: Batch, found: Output) -> bool:
     builder, attend = attend_of(batch, SHARES)
-    eager = attend(builder.build(0, batch.common), blank_answer(batch))
+    eager = attend(builder.build(0, batch.common), blank_output(batch))
     return torch.equal(found.output, eager.output) and torch.equal(found.lse, eager.lse)
 
 
@@ -171,8 +171,8 @@ def test_the_launches_of_a_step_serve_later_steps_of_any_lengths(small, monkeypa
     monkeypatch.setattr(BoundKernel, "__call__", recorded)
     batch = paged_batch(SPEC, [2] * 4, [90, 60, 33, 120], device=DEVICE)
     builder, attend = attend_of(batch, SHARES)
-    attend(builder.build(0, batch.common), blank_answer(batch))
-    metadata, found = builder.build(0, batch.common), blank_answer(batch)
+    attend(builder.build(0, batch.common), blank_output(batch))
+    metadata, found = builder.build(0, batch.common), blank_output(batch)
     launches.clear()
     attend(metadata, found)
     graph = list(launches)
@@ -201,13 +201,13 @@ def test_the_first_call_compiles_all_forms_of_the_merge_and_later_ones_run_one(s
     batch = paged_batch(SPEC, [1], [300], device=DEVICE)
     builder, attend = attend_of(batch, SHARES)
     metadata = builder.build(0, batch.common)
-    attend(metadata, blank_answer(batch))
+    attend(metadata, blank_output(batch))
     (merge, _), *empty = launches[-4:]
     assert [grid for _, grid in empty] == [(0, 1, 1)] * 3
     assert len({kernel for kernel, _ in empty}) == 3
     assert merge in {kernel for kernel, _ in empty}
     launches.clear()
-    attend(metadata, blank_answer(batch))
+    attend(metadata, blank_output(batch))
     assert launches[-1][0] is merge
     assert all(0 not in grid for _, grid in launches)
 
@@ -232,7 +232,7 @@ def test_a_captured_graph_serves_any_lengths(new):
     spec = SPEC.replace(head_size=128, dtype="bfloat16")
     batch = paged_batch(spec, [new] * 4, [9000, 6000, 3300, 12_000], device=DEVICE)
     builder, attend = attend_of(batch, SHARES)
-    found = attend(builder.build(0, batch.common), blank_answer(batch))
+    found = attend(builder.build(0, batch.common), blank_output(batch))
     graph, metadata = torch.cuda.CUDAGraph(), builder.build(0, batch.common)
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -259,10 +259,10 @@ class Cascade:
         batch = paged_batch(self.spec, new, tokens, device=DEVICE, padding=2)
         return share_prefix(batch, shared // size, size)
 
-    def run(self, batch: Batch, prefix: int, impl=None) -> Answer:
+    def run(self, batch: Batch, prefix: int, impl=None) -> Output:
         impl = impl or make_impl(TritonBackend, batch.spec, batch.tensors, options=SHARES)
         builder = builder_of(self.spec)
-        into = blank_answer(batch)
+        into = blank_output(batch)
         given = batch.query, batch.key, batch.value, batch.kv_cache
         impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)
         return into
@@ -321,7 +321,7 @@ def test_tables_of_another_group_share_no_prefix():
     made = builder.build(128, batch.common)
     swapped = builder.update_block_table(made, other.common.block_table_tensor, other.common.slot_mapping)
     for step, metadata in ((batch, made), (other, swapped), (batch, made)):
-        impl, into = make_impl(TritonBackend, SPEC, step.tensors, options=SHARES), blank_answer(step)
+        impl, into = make_impl(TritonBackend, SPEC, step.tensors, options=SHARES), blank_output(step)
         given = step.query, step.key, step.value, step.kv_cache
         impl.forward(None, *given, metadata, into.output, output_lse=into.lse)
         assert difference(step, into) is None
@@ -364,7 +364,7 @@ def served(monkeypatch):
         found.clear()
         batch = paged_batch(spec, new, tokens, device=DEVICE)
         impl = make_impl(TritonBackend, spec, batch.tensors, options=options)
-        into = blank_answer(batch)
+        into = blank_output(batch)
         builder = builder_of(spec, options, **limits)
         given = batch.query, batch.key, batch.value, batch.kv_cache
         impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)

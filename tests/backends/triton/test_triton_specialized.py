@@ -14,7 +14,7 @@ from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized, pre
 from attnplug.backends.triton.specialized import is_near, programs, serves, specialized_kernel, tiles
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 LAUNCH = Specialized(64, 2, False)
@@ -68,7 +68,7 @@ def test_prompts_and_extends(
     # Larger tiles of 256 columns have no room.
     launch(monkeypatch, Specialized(64 if turns or spec.head_size > 128 else 128, 2, turns))
     batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert used
 
 
@@ -78,7 +78,7 @@ def test_pages_of_any_size(
 ) -> None:
     launch(monkeypatch, LAUNCH)
     batch = paged_batch(layer(), [100, 64], [330, 64], block_size=block_size)
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert used
 
 
@@ -99,7 +99,7 @@ def test_the_other_kernel_serves_the_rest(
 ) -> None:
     launch(monkeypatch, LAUNCH)
     batch = paged_batch(spec, [70, 3], [70, 90], block_size=16)
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert not used
 
 
@@ -110,7 +110,7 @@ def test_queries_apart_from_16_bytes_have_the_other_kernel(
     batch = paged_batch(layer(), [70, 3], [70, 90], block_size=16)
     moved = torch.empty(batch.query.numel() + 4, dtype=batch.query.dtype)[4:].view(batch.query.shape)
     batch = dataclasses.replace(batch, query=moved.copy_(batch.query))
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert not used
 
 

@@ -14,7 +14,7 @@ from attnplug.backends.triton.launch import PrefillLaunch, Specialized
 from attnplug.backends.triton.specialized import specialized_kernel
 from attnplug.core import LayerSpec
 from attnplug.testing import Batch, paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = pytest.mark.gpu
@@ -55,7 +55,7 @@ def layer(size: int, heads: tuple[int, int] = (8, 2), **fields: Any) -> LayerSpe
 def check(batch: Batch, bound: list[Any]) -> None:
     # A second call finds the kernel bound.
     for _ in range(2):
-        assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+        assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert bound
     assert None not in bound
 

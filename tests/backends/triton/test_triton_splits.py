@@ -29,7 +29,7 @@ from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.core import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -204,7 +204,7 @@ def test_float32_decodes_over_fp8_have_tiles_of_float32(monkeypatch):
         num_heads=2, num_kv_heads=1, head_size=16, dtype="float32", kv_cache_dtype="fp8_e5m2", block_size=16
     )
     batch = paged_batch(spec, [1], [20])
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch, options=Options("requests")))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=Options("requests")))) is None
     assert [itemsize for _, itemsize, *_ in asked] == [4]
 
 

@@ -21,7 +21,7 @@ from attnplug.core.metadata import AttentionMetadata
 from attnplug.errors import BatchError, LayoutError
 from attnplug.runtime import AttentionRuntime, GraphState
 from attnplug.testing import Batch, assert_close, paged_batch, run_batch, tolerance
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.conformance.target import Target
 
@@ -236,7 +236,7 @@ def test_sinks_and_slopes_may_be_a_column_of_a_larger_tensor(field):
     batch = paged_batch(spec, [1, 20], [30, 40], device=DEVICE)
     tensors = dataclasses.replace(batch.tensors, **{field: _with_gaps(getattr(batch.tensors, field))})
     batch = dataclasses.replace(batch, tensors=tensors)
-    assert difference(batch, Answer(*run_batch(TritonBackend, batch))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
 
 
 @pytest.mark.parametrize("field", ["query_start_loc", "seq_lens", "block_table_tensor", "mm_prefix_spans"])
@@ -275,6 +275,6 @@ def test_an_lse_may_have_its_tokens_side_by_side(new):
     output = torch.full_like(batch.query, torch.nan)
     lse = torch.full((4, sum(new) + 2), torch.nan, device=DEVICE).T
     harness = Harness.of(Target(TritonBackend, Device.parse(DEVICE)), batch)
-    found = harness.forward(batch, Answer(output, lse))
-    assert difference(batch, Answer(*(each[: sum(new)] for each in found))) is None
+    found = harness.forward(batch, Output(output, lse))
+    assert difference(batch, Output(*(each[: sum(new)] for each in found))) is None
     assert lse[sum(new) :].isnan().all()

@@ -22,10 +22,10 @@ from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMeta
 from attnplug.core.selection import Selection
 from attnplug.testing.conformance.cases.steps import (
     BatchFactory,
-    decodes,
+    decode_lengths,
     layer_kinds,
     layer_of_kind,
-    mixed,
+    mixed_lengths,
     scenario_factory,
     step_factory,
     with_lengths,
@@ -58,7 +58,7 @@ def _check_common_unmodified(target: Target, kind: str) -> None:
         "build_for_drafting": lambda builder, common: builder.build_for_drafting(common, 0),
     }
     for what, build in builds.items():
-        for lengths in (mixed(size), decodes(size)):
+        for lengths in (mixed_lengths(size), decode_lengths(size)):
             batch = step_factory(target, spec, lengths)()
             harness, before = Harness.of(target, batch), _snapshot(batch.common)
             with error_context(what):
@@ -87,7 +87,7 @@ def _same(one: Any, other: Any) -> bool:
 
 def _check_host_lengths(target: Target, kind: str, form: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    for lengths in (mixed(size), decodes(size)):
+    for lengths in (mixed_lengths(size), decode_lengths(size)):
         new, tokens = of_phase(target.phase, *lengths)
         # Bounds within the pages that the requests have, and a page beyond them.
         page_ends = np.array([-(-length // size) * size for length in tokens], dtype=np.int32)
@@ -125,7 +125,7 @@ def _check_host_form(target: Target, make: BatchFactory, form: str, bounds: npt.
 def _check_longest_bound(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
     alone = ([1], [size + 1]), ([size + 3], [size + 3])
-    for lengths in (mixed(size), decodes(size), *alone):
+    for lengths in (mixed_lengths(size), decode_lengths(size), *alone):
         make, longest = step_factory(target, spec, lengths), max(lengths[1])
         for bound in (-(-longest // size) * size, longest + size, _LONGEST_OF_MODEL):
             batch, what = make(), f"with max_seq_len={bound}, above the longest sequence, which is allowed"
@@ -134,12 +134,12 @@ def _check_longest_bound(target: Target, kind: str) -> None:
                 common = dataclasses.replace(batch.common, max_seq_len=bound)
                 found = harness.run(batch, harness.builder.build(0, common))
             mistakes: dict[str, StepMistake] = {
-                "max_seq_len taken for the longest length": functools.partial(_lengthened, longest, bound)
+                "max_seq_len taken for the longest length": functools.partial(_lengthen, longest, bound)
             }
             expect_correct_step(target, make, found, what, mistakes)
 
 
-def _lengthened(longest: int, bound: int, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+def _lengthen(longest: int, bound: int, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
     lengths = common.seq_lens.cpu()
     return with_lengths(common, torch.where(lengths == longest, bound, lengths))
 
@@ -160,7 +160,7 @@ class _Rows:
 def _check_order(target: Target, kind: str, speculative: int) -> None:
     spec, size = layer_of_kind(target, kind)
     harness = Harness.of(
-        target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=speculative
+        target, step_factory(target, spec, mixed_lengths(size))(), num_speculative_tokens=speculative
     )
     threshold = harness.builder.reorder_batch_threshold
     if threshold is not None and (type(threshold) is not int or threshold < 1):

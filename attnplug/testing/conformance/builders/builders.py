@@ -17,17 +17,17 @@ from attnplug.core.selection import Selection
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
     BatchFactory,
-    decodes,
+    decode_lengths,
     layer_kinds,
     layer_of_kind,
     long_decodes,
-    mixed,
+    mixed_lengths,
     paged_kinds,
     step_factory,
     with_lengths,
 )
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import (
     difference,
     expect_correct,
@@ -47,7 +47,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_update(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    first, drawn = (step_factory(target, spec, mixed(size), seed) for seed in (0, 1))
+    first, drawn = (step_factory(target, spec, mixed_lengths(size), seed) for seed in (0, 1))
     one = first()
     # The other KV group is of the same step, so it has the same selection.
     second = functools.partial(_selecting, drawn, one.common.selection)
@@ -97,10 +97,12 @@ def _selecting(make: BatchFactory, selection: Selection | None) -> Batch:
 
 def _check_drafting(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    harness = Harness.of(target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=3)
+    harness = Harness.of(target, step_factory(target, spec, mixed_lengths(size))(), num_speculative_tokens=3)
     dropped = {"the last token dropped": lambda c: with_lengths(c, c.seq_lens.cpu() - 1)}
     for index in range(3):
-        make = step_factory(target, spec, decodes(size, index) if index else mixed(size), index)
+        make = step_factory(
+            target, spec, decode_lengths(size, index) if index else mixed_lengths(size), index
+        )
         batch, what = make(), f"build_for_drafting with draft_index={index}"
         with error_context(what):
             metadata = harness.builder.build_for_drafting(batch.common, index)
@@ -111,10 +113,17 @@ def _check_drafting(target: Target, kind: str) -> None:
 
 def _check_steps(target: Target, kind: str, fast: bool) -> None:
     spec, size = layer_of_kind(target, kind)
-    new, tokens = decodes(size)
+    new, tokens = decode_lengths(size)
     # The last steps have more requests and tokens than the first, for which buffers may have been made.
     larger = ([*new * 5], [*tokens * 5]), ([4 * size + 1], [4 * size + 1])
-    lengths = mixed(size), mixed(size, 2), decodes(size), decodes(size, 2), mixed(size), ([1], [size + 1])
+    lengths = (
+        mixed_lengths(size),
+        mixed_lengths(size, 2),
+        decode_lengths(size),
+        decode_lengths(size, 2),
+        mixed_lengths(size),
+        ([1], [size + 1]),
+    )
     harness = Harness.of(target, step_factory(target, spec, lengths[0])())
     before: Batch | None = None
     for index, each in enumerate((*lengths, *larger)):
@@ -137,7 +146,7 @@ def _check_capture(target: Target, kind: str) -> None:
         "cudagraph_batch_sizes": (4,),
         "max_model_len": 4 * size,
     }
-    harness = Harness.of(target, step_factory(target, spec, decodes(size))(), **settings)
+    harness = Harness.of(target, step_factory(target, spec, decode_lengths(size))(), **settings)
     builder = harness.builder
     with error_context("get_cudagraph_support"):
         levels = [builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) for _ in range(2)]
@@ -151,7 +160,7 @@ def _check_capture(target: Target, kind: str) -> None:
     for level, new in cases:
         if levels[0] < level or (target.phase is not None and not in_phase(target.phase, [new])):
             continue
-        common = step_factory(target, spec, decodes(size, 2, new))().common
+        common = step_factory(target, spec, decode_lengths(size, 2, new))().common
         # At graph capture only the longest length is known.
         bounds = dataclasses.replace(
             with_lengths(common, torch.full((4,), 4 * size)),
@@ -193,7 +202,10 @@ def isolation_checks(target: Target) -> Iterator[Check]:
 
 def _check_two_builders(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind, paged=True)
-    makes = (step_factory(target, spec, mixed(size)), step_factory(target, spec, mixed(size, 2), 1))
+    makes = (
+        step_factory(target, spec, mixed_lengths(size)),
+        step_factory(target, spec, mixed_lengths(size, 2), 1),
+    )
     batches = [make() for make in makes]
     harnesses = [Harness.of(target, batch) for batch in batches]
     what = "two builders that build before the layer of either runs"
@@ -210,7 +222,7 @@ def _check_two_builders(target: Target, kind: str) -> None:
 
 def _check_layers(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind, paged=True)
-    for lengths in (mixed(size), long_decodes(size)):
+    for lengths in (mixed_lengths(size), long_decodes(size)):
         _check_one_metadata(target, _layers_over(target, step_factory(target, spec, lengths)()))
 
 
@@ -228,9 +240,9 @@ def _check_one_metadata(target: Target, layers: Mapping[str, Batch]) -> None:
         expect_correct(batches[place], answer, layer, mistake)
 
 
-def _first_layer_mistake(first: Batch, batch: Batch, answer: Answer) -> str | None:
+def _first_layer_mistake(first: Batch, batch: Batch, answer: Output) -> str | None:
     as_first = dataclasses.replace(batch, spec=first.spec, tensors=first.tensors)
-    if batch is first or difference(as_first, Answer(answer.output, None)):
+    if batch is first or difference(as_first, Output(answer.output, None)):
         return None
     return "the first layer's scale, cap, sinks or slopes"
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from attnplug._system.text import shown
-from attnplug.core.errors import AttnplugError, SpecError
+from attnplug.core.errors import AttnplugError
 from attnplug.core.interface.signatures import overrides
 from attnplug.core.metadata import (
     AttentionMetadata,
@@ -20,9 +20,9 @@ from attnplug.core.metadata import (
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
+    decode_lengths,
     layer_without_limits,
-    mixed,
+    mixed_lengths,
     paged_scenarios,
     with_pages,
 )
@@ -31,11 +31,9 @@ from attnplug.testing.conformance.declared.options import values_of, with_values
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_own_slots, wrong_answer
-from attnplug.testing.conformance.target import Target, latent_fields
-from attnplug.testing.design.sizes import compile_key
+from attnplug.testing.conformance.target import Target, layer_fields
 from attnplug.testing.drawn_values import layer_tensors
 
-_MOST_KEYS = 4
 _MOST_SIZES = 3
 _HEADS = ((4, 2), (8, 2), (4, 4), (8, 1))
 _SCALES: tuple[dict[str, Any], ...] = ({"k_scale": 0.37, "v_scale": 1.9}, {"k_scale": 1.9, "v_scale": 0.37})
@@ -66,26 +64,19 @@ class _Group:
 
 
 def _check_keys(target: Target) -> None:
-    spec, size = _plainest(target)
+    latent = with_pages(target, target.paged_spec()) if target.is_latent else None
+    spec, size = latent or layer_without_limits(target)
     shared = False
-    for lengths in (mixed(size), decodes(size)):
+    for lengths in (mixed_lengths(size), decode_lengths(size)):
         for groups in _alike(target, spec, lengths):
             for pair in itertools.permutations(groups, 2):
                 if _share(*pair):
                     shared = True
-                    for name in _makers(pair[0].harness.builder, lengths):
+                    drafts = overrides(type(pair[0].harness.builder), "build_for_drafting")
+                    for name in _BUILDS if drafts and set(lengths[0]) == {1} else ("build",):
                         _expect_served(*pair, name)
     if not shared:
         raise CheckSkipped(f"no two groups of layers that {target.name} serves share a build")
-
-
-def _makers(builder: AttentionMetadataBuilder[Any], lengths: _Lengths) -> list[str]:
-    drafts = overrides(type(builder), "build_for_drafting") and set(lengths[0]) == {1}
-    return [*_BUILDS] if drafts else ["build"]
-
-
-def _plainest(target: Target) -> tuple[LayerSpec, int]:
-    return with_pages(target, target.paged_spec()) if target.is_latent else layer_without_limits(target)
 
 
 def _variants(target: Target, spec: LayerSpec, size: int) -> list[list[_Fields]]:
@@ -108,7 +99,10 @@ def _variants(target: Target, spec: LayerSpec, size: int) -> list[list[_Fields]]
 
 def _sizes(target: Target) -> list[list[_Fields]]:
     if target.is_latent:
-        return [[{"num_heads": 8}, {"num_heads": 16}], latent_fields(target.backend)[:_MOST_SIZES]]
+        return [
+            [{"num_heads": 8}, {"num_heads": 16}],
+            [layer_fields({"mla": dims}) for dims in target.latents[:_MOST_SIZES]],
+        ]
     sizes = target.head_sizes[:_MOST_SIZES]
     return [
         [{"num_heads": heads, "num_kv_heads": kv_heads} for heads, kv_heads in _HEADS],
@@ -132,17 +126,7 @@ def _groups(
 ) -> list[_Group]:
     """The groups of those variants of `spec` that are served; `keys` collects their compile keys."""
     found = []
-    for seed, fields in enumerate(variants, 1):
-        try:
-            other = spec.replace(**fields)
-        except SpecError:
-            continue
-        key = compile_key(target.backend, other)
-        is_new = key is not None and key not in keys
-        # Each such layer compiles kernels of its own.
-        if target.reasons(other) or (is_new and len(keys) >= _MOST_KEYS):
-            continue
-        keys.add(key)
+    for seed, (fields, other) in enumerate(target.variants(spec, variants, keys), 1):
         with contextlib.suppress(CheckSkipped):  # the options of the run are refused for this layer
             found.append(_group(target, other, lengths, _words(fields), seed if fields else 0))
     return found

@@ -12,22 +12,28 @@ from typing import Any
 
 import torch
 
-from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
+    decode_lengths,
     layer_kinds,
     layer_of_kind,
-    mixed,
+    mixed_lengths,
     scenario_factory,
     scenario_layer,
     scenario_steps,
     scenarios,
     step_factory,
 )
-from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckTable,
+    ConformanceError,
+    checks_from,
+    error_context,
+)
 from attnplug.testing.conformance.harness import Harness, raw_bytes, refill
 from attnplug.testing.conformance.mistakes.expectations import (
     difference,
@@ -42,15 +48,12 @@ from attnplug.testing.drawn_values import layer_tensors
 
 _OUTPUTS = 10
 _ROUNDS = 12
-_KEYS = 4
-"""Kernels to compile at most for layers that look alike."""
 
 _LIKE: tuple[dict[str, Any], ...] = (
     {},
     {"scale": 0.07},
     {"window": (6, 0)},
     {"window": (19, 0)},
-    {"chunk_size": 16},
     {"logits_soft_cap": 3.7},
     {"logits_soft_cap": 11.5},
     {"has_sinks": True},
@@ -64,12 +67,7 @@ _LIKE: tuple[dict[str, Any], ...] = (
 def checks(target: Target) -> Iterator[Check]:
     """The checks of outputs in each scenario, of layers over pages, and of buffers for each kind of layer."""
     for scenario in scenarios(target):
-        summary = "an output stays as it is when later steps run"
-        yield Check.of(f"state/outputs-apart-{scenario}", summary, _check_outputs, target, scenario)
-        summary = "layers of one shape that ask for different things share no state"
-        yield Check.of(f"state/like-layers-{scenario}", summary, _check_like, target, scenario)
-        summary = "a later layer uses nothing of a dropped layer, step or cache"
-        yield Check.of(f"state/dropped-layers-{scenario}", summary, _check_dropped, target, scenario)
+        yield from checks_from(_CHECKS, "state", target, scenario)
     for kind in layer_kinds(target):
         summary = "a step in the buffers of the last step, filled again, is a step of its own"
         yield Check.of(f"state/refilled-buffers-{kind}", summary, _check_refilled, target, kind)
@@ -98,20 +96,9 @@ def _check_outputs(target: Target, scenario: str) -> None:
 
 def _check_like(target: Target, scenario: str) -> None:
     made: list[tuple[str, Batch]] = []
-    keys: set[Hashable] = set()
     base = scenario_layer(target, scenario)
-    size = target.block_size(base)
-    for seed, fields in enumerate(_LIKE):
-        try:
-            spec = base.replace(**fields)
-        except SpecError:
-            continue
-        if fields.get("chunk_size"):
-            spec = spec.replace(chunk_size=2 * size)
-        key = target.backend.compile_key(spec)
-        if target.reasons(spec) or (key is not None and key not in keys and len(keys) >= _KEYS):
-            continue
-        keys.add(key)
+    like = (*_LIKE, {"chunk_size": 2 * target.block_size(base)})
+    for seed, (fields, spec) in enumerate(target.variants(base, like, set())):
         name = ", ".join(f"{field}={value}" for field, value in fields.items()) or "nothing more"
         made.append((name, scenario_steps(target, scenario, spec, seed)()))
     # In both orders, since a cache may take the first layer's state or the last one's.
@@ -134,11 +121,11 @@ def _check_dropped(target: Target, scenario: str) -> None:
 
 def _check_refilled(target: Target, kind: str) -> None:
     spec, size = layer_of_kind(target, kind)
-    forwards, backwards = decodes(size), decodes(size, 2)
+    forwards, backwards = decode_lengths(size), decode_lengths(size, 2)
     backwards = backwards[0], backwards[1][::-1]
     for steps in (
-        (mixed(size), mixed(size, 2), mixed(size), mixed(size, 1)),
-        (forwards, decodes(size, 1), backwards, forwards),
+        (mixed_lengths(size), mixed_lengths(size, 2), mixed_lengths(size), mixed_lengths(size, 1)),
+        (forwards, decode_lengths(size, 1), backwards, forwards),
     ):
         first = step_factory(target, spec, steps[0])()
         harness, before = Harness.of(target, first), first
@@ -155,6 +142,11 @@ def _check_refilled(target: Target, kind: str) -> None:
             before = fresh
 
 
+_CHECKS: CheckTable = {
+    "outputs-apart": (_check_outputs, "an output stays as it is when later steps run"),
+    "like-layers": (_check_like, "layers of one shape that ask for different things share no state"),
+    "dropped-layers": (_check_dropped, "a later layer uses nothing of a dropped layer, step or cache"),
+}
 _MOST_KEYS = 4
 _LATER = "state of a layer that the process served before"
 
@@ -206,7 +198,7 @@ def _batch(target: Target, spec: LayerSpec, seed: int) -> Batch:
     scales: dict[str, Any] = {}
     if spec.has_quantized_kv_cache:
         scales = {"k_scale": 0.37 * (1 + seed), "v_scale": 1.9 / (1 + seed)}
-    return target.batch(spec, *decodes(target.block_size(spec)), seed=seed, **scales)
+    return target.batch(spec, *decode_lengths(target.block_size(spec)), seed=seed, **scales)
 
 
 def _expect_each(

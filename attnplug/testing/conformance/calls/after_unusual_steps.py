@@ -12,14 +12,14 @@ from attnplug.ops.output_quant import FP8_OUTPUTS
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
-    mixed,
+    decode_lengths,
+    mixed_lengths,
     plain_scenario,
     scenario_factory,
     step_factory,
 )
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
-from attnplug.testing.conformance.harness import Harness, blank_answer, raw_bytes
+from attnplug.testing.conformance.harness import Harness, blank_output, raw_bytes
 from attnplug.testing.conformance.mistakes.expectations import expect_correct, expect_correct_step
 from attnplug.testing.conformance.target import Target
 
@@ -55,12 +55,12 @@ def _check_after_refusal(target: Target) -> None:
 def _check_after_drafts(target: Target) -> None:
     spec = target.spec()
     size = target.block_size(spec)
-    harness = Harness.of(target, step_factory(target, spec, mixed(size))(), num_speculative_tokens=3)
+    harness = Harness.of(target, step_factory(target, spec, mixed_lengths(size))(), num_speculative_tokens=3)
     for index in range(2):
-        drafted = step_factory(target, spec, decodes(size, index), index)()
+        drafted = step_factory(target, spec, decode_lengths(size, index), index)()
         with error_context("build_for_drafting"):
             harness.run(drafted, harness.builder.build_for_drafting(drafted.common, index))
-    make = step_factory(target, spec, decodes(size, 2), 5)
+    make = step_factory(target, spec, decode_lengths(size, 2), 5)
     batch, what = make(), "a plain build after draft steps"
     with error_context(what):
         found = harness.run(batch, harness.builder.build(0, batch.common))
@@ -85,7 +85,7 @@ def _check_lse_padding(target: Target) -> None:
     for scenario in ("decode", "mixed"):
         batch = scenario_factory(target, scenario, needs_lse=True)()
         tokens = batch.common.num_actual_tokens
-        found = Harness.of(target, batch).forward(batch, blank_answer(batch, 7.0))
+        found = Harness.of(target, batch).forward(batch, blank_output(batch, 7.0))
         expect_correct(batch, found, "with an LSE that held 7")
         if found.lse is not None and bool((found.lse[tokens:] != 7.0).any()):
             raise ConformanceError(f"rows of output_lse past num_actual_tokens={tokens} were written")
@@ -100,7 +100,7 @@ def _check_scale(target: Target) -> None:
             if not harness.impl.fused_output_quant_supported(key):
                 continue
         tried = True
-        output = blank_answer(batch).output.to(STORAGE_DTYPES[key])
+        output = blank_output(batch).output.to(STORAGE_DTYPES[key])
         scale = torch.tensor([0.037], dtype=torch.float32, device=batch.query.device)
         before = raw_bytes(scale)
         given = (batch.query, batch.key, batch.value, batch.kv_cache, harness.build(batch), output)

@@ -10,8 +10,8 @@ import torch
 from attnplug.testing.conformance.cases.steps import (
     PAGED_SCENARIOS,
     BatchFactory,
-    decodes,
-    mixed,
+    decode_lengths,
+    mixed_lengths,
     paged_scenarios,
     scenario_factory,
     scenario_layer,
@@ -19,7 +19,7 @@ from attnplug.testing.conformance.cases.steps import (
     step_factory,
 )
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, ConformanceError, checks_from
-from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, raw_bytes, refill
+from attnplug.testing.conformance.harness import Harness, Output, blank_output, raw_bytes, refill
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.target import Target
 
@@ -47,15 +47,16 @@ def _two_steps(target: Target, scenario: str) -> tuple[BatchFactory, BatchFactor
     if scenario not in PAGED_SCENARIOS:
         return scenario_factory(target, scenario), scenario_factory(target, scenario, seed=1)
     spec = scenario_layer(target, scenario)
-    size, lengths = target.block_size(spec), decodes if scenario == "decode" else mixed
+    size, lengths = target.block_size(spec), decode_lengths if scenario == "decode" else mixed_lengths
     return step_factory(target, spec, lengths(size)), step_factory(target, spec, lengths(size, 2), 1)
 
 
 def _check_refilled(target: Target, scenario: str) -> None:
     make, make_other = _two_steps(target, scenario)
     batch, other = make(), make_other()
-    harness, into = Harness.of(target, batch), blank_answer(batch)
-    first = _copied(harness.forward(batch, into))
+    harness, into = Harness.of(target, batch), blank_output(batch)
+    output, lse = harness.forward(batch, into)
+    first = Output(output.clone(), None if lse is None else lse.clone())
     expect_correct(batch, first, "the first of two steps")
     for tensor in into:
         if tensor is not None:
@@ -67,10 +68,6 @@ def _check_refilled(target: Target, scenario: str) -> None:
         again = Harness.of(target, filled).forward(make_other())
         kept = "values of an earlier step kept by the addresses of its tensors"
         raise wrong_answer(f"{what}: {problem}", None if difference(filled, again) else kept)
-
-
-def _copied(found: Answer) -> Answer:
-    return Answer(found.output.clone(), None if found.lse is None else found.lse.clone())
 
 
 def _check_table(target: Target, scenario: str) -> None:

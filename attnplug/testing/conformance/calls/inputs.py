@@ -33,7 +33,7 @@ from attnplug.testing.conformance.check import (
     SkipKind,
     checks_from,
 )
-from attnplug.testing.conformance.harness import Harness, blank_answer, make_impl, raw_bytes
+from attnplug.testing.conformance.harness import Harness, blank_output, make_impl, raw_bytes
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.target import Target
 
@@ -94,18 +94,18 @@ def _inputs(batch: Batch) -> dict[str, torch.Tensor]:
 def _check_padding(target: Target, scenario: str) -> None:
     make = scenario_factory(target, scenario)
     for more in (0, 61):
-        batch = _padded(make(), more)
+        batch = _pad(make(), more)
         tokens = batch.common.num_actual_tokens
         for fill in (torch.nan, 7.0):
-            found = Harness.of(target, batch).forward(batch, blank_answer(batch, fill))
-            given = blank_answer(batch, fill)
+            found = Harness.of(target, batch).forward(batch, blank_output(batch, fill))
+            given = blank_output(batch, fill)
             if not torch.equal(raw_bytes(found.output[tokens:]), raw_bytes(given.output[tokens:])):
                 raise ConformanceError(f"output rows past num_actual_tokens={tokens} were written")
             what = f"with rows of NaN past num_actual_tokens={tokens}, which forward must not read"
             expect_correct(batch, found, what)
 
 
-def _padded(batch: Batch, more: int) -> Batch:
+def _pad(batch: Batch, more: int) -> Batch:
     """The batch with `more` rows of NaN behind its queries, keys and values, with slot -1."""
 
     def longer(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,10 +127,10 @@ def _check_strided(target: Target, scenario: str) -> None:
 
 def _expect_views(target: Target, scenario: str, **fields: Any) -> None:
     for name, view in (
-        ("of one packed projection", _packed),
-        ("of wider tensors", lambda *tensors: tuple(map(_sliced, tensors))),
+        ("of one packed projection", _pack),
+        ("of wider tensors", lambda *tensors: tuple(map(_slice, tensors))),
         ("with the heads outside", lambda *tensors: tuple(map(_heads_outside, tensors))),
-        ("of unlike strides", lambda query, key, value: (query, _sliced(key), value)),
+        ("of unlike strides", lambda query, key, value: (query, _slice(key), value)),
     ):
         batch = scenario_factory(target, scenario, **fields)()
         query, key, value = view(batch.query, batch.key, batch.value)
@@ -151,7 +151,7 @@ def _expect_views(target: Target, scenario: str, **fields: Any) -> None:
         _expect_kept(batch, before, f", given as views {name}")
 
 
-def _packed(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _pack(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Query, key and value as slices of one tensor, as after a fused projection; copies where they do not fit."""
     if len({(each.shape[0], each.shape[2]) for each in tensors}) > 1:
         return tensors
@@ -164,7 +164,7 @@ def _heads_outside(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def _sliced(tensor: torch.Tensor) -> torch.Tensor:
+def _slice(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor as a slice of a larger one with NaN beside it."""
     rows, heads, size = tensor.shape
     packed = tensor.new_full((rows, 3 * heads, size), torch.nan)
@@ -232,9 +232,9 @@ def _check_written(target: Target, scenario: str) -> None:
 
 def _check_attended(target: Target, scenario: str) -> None:
     batch = scenario_factory(target, scenario)()
-    tensors = {"query": batch.query, "output": blank_answer(batch).output}
-    misfits: dict[str, _Misfits] = {"an output of half the size": {"output": _halved(tensors["output"])}}
-    misfits["queries of half the size"] = {"query": _halved(tensors["query"])}
+    tensors = {"query": batch.query, "output": blank_output(batch).output}
+    misfits: dict[str, _Misfits] = {"an output of half the size": {"output": _halve(tensors["output"])}}
+    misfits["queries of half the size"] = {"query": _halve(tensors["query"])}
     if batch.spec.num_heads > 1:
         misfits["an output of one head"] = {"output": tensors["output"][:, :1]}
     for what, given in misfits.items():
@@ -245,7 +245,7 @@ def _check_attended(target: Target, scenario: str) -> None:
         _expect_refused(error, f"attend with {what}", batch)
 
 
-def _halved(tensor: torch.Tensor) -> torch.Tensor:
+def _halve(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[..., : tensor.shape[-1] // 2]
 
 

@@ -36,7 +36,7 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
-from attnplug.testing.conformance.harness import Answer, Harness, blank_answer, raw_bytes
+from attnplug.testing.conformance.harness import Harness, Output, blank_output, raw_bytes
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import Numbers
@@ -79,7 +79,7 @@ def _check_overwritten(target: Target, scenario: str) -> None:
     fills["the largest finite value"] = torch.finfo(other.query.dtype).max
     for what, fill in fills.items():
         batch = make()
-        into = blank_answer(batch, fill)
+        into = blank_output(batch, fill)
         if what == "another answer":
             # A plausible answer in the wrong rows finds a kernel that skips some rows.
             into.output[: len(stale)] = stale.flip(0)
@@ -91,7 +91,7 @@ def _check_empty_rows(target: Target, make: Callable[..., Batch], **fields: bool
     # NaN finds rows that were not written or multiplied by 0; 3.0 finds rows kept as they were.
     for fill in (torch.nan, 3.0):
         batch = make(target, **fields)
-        found = Harness.of(target, batch).forward(batch, blank_answer(batch, fill))
+        found = Harness.of(target, batch).forward(batch, blank_output(batch, fill))
         empty = batch.oracle().output.abs().sum((1, 2)) == 0
         rows = found.output[: batch.common.num_actual_tokens].cpu()[empty]
         wrong = rows[rows != 0]
@@ -121,21 +121,21 @@ def _check_returned(target: Target, scenario: str) -> None:
 
 def _expect_returned(make: BatchFactory, target: Target) -> None:
     batch = make()
-    into = blank_answer(batch)
+    into = blank_output(batch)
     returned = _forward(Harness.of(target, batch), batch, into.output, into.lse)
     if not _is_same(returned, into.output):
         raise ConformanceError(f"forward returned {_words(returned)}, not the output that it was given")
     batch = make()
     tokens = batch.common.num_actual_tokens
-    made = _forward(Harness.of(target, batch), batch, None, blank_answer(batch).lse)
-    expected = blank_answer(batch).output
+    made = _forward(Harness.of(target, batch), batch, None, blank_output(batch).lse)
+    expected = blank_output(batch).output
     if (
         not isinstance(made, torch.Tensor)
         or (made.dtype, made.device, made.shape[1:]) != (expected.dtype, expected.device, expected.shape[1:])
         or made.shape[0] not in (tokens, expected.shape[0])
     ):
         raise ConformanceError(f"forward without output returned {_words(made)}, not {_words(expected)}")
-    expect_correct(batch, Answer(made, None), "without an output to write to")
+    expect_correct(batch, Output(made, None), "without an output to write to")
 
 
 def _forward(harness: Harness, batch: Batch, output: torch.Tensor | None, lse: torch.Tensor | None) -> object:
@@ -191,7 +191,7 @@ def _check_lse_undeclared(target: Target) -> None:
     batch = scenario_factory(target, plain_scenario(target))()
     if batch.spec.needs_lse:
         raise CheckSkipped(f"{target.name} serves no layer without the LSE", SkipKind.LAYER)
-    output = blank_answer(batch).output
+    output = blank_output(batch).output
     lse = torch.full(output.shape[:2], torch.nan, device=batch.query.device)
     _, error = guarded_call(_forward, Harness.of(target, batch), batch, output, lse)
     expect_refusal(error, "output_lse, given to a layer with needs_lse=False,")
@@ -203,7 +203,7 @@ def _check_output_scale(target: Target) -> None:
     with error_context("fused_output_quant_supported(None)"):
         if harness.impl.fused_output_quant_supported(None):
             raise CheckSkipped("fused_output_quant_supported(None) is True: scales may be given")
-    metadata, output = harness.build(batch), blank_answer(batch).output
+    metadata, output = harness.build(batch), blank_output(batch).output
     given = (batch.query, batch.key, batch.value, batch.kv_cache, metadata, output)
     scale = torch.tensor(0.37, device=batch.query.device)
     for name in ("output_scale", "output_block_scale"):
@@ -225,18 +225,18 @@ def expect_refusal(error: BaseException | None, what: str) -> None:
 
 def _check_lse_left_out(target: Target, scenario: str) -> None:
     batch = scenario_factory(target, scenario, needs_lse=True)()
-    found = blank_answer(batch)
+    found = blank_output(batch)
     _forward(Harness.of(target, batch), batch, found.output, None)
-    expect_correct(batch, Answer(found.output, None), "with needs_lse=True and no output_lse given")
+    expect_correct(batch, Output(found.output, None), "with needs_lse=True and no output_lse given")
 
 
 def _check_rows(target: Target, scenario: str) -> None:
     batch = scenario_factory(target, scenario)()
-    plain = blank_answer(batch)
+    plain = blank_output(batch)
     wide = [each.new_full((each.shape[0] + 9, *each.shape[1:]), 3.0) for each in plain if each is not None]
     output, *lses = (each[4:-5] for each in wide)
     what = "with an output that is some rows of a longer tensor"
-    found = Harness.of(target, batch).forward(batch, Answer(output, lses[0] if lses else None), what)
+    found = Harness.of(target, batch).forward(batch, Output(output, lses[0] if lses else None), what)
     expect_correct(batch, found, what)
     if any(bool((rows != 3.0).any()) for each in wide for rows in (each[:4], each[-5:])):
         raise ConformanceError(f"{what}: forward wrote to other rows of that tensor")
@@ -311,7 +311,7 @@ def _call(
     batch: Batch, harness: Harness, key: str, scale: float, shape: tuple[int, ...] = (1,)
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of `forward` for an output that is quantised by `key`; the output is the last positional one."""
-    output = blank_answer(batch).output.to(STORAGE_DTYPES[key])
+    output = blank_output(batch).output.to(STORAGE_DTYPES[key])
     given = (batch.query, batch.key, batch.value, batch.kv_cache, harness.build(batch), output)
     return given, {"output_scale": torch.full(shape, scale, dtype=torch.float32, device=batch.query.device)}
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.testing.conformance.check import CheckSkipped, Level
+from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import spread
 from attnplug.testing.drawn_values import Numbers
@@ -44,6 +44,17 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
 is divided by its keys. `one-prompt` has one request without context. A length of
 `far-decode` is one that 16 bits with a sign do not hold. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold."""
 
+LATENT: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+    "uniform": ([4] * 5, (4, 33, 2, 90, 20)),
+    "eight": ([8] * 3, (8, 70, 131)),
+    "unequal": ((1, 2, 3, 8, 5), (9, 34, 3, 90, 64)),
+    "halves": ((1, 1, 20, 33, 40, 19), (40, 97, 85, 33, 131, 20)),
+    "context": ((20, 33, 40, 18, 17), (90, 33, 171, 18, 82)),
+}
+"""Batches for latent attention: new and all tokens. The first three have queries that some backends decode, and
+others prefill. `uniform` has queries that see no key: those of a request with more new tokens than tokens. `halves`
+has decodes first, so that both halves of a backend have work. In `context`, requests without computed tokens are between others."""
+
 _FAR_BLOCKS, _FAR_SLOTS = 33_000, 66_000
 
 _DRAFTED = {"speculative": 3, "draft": 1}
@@ -62,8 +73,8 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     The lengths are near multiples of the block size, of windows, chunks and tiles of 16, 64 and 128 keys. For a cross
     layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
     """
-    if shape in LONG:
-        new, tokens = LONG[shape]
+    if fixed := (LONG | LATENT).get(shape):
+        new, tokens = fixed
         return list(new), list(new if spec.is_encoder else tokens)
     marks = [block_size, 2 * block_size, *_TILES, spec.chunk_size or 0]
     # A window of `side` keys and the query's own key are `side + 1` keys.
@@ -123,6 +134,12 @@ _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     Phase.PREFILL: ("mixed", "prefill", "extend", "speculative", "draft", "alike", "idle"),
 }
 
+_OF_LATENTS: dict[Phase | None, tuple[str, ...]] = {
+    None: ("halves", "context"),
+    Phase.DECODE: (),
+    Phase.PREFILL: ("context",),
+}
+
 HEADS = (
     (4, 2),
     (2, 2),
@@ -157,7 +174,7 @@ def axes(target: Target) -> dict[str, list[Any]]:
             kind
             for kind, fields in KINDS.items()
             if small.replace(**fields).required_features() in tried
-            and (kind != _LAST_KIND or not _serves_causal(target))
+            and (kind != _LAST_KIND or not target.serves(attn_type="decoder", causal=True, direct_kv=True))
         ],
         "shape": list(_OF_PHASE[target.phase]),
         "numbers": list(Numbers),
@@ -172,7 +189,14 @@ def axes(target: Target) -> dict[str, list[Any]]:
         "values": [None, *(["smaller", "larger"] if Feature.HEAD_SIZE_V in tried else [])],
     }
     if target.is_latent:
+        del values["head_size"]
+        prefills = target.phase is not Phase.DECODE
+        values["shape"] += _OF_LATENTS[target.phase]
+        # 12 and 20 are no powers of 2, and are those of models.
         values["heads"] = [(count, 1) for count in (4, 1, 12, 16, 20)]
+        values["mla"] = target.latents[: 7 if few else 12]
+        values["chunk_rows"] = [None, *(((3, 1), (1, 0), (4, 0)) if prefills else ())]
+        values |= {"joint": [False, True], "apart": [False, True]}
     for flag in COMPUTED & ~Feature.MLA:
         field, samples = flag.ask.field, samples_of(target, flag)
         if field not in _OWN_AXES:
@@ -180,14 +204,6 @@ def axes(target: Target) -> dict[str, list[Any]]:
             plain = False if samples[0] is True else None
             values[field] = [plain, *(samples[:most] if flag in tried else ())]
     return values
-
-
-def _serves_causal(target: Target) -> bool:
-    try:
-        target.spec(attn_type="decoder", causal=True, direct_kv=True)
-    except CheckSkipped:
-        return False
-    return True
 
 
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
@@ -199,6 +215,8 @@ def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
     samples, size = flag.ask.values, target.block_sizes[0]
     if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
         return (size, *samples)
+    if flag is Feature.MLA:
+        return tuple(target.latents) or samples
     if flag is Feature.SPARSE:
         served = target.backend.supported_sparse_kinds
         return tuple(sample for sample in samples if sample.kind in served) or samples

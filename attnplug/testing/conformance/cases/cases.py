@@ -10,17 +10,19 @@ import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from attnplug.core.errors import SpecError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.case_axes import KINDS, axes, far_blocks, lengths
 from attnplug.testing.conformance.check import Level
-from attnplug.testing.conformance.target import Target, fields_of, of_phase, pair_of
+from attnplug.testing.conformance.target import Target, layer_fields, of_phase
 from attnplug.testing.design.search import Row, Search
 from attnplug.testing.design.sizes import HEAD_SIZES, compile_key
 from attnplug.testing.drawn_values import FP8_SCALES, Numbers
 
-_OF_BATCH = {"shape", "layout", "numbers"}
+_OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}
 """Axes of batches alone: layers differ in all others."""
 _OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
 """Numbers that some layers do not hold."""
@@ -28,9 +30,27 @@ _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
 """Axes whose name is no field of a layer."""
 
 
+_LATENT_SCALE = 0.02
+"""The scale of 8-bit latents: positions near 1 nearly fill their range, and the other elements are smaller."""
+_BETWEEN = 64
+"""Elements between two blocks that are apart."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Case:
-    """One layer and one batch of a kind of SHAPES or LONG; a `narrowed` batch is causal though the layer is not."""
+    """One layer and one batch.
+
+    Args:
+        spec: the layer.
+        shape: the kind of the batch, of SHAPES, LONG or LATENT.
+        block_size: tokens of a page.
+        layout: of the cache.
+        narrowed: whether the batch is causal though the layer is not.
+        numbers: the sizes of the numbers.
+        chunk_rows: rows of the workspace in which computed latents are expanded; None for the default.
+        joint: whether the weights of latents are given as `kv_b_proj`.
+        apart: whether the blocks of the cache are apart, with NaN between them.
+    """
 
     spec: LayerSpec
     shape: str
@@ -38,6 +58,9 @@ class Case:
     layout: str
     narrowed: bool = False
     numbers: Numbers = Numbers.PLAIN
+    chunk_rows: int | None = None
+    joint: bool = False
+    apart: bool = False
 
     @property
     def id(self) -> str:
@@ -45,6 +68,8 @@ class Case:
         spec = self.spec
         parts = [self.shape, f"h{spec.num_heads}x{spec.num_kv_heads}", f"d{spec.head_size}"]
         parts += [f"v{spec.head_size_v}"] if spec.head_size_v != spec.head_size else []
+        if (dims := spec.mla) and (dims.qk_nope_head_dim, dims.v_head_dim) != (32, 24):
+            parts.append(f"p{dims.qk_nope_head_dim}v{dims.v_head_dim}")
         parts += [spec.dtype, *([spec.kv_cache_dtype] if spec.kv_cache_dtype != "auto" else [])]
         parts += [] if spec.direct_kv else [f"b{self.block_size}", self.layout]
         parts += [self.kind] if self.kind != "decoder" else []
@@ -54,8 +79,9 @@ class Case:
         parts += [f"chunk{spec.chunk_size}"] if spec.chunk_size else []
         parts += [f"cap{spec.logits_soft_cap:g}"] if spec.logits_soft_cap else []
         parts += [str(spec.sparse).replace(" ", "_")] if spec.sparse else []
+        parts += [f"rows{self.chunk_rows}"] if self.chunk_rows else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
-        flags["spans"] = spec.mm_prefix
+        flags |= {"spans": spec.mm_prefix, "joint": self.joint, "apart": self.apart}
         parts += [name for name, is_set in flags.items() if is_set]
         return "-".join(parts if self.numbers is Numbers.PLAIN else [*parts, self.numbers])
 
@@ -79,7 +105,8 @@ class Case:
         options["numbers"] = self.numbers
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
-            options |= FP8_SCALES if spec.has_quantized_kv_cache else {}
+            scales = {"k_scale": _LATENT_SCALE} if spec.mla else FP8_SCALES
+            options |= scales if spec.has_quantized_kv_cache else {}
             options |= {"skip_blocks": far_blocks(self.block_size)} if self.shape == "far-blocks" else {}
         elif new != tokens:
             # An engine's own cache drops the keys that a causal window or a chunk has passed.
@@ -89,7 +116,34 @@ class Case:
             options["key_lens"] = [
                 min(count + reach, every) for count, every in zip(new, tokens, strict=True)
             ]
-        return target.batch(spec, new, tokens, **options)
+        batch = target.batch(spec, new, tokens, **options)
+        batch = _with_blocks_apart(batch) if self.apart else batch
+        return joint_weights(batch) if self.joint else batch
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of BuilderConfig that it needs."""
+        return {} if self.chunk_rows is None else {"context_chunk_rows": self.chunk_rows}
+
+
+def _with_blocks_apart(batch: Batch) -> Batch:
+    """The batch with NaN after each block of its cache, as where an engine stores several layers in a block."""
+    cache = batch.kv_cache
+    assert cache is not None  # noqa: S101 - latents are in pages
+    elements = cache[0].numel()
+    nan = torch.full((cache.shape[0], elements + _BETWEEN), torch.nan, device=cache.device)
+    apart = nan.to(cache.dtype).as_strided(cache.shape, (elements + _BETWEEN, *cache.stride()[1:]))
+    return dataclasses.replace(batch, kv_cache=apart.copy_(cache))
+
+
+def joint_weights(batch: Batch) -> Batch:
+    """The batch with W_UK and W_UV as the model's one weight, `kv_b_proj`."""
+    up_key, up_value = batch.tensors.w_uk, batch.tensors.w_uv
+    assert up_key is not None  # noqa: S101 - batches of latents have both
+    assert up_value is not None  # noqa: S101
+    both = torch.cat([up_key, up_value.mT], dim=1).flatten(0, 1)
+    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=both)
+    return dataclasses.replace(batch, tensors=tensors)
 
 
 class CaseSearch(Search):
@@ -139,19 +193,26 @@ class CaseSearch(Search):
         target = self._target
         block_size = row["block_size"] or target.block_sizes[0]
         layout = row["layout"] or target.backend.supported_kv_cache_layouts()[0]
-        narrowed = row["kind"] == "narrowed"
-        return Case(self._layer(row), row["shape"], block_size, layout, narrowed, Numbers(row["numbers"]))
+        pages, more = row.get("chunk_rows") or (0, 0)
+        return Case(
+            self._layer(row),
+            row["shape"],
+            block_size,
+            layout,
+            narrowed=row["kind"] == "narrowed",
+            numbers=Numbers(row["numbers"]),
+            chunk_rows=pages * block_size + more or None,
+            joint=row.get("joint", False),
+            apart=row.get("apart", False),
+        )
 
     def _layer(self, row: Row) -> LayerSpec:
         """The layer of a row; SpecError if its values exclude each other."""
         fields = {name: row[name] for name in self._fields if row[name] is not None} | KINDS[row["kind"]]
-        size = row["head_size"]
         heads = dict(zip(("num_heads", "num_kv_heads"), row["heads"], strict=True))
+        fields = layer_fields(fields | heads)
         if row["values"] is not None:
-            fields["head_size_v"] = self._value_size(row["values"], size, {**fields, **heads})
-        fields |= heads
-        if self._target.is_latent:
-            fields |= fields_of(pair_of(self._target.backend, size))
+            fields["head_size_v"] = self._value_size(row["values"], fields["head_size"], fields)
         spec = LayerSpec(**fields)
         if row["window"] is not None and not spec.is_windowed:
             raise SpecError("window", row["window"], "limits nothing in a causal layer")

@@ -18,7 +18,7 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.conformance.cases.case_axes import HEADS, LONG, far_blocks, samples_of
+from attnplug.testing.conformance.cases.case_axes import HEADS, LATENT, LONG, far_blocks, samples_of
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
@@ -99,7 +99,7 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
 )
 """Paths that kernels take for long contexts or many requests only: decodes that split their keys, prompts of several
 tiles, windows and chunks that 8 bits do not hold."""
-_CROSSED_SHAPES = ("mixed", "decode", "speculative")
+_CROSSED_SHAPES = ("mixed", "decode", "speculative", "context")
 _CROSSED_KINDS = ("non_causal", "direct", "encoder", "cross")
 _CROSSED_LONG = ("long-decode", "long-extend", "long-prompt")
 _LONG_LIMITS: dict[str, Any] = {
@@ -108,12 +108,13 @@ _LONG_LIMITS: dict[str, Any] = {
     "sparse": SparseSpec("token_topk", 1024),
 }
 """Values that leave many keys of a long context."""
-_NOT_CROSSED = {"shape", "kind", "numbers", "head_size", "block_size", "scale"}
+_NOT_CROSSED = {"shape", "kind", "numbers", "head_size", "block_size", "scale", "mla", "joint", "apart"}
 """Axes that are left out of triples, because kernels seldom have a path of their own for a pair with one of them."""
 _MANY_ROWS = ("prefill", "many-extends")
 """Shapes whose requests have more than 64 rows, even with one query head per KV head."""
 _ODD_SIZES = (80, 96, 160)
 """Head sizes that are no power of two, of many models: kernels may divide them into unlike tiles."""
+_SHAPES_OF_LATENTS = ("decode", "idle", "prefill", "mixed", *LATENT)
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -122,12 +123,14 @@ def designed_cases(target: Target) -> list[Case]:
 
     Each value is also tried with the plainest values of the other axes. The full level has three designs,
     which differ in the values that go with a pair. If the backend has compile keys, only the cases of those
-    keys are kept that cover most pairs: 6 keys, at the full level 24. The cases of _many_rows are always kept; at the smoke
-    level their keys are among the 6.
+    keys are kept that cover most pairs: 6 keys, at the full level 24. The cases of _latent_rows and _many_rows are always kept;
+    at the smoke level their keys are among the 6.
     """
     search = CaseSearch(target)
     few = target.level is Level.SMOKE
-    shapes = [shape for shape in ("mixed", "decode", "speculative") if shape in search.axes["shape"]]
+    known = search.axes["shape"]
+    plain = "halves" if "halves" in known else "mixed"
+    shapes = [shape for shape in (plain, "decode", "speculative") if shape in known]
     # A mixed batch in no order leaves no work for the decoding half of a composite.
     plain_shapes = shapes[: 2 if issubclass(target.backend, CompositeBackend) else 1] if few else shapes
     alone: list[dict[str, Any]] = [
@@ -143,20 +146,21 @@ def designed_cases(target: Target) -> list[Case]:
         alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(target, search, few)
-    rows = [row for fixed in alone if (row := search.complete(fixed)) and not search.reasons(row)]
-    rows += crossed_rows(search, _crossed(search, _CROSSED_SHAPES), 3)
-    rows += crossed_rows(search, _crossed(search, _CROSSED_LONG, _LONG_LIMITS), 2)
+    latent = _keep_served(search, _latent_rows(target, search))
+    rows = _keep_served(search, alone)
+    rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_SHAPES), 3)
+    rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_LONG, _LONG_LIMITS), 2)
     for kind in search.axes["kind"][1:]:
         if kind in _CROSSED_KINDS:
-            both = {axis: values[:2] for axis, values in _crossed(search, ()).items()}
+            both = {axis: values[:2] for axis, values in _axes_to_cross(search, ()).items()}
             rows += crossed_rows(search, both, 2, {"kind": kind, "shape": shapes[0]})
     served = served_pairs(search)
     if few:
-        had = {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
+        had = {pair for row in (*rows, *latent) for pair in itertools.combinations(row.items(), 2)}
         served = {pair: row for pair, row in served.items() if pair not in had}
     for seed in range(1 if few else 3):
         rows += packed_rows(search, served, seed=seed)
-    needed = _many_rows(target, search, few)
+    needed = latent + _many_rows(target, search, few)
     kept = frozenset(search.case(row).id for row in needed)
     cases: dict[str, tuple[Case, Row]] = {}
     for row in (*rows, *needed):
@@ -164,6 +168,37 @@ def designed_cases(target: Target) -> list[Case]:
         if _cache_bytes(case) <= _MOST_BYTES:
             cases.setdefault(case.id, (case, row))
     return _within_keys(target, list(cases.values()), kept)
+
+
+def _keep_served(search: Search, every: Sequence[Mapping[str, Any]]) -> list[Row]:
+    return [row for fixed in every if (row := search.complete(fixed)) and not search.reasons(row)]
+
+
+def _latent_rows(target: Target, search: Search) -> list[dict[str, Any]]:
+    """Layers with latents as models are served, in half precision and also over 8 bits; each compile key is kept."""
+    if not target.is_latent:
+        return []
+    known = search.axes["shape"]
+    shapes = [
+        shape for shape in _SHAPES_OF_LATENTS if shape in known or (shape in LATENT and target.phase is None)
+    ]
+    both = next(shape for shape in ("halves", "context", "decode") if shape in shapes)
+    many: list[dict[str, Any]] = [{"heads": (count, 1)} for count in (64, 128)]
+    rows = [{"shape": shapes[0], "block_size": size} for size in target.block_sizes[:3]]
+    rows += [{"shape": shape} for shape in shapes] + [{"shape": both, **heads} for heads in many]
+    for stored in ("auto", *target.scaled_kv_dtypes[:1]):
+        served = {"dtype": target.dtypes[-1], "kv_cache_dtype": stored}
+        chunked = {"chunk_rows": search.axes["chunk_rows"][:2][-1], "needs_lse": True}
+        rows += [{**served, **chunked, "shape": shape} for shape in shapes]
+        others = [*({"mla": dims} for dims in search.axes["mla"]), *many]
+        rows += [{**served, "shape": both, **fields} for fields in others]
+    for sparse in search.axes.get("sparse", ())[1:2]:
+        rows += [{"sparse": sparse, "shape": shape, "needs_lse": True} for shape in shapes]
+        rows += [
+            {"sparse": sparse, "apart": True, "kv_cache_dtype": stored}
+            for stored in ("auto", *target.scaled_kv_dtypes[:1])
+        ]
+    return rows
 
 
 def _many_rows(target: Target, search: Search, few: bool) -> list[Row]:
@@ -180,10 +215,9 @@ def _many_rows(target: Target, search: Search, few: bool) -> list[Row]:
         pairs = list(zip(sizes, itertools.cycle(stored), strict=False))
     rows = []
     for (size, types_of_pair), shape in itertools.product(pairs, _MANY_ROWS):
-        fixed = {"shape": shape, "head_size": size, **types_of_pair}
+        fixed = {"shape": shape, **target.sized(size), **types_of_pair}
         # A head for each KV head: a group has more rows, so requests could be shorter.
-        forms = (search.complete({**fixed, **heads}) for heads in ({"heads": (8, 8)}, {}))
-        rows += [row for row in forms if row is not None and not search.reasons(row)][:1]
+        rows += _keep_served(search, [{**fixed, **heads} for heads in ({"heads": (8, 8)}, {})])[:1]
     return rows
 
 
@@ -201,7 +235,7 @@ def _stored_types(target: Target) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _crossed(
+def _axes_to_cross(
     search: Search, shapes: Sequence[str], chosen: Mapping[str, Any] = types.MappingProxyType({})
 ) -> dict[str, list[Any]]:
     """Axes to cross: the known `shapes`, all dtypes, and of other axes the plainest value and the `chosen` or next one."""

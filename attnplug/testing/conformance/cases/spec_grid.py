@@ -95,7 +95,7 @@ def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:
     return found
 
 
-def beside(spec: LayerSpec) -> dict[str, dict[str, Any]]:
+def one_change_each(spec: LayerSpec) -> dict[str, dict[str, Any]]:
     """The fields of one thing more to ask of `spec`, by what it is: each feature, and each of other sizes and types."""
     features = [flag.fields(spec.head_size, spec.block_size) for flag in Feature]
     return {_words(fields): fields for fields in ({}, *features, *_others(), *_LARGE)}
@@ -106,7 +106,7 @@ def askings(spec: LayerSpec, feature: Feature) -> dict[str, LayerSpec]:
     plain = feature.fields(spec.head_size, spec.block_size)
     values = (*feature.ask.values, *_EXTREMES.get(feature, ()))
     wanted = [{**plain, feature.ask.field: each} for each in values]
-    wanted += [{**fields, **plain} for fields in beside(spec).values()]
+    wanted += [{**fields, **plain} for fields in one_change_each(spec).values()]
     found: dict[str, LayerSpec] = {}
     for fields in wanted:
         with contextlib.suppress(SpecError):

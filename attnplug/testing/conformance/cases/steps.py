@@ -46,16 +46,8 @@ def paged_scenarios(target: Target) -> tuple[str, ...]:
         target.paged_spec()
     except CheckSkipped:
         # Of a backend that serves nothing at all, the checks of pages say so.
-        return () if _serves(target) else PAGED_SCENARIOS
+        return () if target.serves() else PAGED_SCENARIOS
     return PAGED_SCENARIOS
-
-
-def _serves(target: Target, **fields: Any) -> bool:
-    try:
-        target.spec(**fields)
-    except CheckSkipped:
-        return False
-    return True
 
 
 def layer_kinds(target: Target) -> list[str]:
@@ -121,7 +113,7 @@ def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]
     raise problems[0]
 
 
-def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
+def mixed_lengths(size: int, more: int = 0) -> tuple[list[int], list[int]]:
     """New and all tokens of two decodes, an extend and a prefill, over pages of `size`.
 
     `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
@@ -129,7 +121,7 @@ def mixed(size: int, more: int = 0) -> tuple[list[int], list[int]]:
     return [1, 1, 5, size + 3], [max(size - 2, 1) + more, 2 * size + 1 + more, size + 5 + more, size + 3]
 
 
-def decodes(size: int, more: int = 0, new: int = 1) -> tuple[list[int], list[int]]:
+def decode_lengths(size: int, more: int = 0, new: int = 1) -> tuple[list[int], list[int]]:
     """New and all tokens of four decodes of `new` tokens, with `more` of context, at most 2."""
     return [new] * 4, [max(size - 2, new) + more, 2 * size + 1 + more, size + 5 + more, 3 + more]
 
@@ -149,7 +141,7 @@ def step_factory(
 def scenarios(target: Target) -> list[str]:
     """The scenarios that the backend serves: "decode" and "mixed" over pages, "direct" and "encoder" without."""
     features = target.backend.features
-    direct = ["direct"] if Feature.DIRECT_KV in features and _serves(target, **_DIRECT) else []
+    direct = ["direct"] if Feature.DIRECT_KV in features and target.serves(**_DIRECT) else []
     # No step of a backend that only decodes has an encoder.
     has_encoders = _ENCODER in features and target.phase is not Phase.DECODE
     encoder = ["encoder"] if has_encoders and _encoder_type(target) is not None else []
@@ -158,7 +150,7 @@ def scenarios(target: Target) -> list[str]:
 
 def _encoder_type(target: Target) -> str | None:
     kinds = ("encoder_only", "encoder")
-    return next((kind for kind in kinds if _serves(target, attn_type=kind, direct_kv=True)), None)
+    return next((kind for kind in kinds if target.serves(attn_type=kind, direct_kv=True)), None)
 
 
 def plain_scenario(target: Target) -> str:
@@ -198,7 +190,7 @@ def scenario_steps(target: Target, scenario: str, spec: LayerSpec, seed: int = 0
         return functools.partial(target.batch, spec, *lens, key_lens=[40, 5, 50, 33], padding=3, seed=seed)
     if scenario == "encoder":
         return functools.partial(target.batch, spec, [1, 5, 33], [1, 5, 33], padding=3, seed=seed)
-    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
+    lengths = (decode_lengths if scenario == "decode" else mixed_lengths)(target.block_size(spec))
     return step_factory(target, spec, lengths, seed)
 
 

@@ -1,7 +1,4 @@
-"""What a backend declares value by value, and the layers that try each value.
-
-The cases of latent attention that try a declared value.
-"""
+"""What a backend declares value by value, and the layers that try each value."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from attnplug.core.sparse import SPARSE_KINDS
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.case_axes import KINDS, samples_of
-from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.sizes import compile_key, spread
@@ -34,7 +30,7 @@ _SMALL = LayerSpec(num_heads=1, num_kv_heads=1, head_size=2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Claim:
+class DeclaredValue:
     """One declared value.
 
     Args:
@@ -61,15 +57,18 @@ class Claim:
         return " ".join(self.name.split("-", 1))
 
 
-def claims_of(target: Target) -> Iterator[Claim]:
+def claims_of(target: Target) -> Iterator[DeclaredValue]:
     """Every declared value that changes which layers are served, always in the same order."""
     backend = target.backend
-    yield from (Claim(f"phase-{phase}", [{"shape": str(phase)}]) for phase in _phases(target))
+    served = {str(phase) for phase in backend.supported_phases}
+    yield from (
+        DeclaredValue(f"phase-{phase}", [{"shape": str(phase)}]) for phase in Phase if phase in served
+    )
     yield from _features(target)
     yield from _attn_types(target)
     yield from _impl_flags(target)
     for dtype in target.dtypes:
-        yield Claim(f"dtype-{dtype}", [{"dtype": dtype}], overrides(backend, "supported_dtypes"))
+        yield DeclaredValue(f"dtype-{dtype}", [{"dtype": dtype}], overrides(backend, "supported_dtypes"))
     for name in _storage_types(target):
         yield _storage(name)
     sizes, blocks = head_sizes(target), block_sizes(target)
@@ -78,10 +77,10 @@ def claims_of(target: Target) -> Iterator[Claim]:
     for size in blocks:
         is_listed = size in backend.get_supported_kernel_block_sizes()
         rows = [{"block_size": size}]
-        yield Claim(f"block_size-{size}", rows, own_blocks, is_listed, shapes=_SHAPES_OF_SIZES)
+        yield DeclaredValue(f"block_size-{size}", rows, own_blocks, is_listed, shapes=_SHAPES_OF_SIZES)
     own_layouts = overrides(backend, "supported_kv_cache_layouts")
     for layout in backend.supported_kv_cache_layouts():
-        yield Claim(f"layout-{layout}", [{"layout": layout}], own_layouts)
+        yield DeclaredValue(f"layout-{layout}", [{"layout": layout}], own_layouts)
 
 
 def head_sizes(target: Target) -> list[int]:
@@ -102,11 +101,6 @@ def _sizes(target: Target, sizes: list[int], field: str) -> list[int]:
     return spread(sizes, most[target.level])
 
 
-def _phases(target: Target) -> list[Phase]:
-    served = {str(phase) for phase in target.backend.supported_phases}
-    return [phase for phase in Phase if phase in served]
-
-
 def _kinds(target: Target, has: Callable[[LayerSpec], bool]) -> list[Fixed]:
     layers = {kind: _SMALL.replace(**fields) for kind, fields in KINDS.items()}
     return [
@@ -116,13 +110,13 @@ def _kinds(target: Target, has: Callable[[LayerSpec], bool]) -> list[Fixed]:
     ]
 
 
-def _features(target: Target) -> Iterator[Claim]:
+def _features(target: Target) -> Iterator[DeclaredValue]:
     for flag in target.backend.features & COMPUTED:
         if flag is Feature.SPARSE:
             yield from _sparse(target)
         # No step of a backend that only decodes has an encoder.
         elif rows := _rows_of(target, flag):
-            yield Claim(f"feature-{flag.names()[0]}", rows, asks=functools.partial(_asks, flag))
+            yield DeclaredValue(f"feature-{flag.names()[0]}", rows, asks=functools.partial(_asks, flag))
 
 
 def _asks(flag: Feature, spec: LayerSpec) -> bool:
@@ -142,37 +136,37 @@ def _rows_of(target: Target, flag: Feature) -> list[Fixed]:
     )
 
 
-def _sparse(target: Target) -> Iterator[Claim]:
+def _sparse(target: Target) -> Iterator[DeclaredValue]:
     backend, flag = target.backend, Feature.SPARSE
     for kind in map(str, backend.supported_sparse_kinds):
         rows = [{flag.ask.field: value} for value in flag.ask.values if value.kind == kind]
         problem = (
             None if kind in SPARSE_KINDS else f"no SparseSpec has it; there are {', '.join(SPARSE_KINDS)}"
         )
-        yield Claim(f"supported_sparse_kinds-{kind}", rows, problem=problem)
+        yield DeclaredValue(f"supported_sparse_kinds-{kind}", rows, problem=problem)
     if backend.serves_dense:
-        yield Claim("serves_dense", [{flag.ask.field: None}])
+        yield DeclaredValue("serves_dense", [{flag.ask.field: None}])
 
 
-def _attn_types(target: Target) -> Iterator[Claim]:
+def _attn_types(target: Target) -> Iterator[DeclaredValue]:
     backend = target.backend
     # By default the features say which types are served, so that a class need not refuse the others.
     is_own = overrides(backend, "supports_attn_type")
     for kind in AttentionType:
         rows = _kinds(target, lambda spec, kind=kind: spec.attn_type == kind)  # type: ignore[misc]
         if rows and backend.supports_attn_type(kind):
-            yield Claim(f"attn_type-{kind}", rows, is_own)
+            yield DeclaredValue(f"attn_type-{kind}", rows, is_own)
 
 
-def _impl_flags(target: Target) -> Iterator[Claim]:
+def _impl_flags(target: Target) -> Iterator[DeclaredValue]:
     impl, _ = guarded_call(target.backend.get_impl_cls)
     for name in ("supports_pcp", "supports_quant_query_input"):
         if getattr(impl, name, False):
-            yield Claim(name, problem=_NO_CASE)
+            yield DeclaredValue(name, problem=_NO_CASE)
     # An impl may be of several backends, and no layer can ask one for an LSE that does not declare it.
     has_lse = Feature.LSE in target.backend.features and getattr(impl, "can_return_lse_for_decode", False)
     if has_lse and target.phase is not Phase.PREFILL:
-        yield Claim("can_return_lse_for_decode", [{"needs_lse": True, "shape": "decode"}])
+        yield DeclaredValue("can_return_lse_for_decode", [{"needs_lse": True, "shape": "decode"}])
 
 
 def _storage_types(target: Target) -> list[str]:
@@ -183,14 +177,14 @@ def _storage_types(target: Target) -> list[str]:
     return list(dict.fromkeys([*listed, *(name for name in names if backend.supports_kv_cache_dtype(name))]))
 
 
-def _storage(name: str) -> Claim:
+def _storage(name: str) -> DeclaredValue:
     is_known = name == "auto" or kv_format(name).rounding is not None
     problem = None if is_known else _NO_CASE
-    return Claim(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
+    return DeclaredValue(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
 
 
-def _head_size(target: Target, size: int) -> Claim:
-    rows: list[Fixed] = [{"head_size": size}]
+def _head_size(target: Target, size: int) -> DeclaredValue:
+    rows: list[Fixed] = [target.sized(size)]
     if Feature.HEAD_SIZE_V in target.backend.features:
         # Some sizes are only those of values.
         others = [each for each in target.head_sizes if each != size][:8]
@@ -201,32 +195,4 @@ def _head_size(target: Target, size: int) -> Claim:
     def asks(spec: LayerSpec) -> bool:
         return size in (spec.head_size, spec.head_size_v)
 
-    return Claim(f"head_size-{size}", rows, is_own, is_listed, asks, shapes=_SHAPES_OF_SIZES)
-
-
-_PREFILLS = ("prefill", "context", "ordered")
-_MOST = 2
-
-
-def cases_of(target: Target, claim: Claim) -> list[LatentCase]:
-    """The first cases of latent attention with the declared value; none if there are none."""
-    every = (case for case in latent_cases(target) if claim.asks(case.spec))
-    return [case for case in every if any(_has(case, fixed) for fixed in claim.rows)][:_MOST]
-
-
-def _has(case: LatentCase, fixed: Any) -> bool:
-    return all(_has_value(case, axis, value) for axis, value in fixed.items())
-
-
-def _has_value(case: LatentCase, axis: str, value: Any) -> bool:
-    if axis == "shape":
-        return case.shape == value or (value == "prefill" and case.shape in _PREFILLS)
-    if axis == "kind":
-        return all(getattr(case.spec, name) == each for name, each in KINDS[value].items())
-    if axis == "block_size":
-        return bool(case.block_size == value)
-    # A latent cache has no dimension of heads, so both layouts have the same order.
-    if axis == "layout":
-        return True
-    found = getattr(case.spec, axis, None)
-    return bool(found) if value is True else bool(found == value)
+    return DeclaredValue(f"head_size-{size}", rows, is_own, is_listed, asks, shapes=_SHAPES_OF_SIZES)

@@ -11,8 +11,8 @@ from typing import Any
 from attnplug.core.device import Device
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, SkipKind
-from attnplug.testing.conformance.declared.claims import Claim, cases_of, claims_of
-from attnplug.testing.conformance.numbers.correctness import check_case, check_latent_case
+from attnplug.testing.conformance.declared.claims import DeclaredValue, claims_of
+from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import Row
 
@@ -26,19 +26,16 @@ _REASONS = 4
 def checks(target: Target) -> Iterator[Check]:
     """One check that any layer is served, and one for each declared value."""
     summary = "the backend serves some layer, and its numbers are right"
-    yield Check.of("declared/any-layer", summary, _check_claim, target, Claim("layers", [{}]))
+    yield Check.of("declared/any-layer", summary, _check_claim, target, DeclaredValue("layers", [{}]))
     for claim in claims_of(target):
         summary = f"a layer with the declared {claim.words} is served, and its numbers are right"
         check_id = f"declared/{re.sub(r'[^A-Za-z0-9._-]', '_', claim.name)}"
         yield Check.of(check_id, summary, _check_claim, target, claim)
 
 
-def _check_claim(target: Target, claim: Claim) -> None:
+def _check_claim(target: Target, claim: DeclaredValue) -> None:
     if claim.problem is not None:
         raise ConformanceError(f"declares {claim.words}, and {claim.problem}")
-    if target.is_latent:
-        _check_latents(target, claim)
-        return
     if not _serves_any(target):
         raise ConformanceError(f"declares {claim.words}, and serves no layer at all: {_words(target, [{}])}")
     for case in _cases(target, claim):
@@ -55,21 +52,7 @@ def _check_claim(target: Target, claim: Claim) -> None:
             ) from problem
 
 
-def _check_latents(target: Target, claim: Claim) -> None:
-    found = cases_of(target, claim)
-    if not found and claim.name.startswith(("head_size-", "block_size-")):
-        # A size that stands for the multiples of a number is no declaration of its own.
-        text = f"{claim.words}: the cases of latent attention at level {target.level} have others"
-        raise CheckUntested(text) if claim.is_listed else CheckSkipped(text)
-    if not found and claim.is_own:
-        raise ConformanceError(
-            f"declares {claim.words}, and no case of latent attention ran with it: none is served"
-        )
-    for case in found:
-        check_latent_case(target, case)
-
-
-def _cases(target: Target, claim: Claim) -> list[Case]:
+def _cases(target: Target, claim: DeclaredValue) -> list[Case]:
     """The cases of the plainest served layer with the declared value.
 
     Raises:
@@ -86,7 +69,9 @@ def _cases(target: Target, claim: Claim) -> list[Case]:
             shapes = [row["shape"]]
         return [search.case({**row, "shape": shape}) for shape in shapes]
     why = _words(target, claim.rows)
-    elsewhere = next((device for device in _others(target) if _serves_on(target, claim, device)), None)
+    there = (dataclasses.replace(target, device=device) for device in _others(target))
+    served = (each.device for each in there if _served_row(_search(each, deep=False), claim) is not None)
+    elsewhere = next(served, None)
     if elsewhere is not None:
         raise CheckUntested(f"{claim.words}: served on {elsewhere}, and not on {target.device}: {why}")
     if not claim.is_own:
@@ -96,7 +81,7 @@ def _cases(target: Target, claim: Claim) -> list[Case]:
     )
 
 
-def _served_row(search: CaseSearch, claim: Claim) -> Row | None:
+def _served_row(search: CaseSearch, claim: DeclaredValue) -> Row | None:
     for fixed in claim.rows:
         row = search.complete(fixed)
         if row is not None and not search.reasons(row) and claim.asks(search.case(row).spec):
@@ -128,11 +113,6 @@ def _others(target: Target) -> list[Device]:
         if kind != target.device.type or kind in _CAPABILITIES:
             found += [Device(kind, each) for each in _CAPABILITIES.get(kind, (None,))]
     return [device for device in found if not device.matches(target.device)]
-
-
-def _serves_on(target: Target, claim: Claim, device: Device) -> bool:
-    search = _search(dataclasses.replace(target, device=device), deep=False)
-    return _served_row(search, claim) is not None
 
 
 def _words(target: Target, rows: Sequence[Any]) -> str:

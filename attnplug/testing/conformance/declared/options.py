@@ -19,9 +19,9 @@ from attnplug._system.text import shown
 from attnplug.core.errors import AttnplugError
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.cases import single_cases
-from attnplug.testing.conformance.cases.steps import mixed, step_factory
+from attnplug.testing.conformance.cases.steps import mixed_lengths, step_factory
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, Level
-from attnplug.testing.conformance.harness import Answer, Harness, run_batch
+from attnplug.testing.conformance.harness import Harness, Output, run_batch
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.target import Target
 
@@ -54,7 +54,7 @@ def expect_independent(target: Target, given: Mapping[str, Any]) -> None:
     """
     declared: Any = target.backend.Options
     spec = target.spec()
-    make = step_factory(target, spec, mixed(target.block_size(spec)))
+    make = step_factory(target, spec, mixed_lengths(target.block_size(spec)))
     sets = (with_values(target, given), with_values(target, {}))
     try:
         harnesses = [Harness.of(target, make(), options=each) for each in sets]
@@ -205,7 +205,7 @@ def _check_options(target: Target, given: Mapping[str, Any]) -> None:
     for case in single_cases(target):
         batch = case.batch(target)
         try:
-            found = Answer(*run_batch(target.backend, batch, options=options))
+            found = Output(*run_batch(target.backend, batch, options=options))
         except AttnplugError as problem:
             # No declaration says which layers an option goes with, so the backend may refuse some.
             refused = problem

@@ -16,9 +16,15 @@ from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format, kv_formats
 from attnplug.core.reasons import REASON_CODES, Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.testing.conformance.cases.spec_grid import asking_for, askings, beside, devices, plainest
+from attnplug.testing.conformance.cases.spec_grid import (
+    asking_for,
+    askings,
+    devices,
+    one_change_each,
+    plainest,
+)
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
-from attnplug.testing.conformance.target import Target, fields_of, pair_of
+from attnplug.testing.conformance.target import Target, layer_fields
 
 _KNOWN_CODES = frozenset(REASON_CODES) - {"feature"} | {f"feature.{name}" for name in (~Feature(0)).names()}
 
@@ -192,9 +198,7 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
         # A layer of latents that is no decoder cannot be asked for at all.
         if field == "attn_type" and target.is_latent:
             continue
-        changed = {field: value}
-        if field == "head_size" and target.is_latent:
-            changed = fields_of(pair_of(target.backend, value))
+        changed = layer_fields(target.sized(value)) if field == "head_size" else {field: value}
         try:
             asking = spec.replace(**changed)
         except SpecError:
@@ -210,7 +214,7 @@ def _check_field(target: Target, field: str, values: Sequence[Any]) -> None:
 
 def _expect_refused_beside(target: Target, asking: LayerSpec, field: str, what: str) -> None:
     """ConformanceError if the layer is accepted as soon as it asks for one thing more."""
-    for more, fields in beside(asking).items():
+    for more, fields in one_change_each(asking).items():
         try:
             spec = asking.replace(**fields)
         except SpecError:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from attnplug.core.features import Feature
 from attnplug.core.interface.signatures import overrides
-from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
+from attnplug.core.metadata import AttentionCGSupport
 from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.conformance.cases.steps import decodes, layer_kinds, layer_of_kind, step_factory
+from attnplug.testing.conformance.cases.steps import decode_lengths, layer_kinds, layer_of_kind, step_factory
 from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested
 from attnplug.testing.conformance.declared.claims import block_sizes, head_sizes
 from attnplug.testing.conformance.harness import Harness
@@ -23,7 +22,9 @@ def checks(target: Target) -> Iterator[Check]:
     if others := [kind for kind in dict.fromkeys(backend.device_types) if kind != here.type]:
         what = f"{'device types' if len(others) > 1 else 'device type'} {', '.join(others)}"
         yield _untested("device-types", what, f"this run is on {here}")
-    for name in _alternatives(target):
+    # Requirements that are not installed, because an alternative to them is.
+    groups = [entry for entry in target.backend.requires if isinstance(entry, tuple)]
+    for name in (name for group in groups for name in group if missing_requirements((name,))):
         yield _untested(f"requires-{name}", f"alternative requirement {name}", "it is not installed")
     for field, listed, tried in (
         ("head_size", target.head_sizes, head_sizes(target)),
@@ -40,7 +41,9 @@ def checks(target: Target) -> Iterator[Check]:
     if backend.step_safe:
         yield _untested("step_safe", "step_safe", f"it is about GPUs, and this run is on {here}")
     builder, _ = guarded_call(backend.get_builder_cls)
-    if builder is not None and _may_capture(builder):
+    level = getattr(builder, "cudagraph_support", None)
+    declares = isinstance(level, AttentionCGSupport) and level > 0
+    if builder is not None and (declares or overrides(builder, "get_cudagraph_support")):
         summary = "the declared support of CUDA graphs is tried on a GPU"
         yield Check.of("declared/cudagraph_support", summary, _check_graphs, target)
 
@@ -55,18 +58,6 @@ def _raise_untested(text: str) -> None:
     raise CheckUntested(text)
 
 
-def _alternatives(target: Target) -> list[str]:
-    """Requirements that are not installed, because an alternative to them is."""
-    groups = [entry for entry in target.backend.requires if isinstance(entry, tuple)]
-    return [name for group in groups for name in group if missing_requirements((name,))]
-
-
-def _may_capture(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
-    if overrides(builder, "get_cudagraph_support"):
-        return True
-    return isinstance(builder.cudagraph_support, AttentionCGSupport) and builder.cudagraph_support > 0
-
-
 def _check_graphs(target: Target) -> None:
     levels = []
     for kind in layer_kinds(target):
@@ -74,7 +65,7 @@ def _check_graphs(target: Target) -> None:
             spec, size = layer_of_kind(target, kind)
         except CheckSkipped:
             continue
-        builder = Harness.of(target, step_factory(target, spec, decodes(size))()).builder
+        builder = Harness.of(target, step_factory(target, spec, decode_lengths(size))()).builder
         levels.append(builder.get_cudagraph_support(builder.config, builder.kv_cache_spec))
     most = max(levels, default=AttentionCGSupport.NEVER)
     if most > AttentionCGSupport.NEVER:

@@ -83,10 +83,10 @@ class AttentionRules:
     order: tuple[str, ...] = ("scale", "cap", "bias", "mask")
     renormalised: bool = True
     places: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    chunk_start: Callable[[Request], int] = lambda request: 0
+    chunk_start: Callable[[RequestContents], int] = lambda request: 0
     shift: int = 0
-    length: Callable[[int, Sequence[Request]], int] = lambda index, requests: requests[index].seq_len
-    cut: Callable[[Request], tuple[int, int]] = lambda request: (0, 0)
+    length: Callable[[int, Sequence[RequestContents]], int] = lambda index, requests: requests[index].seq_len
+    cut: Callable[[RequestContents], tuple[int, int]] = lambda request: (0, 0)
     rows: Callable[[int, int], int] = lambda request, requests: request
     key_factors: tuple[float, float] = (1.0, 1.0)
     value_factors: tuple[float, float] = (1.0, 1.0)
@@ -94,14 +94,14 @@ class AttentionRules:
     spans: Callable[[Spans], Spans] | None = None
     lifted: frozenset[str] = frozenset({"causal", "near"})
     sparse: SparseSpec | None = None
-    picks: Callable[[torch.Tensor, Request, torch.Tensor], torch.Tensor] = lambda chosen, request, query: (
-        chosen
+    picks: Callable[[torch.Tensor, RequestContents, torch.Tensor], torch.Tensor] = (
+        lambda chosen, request, query: chosen
     )
-    read_slots: Callable[[Request, torch.Tensor], torch.Tensor] | None = None
+    read_slots: Callable[[RequestContents, torch.Tensor], torch.Tensor] | None = None
     read_as: str | None = None
     head_size_v: int = 0
     weights: LatentWeights | None = None
-    expand: Callable[[Request], Request] | None = None
+    expand: Callable[[RequestContents], RequestContents] | None = None
 
     @property
     def features(self) -> frozenset[str]:
@@ -142,7 +142,7 @@ class AttentionRules:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Request:
+class RequestContents:
     """One request with the contents of its pages, float64.
 
     Args:
@@ -198,9 +198,9 @@ def rules_of(batch: Batch) -> AttentionRules:
     )
 
 
-def requests_of(batch: Batch) -> list[Request]:
+def requests_of(batch: Batch) -> list[RequestContents]:
     """The batch's requests, with zeros for pages in the null block, and with latents expanded."""
-    found: list[Request] = []
+    found: list[RequestContents] = []
     start = 0
     for row, parts in enumerate(zip(batch.queries, batch.keys, batch.values, batch.seq_lens, strict=True)):
         query, key, value = (part.detach().cpu().double() for part in parts[:3])
@@ -219,12 +219,14 @@ def requests_of(batch: Batch) -> list[Request]:
             key, value = expanded_latents(batch.spec, key, batch.tensors)
         spans = batch.spans[row] if batch.spans else ()
         rows = slice(start, start := start + query.shape[0])
-        chosen = _chosen(batch, rows)
-        found.append(Request(query, key, value, parts[3], written, spans, chosen, slots, table, size, latent))
+        chosen = _choose(batch, rows)
+        found.append(
+            RequestContents(query, key, value, parts[3], written, spans, chosen, slots, table, size, latent)
+        )
     return found
 
 
-def _chosen(batch: Batch, rows: slice) -> torch.Tensor | None:
+def _choose(batch: Batch, rows: slice) -> torch.Tensor | None:
     """The positions of single tokens that the step selects for some rows, int64 `[n, K]`."""
     sparse, selection = batch.spec.sparse, batch.common.selection
     if sparse is None or selection is None:

@@ -11,7 +11,7 @@ import torch
 
 from attnplug.testing.batches import Batch
 from attnplug.testing.comparison import FLUSHED, Tolerance, assert_close, assert_lse_close, tolerance
-from attnplug.testing.conformance.harness import Answer
+from attnplug.testing.conformance.harness import Output
 from attnplug.testing.oracle import OracleResult
 
 
@@ -57,7 +57,7 @@ class Deviation:
         return rows_of_requests(self.batch)
 
 
-def deviation(batch: Batch, found: Answer, *, use_sinks: bool = True) -> Deviation | None:
+def deviation(batch: Batch, found: Output, *, use_sinks: bool = True) -> Deviation | None:
     """How the batch's own rows of `found` differ from the oracle's answer; None if they agree."""
     expected = batch.oracle(use_sinks=use_sinks)
     bound = tolerance(batch.spec, expected.logit_size)

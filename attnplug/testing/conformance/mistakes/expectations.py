@@ -15,7 +15,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.cases.steps import with_lengths
 from attnplug.testing.conformance.check import ConformanceError
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.deviation import Deviation, deviation
 from attnplug.testing.conformance.mistakes.mistake_recognition import recognise
 from attnplug.testing.conformance.mistakes.wrong_answers import description
@@ -25,7 +25,7 @@ StepMistake: TypeAlias = Callable[[CommonAttentionMetadata], CommonAttentionMeta
 """Gives the step as a backend with a known mistake reads it."""
 
 
-def difference(batch: Batch, found: Answer, *, use_sinks: bool = True) -> str | None:
+def difference(batch: Batch, found: Output, *, use_sinks: bool = True) -> str | None:
     """The first difference of the batch's own rows of `found` from the oracle's answer; None if they agree."""
     wrong = deviation(batch, found, use_sinks=use_sinks)
     return None if wrong is None else wrong.problem
@@ -49,7 +49,7 @@ def wrong_answer(problem: str, mistake: str | None, wrong: Deviation | None = No
 
 def expect_correct(
     batch: Batch,
-    found: Answer,
+    found: Output,
     what: str,
     mistake: Callable[[], str | None] = lambda: None,
     *,
@@ -66,7 +66,7 @@ def expect_correct(
 def expect_correct_step(
     target: Target,
     make: Callable[[], Batch],
-    found: Answer,
+    found: Output,
     what: str,
     mistakes: Mapping[str, StepMistake] | None = None,
 ) -> None:
@@ -105,7 +105,7 @@ def expect_own_slots(metadata: AttentionMetadata, common: CommonAttentionMetadat
         raise ConformanceError(f"{what}: metadata.slot_mapping is not the step's own, so new keys go astray")
 
 
-def _gives(target: Target, batch: Batch, mistake: StepMistake, found: Answer) -> bool:
+def _gives(target: Target, batch: Batch, mistake: StepMistake, found: Output) -> bool:
     # A mistake may raise: then it does not explain the answer.
     with contextlib.suppress(Exception):
         harness = Harness.of(target, batch)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, Request
+from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, RequestContents
 
 _Change: TypeAlias = Callable[[torch.Tensor, int], torch.Tensor]
 """The tensor that is read in place of the last dimension's parts, from it and the size of its first part."""
@@ -29,17 +29,17 @@ def _last(tensor: torch.Tensor, first: int) -> torch.Tensor:
     return torch.cat([tensor[..., tensor.shape[-1] - first :], tensor[..., first:]], dim=-1)
 
 
-def _unrotated(tensor: torch.Tensor, first: int) -> torch.Tensor:
+def _unrotate(tensor: torch.Tensor, first: int) -> torch.Tensor:
     return torch.cat([tensor[..., :first], torch.zeros_like(tensor[..., first:])], dim=-1)
 
 
-def _expanded(
+def _expand(
     rules: AttentionRules, query: _Change = _as_is, key: _Change = _as_is, value: _Change = _as_is
 ) -> dict[str, Any]:
     """Rules with which queries, and the latents of keys and of values, are read as the changes say."""
     weights = rules.weights
 
-    def expand(request: Request) -> Request:
+    def expand(request: RequestContents) -> RequestContents:
         if weights is None or request.latent is None:
             return request
         nope, rank = weights.up_key.shape[1:]
@@ -66,27 +66,27 @@ def latent_scale(rules: AttentionRules) -> dict[str, Any]:
 
 def values_at_the_end(rules: AttentionRules) -> dict[str, Any]:
     """Values of the last elements of a latent."""
-    return _expanded(rules, value=_last)
+    return _expand(rules, value=_last)
 
 
 def rotated_latent_first(rules: AttentionRules) -> dict[str, Any]:
     """Latents whose rotated part is taken to be the first."""
-    return _expanded(rules, key=_second_first, value=_second_first)
+    return _expand(rules, key=_second_first, value=_second_first)
 
 
 def rotated_key_first(rules: AttentionRules) -> dict[str, Any]:
     """Keys, and not values, whose rotated part is taken to be the first; so are absorbed queries in that order."""
-    return _expanded(rules, key=_second_first)
+    return _expand(rules, key=_second_first)
 
 
 def rotated_query_first(rules: AttentionRules) -> dict[str, Any]:
     """Queries whose rotated part is taken to be the first."""
-    return _expanded(rules, query=_second_first)
+    return _expand(rules, query=_second_first)
 
 
 def without_rotated_part(rules: AttentionRules) -> dict[str, Any]:
     """Keys without their rotated part."""
-    return _expanded(rules, key=_unrotated)
+    return _expand(rules, key=_unrotate)
 
 
 def rotated_halves_swapped(rules: AttentionRules) -> dict[str, Any]:
@@ -96,7 +96,7 @@ def rotated_halves_swapped(rules: AttentionRules) -> dict[str, Any]:
         rotated = tensor[..., first:]
         return torch.cat([tensor[..., :first], rotated.roll(rotated.shape[-1] // 2, -1)], dim=-1)
 
-    return _expanded(rules, query=change)
+    return _expand(rules, query=change)
 
 
 def rotated_pairs_as_halves(rules: AttentionRules) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def rotated_pairs_as_halves(rules: AttentionRules) -> dict[str, Any]:
         rotated = tensor[..., first:]
         return torch.cat([tensor[..., :first], rotated[..., ::2], rotated[..., 1::2]], dim=-1)
 
-    return _expanded(rules, query=change)
+    return _expand(rules, query=change)
 
 
 def unscaled_rotated_part(rules: AttentionRules) -> dict[str, Any]:
@@ -115,12 +115,12 @@ def unscaled_rotated_part(rules: AttentionRules) -> dict[str, Any]:
     def change(tensor: torch.Tensor, first: int) -> torch.Tensor:
         return torch.cat([tensor[..., :first], tensor[..., first:] / rules.k_scale], dim=-1)
 
-    return _expanded(rules, key=change)
+    return _expand(rules, key=change)
 
 
 def unscaled_values(rules: AttentionRules) -> dict[str, Any]:
     """The scale of 8-bit latents left out for values."""
-    return _expanded(rules, value=lambda tensor, first: tensor / rules.k_scale)
+    return _expand(rules, value=lambda tensor, first: tensor / rules.k_scale)
 
 
 def next_heads_values(rules: AttentionRules) -> dict[str, Any]:
@@ -128,4 +128,4 @@ def next_heads_values(rules: AttentionRules) -> dict[str, Any]:
     if rules.weights is None:
         return {}
     weights = rules.weights._replace(up_value=rules.weights.up_value.roll(-1, 0))
-    return _expanded(dataclasses.replace(rules, weights=weights))
+    return _expand(dataclasses.replace(rules, weights=weights))

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, Request
+from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, RequestContents
 
 
 def attend(
     rules: AttentionRules,
-    requests: Sequence[Request],
+    requests: Sequence[RequestContents],
     index: int,
     rows: torch.Tensor | None = None,
     heads: torch.Tensor | None = None,
@@ -26,7 +26,7 @@ def attend(
     request, length = requests[index], rules.length(index, requests)
     rows = torch.arange(request.query.shape[0]) if rows is None else rows
     heads = torch.arange(request.query.shape[1]) if heads is None else heads
-    key, value = _stored(rules, requests, index)
+    key, value = _store(rules, requests, index)
     if rules.swapped:
         key, value = value, key
     query, kv_heads = request.query[rows][:, heads].transpose(0, 1), rules.kv_heads[heads]
@@ -70,7 +70,7 @@ def attend(
 
 
 def _place(
-    rules: AttentionRules, limit: str, request: Request, length: int, at: torch.Tensor
+    rules: AttentionRules, limit: str, request: RequestContents, length: int, at: torch.Tensor
 ) -> torch.Tensor:
     """The positions of the queries `[n, 1]` by which a limit hides keys."""
     first = length - request.query.shape[0] + rules.shift
@@ -80,8 +80,8 @@ def _place(
     return at if way is None else torch.full_like(at, first if way == "first" else length - 1 + rules.shift)
 
 
-def _stored(
-    rules: AttentionRules, requests: Sequence[Request], index: int
+def _store(
+    rules: AttentionRules, requests: Sequence[RequestContents], index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values that the request reads, multiplied by the factors of wrong scales."""
     request, other = requests[index], requests[rules.rows(index, len(requests))]
@@ -118,7 +118,7 @@ def _read_as(layout: str, tokens: torch.Tensor, page: int) -> torch.Tensor:
     return found.reshape(whole.shape)[: len(tokens)]
 
 
-def _at_slots(requests: Sequence[Request], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _at_slots(requests: Sequence[RequestContents], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and values of some slots: NaN in slots of no request."""
     most = max(
         (int(each.slots.max()) for each in requests if each.slots is not None and len(each.slots)), default=0
@@ -149,7 +149,7 @@ def _times(chosen: torch.Tensor, first: int, keys: int) -> torch.Tensor:
 
 
 def _seen(
-    rules: AttentionRules, request: Request, length: int, query: torch.Tensor, key: torch.Tensor
+    rules: AttentionRules, request: RequestContents, length: int, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor:
     """Whether each query `[n, 1]` sees each key `[1, m]`."""
     at = {limit: _place(rules, limit, request, length, query) for limit in ("causal", "window", "chunk")}

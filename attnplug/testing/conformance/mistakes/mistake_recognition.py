@@ -15,7 +15,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import naming_seconds
 from attnplug.testing.conformance.mistakes.attention_rules import (
     AttentionRules,
-    Request,
+    RequestContents,
     requests_of,
     rules_of,
 )
@@ -97,7 +97,9 @@ def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
         return Recognition(NAN_FOR_EMPTY_ROWS)
     if rounded := _rounded_lse(wrong):
         return Recognition(rounded)
-    parts = _parts(wrong)
+    # An LSE that is right everywhere may come from elsewhere.
+    errors = wrong.lse_errors
+    parts = frozenset({"output"} if errors is None or bool((errors <= 1).all()) else {"output", "lse"})
     samples = _samples(wrong, requests)
     mistakes = list(_mistakes(wrong.batch, wrong.expected, with_lse=wrong.lse is not None))
     fits: dict[str, float] = {}
@@ -145,13 +147,7 @@ def _rounded_lse(wrong: Deviation) -> str | None:
     return None
 
 
-def _parts(wrong: Deviation) -> frozenset[str]:
-    """The parts of the answer that are compared: an LSE that is right everywhere may come from elsewhere."""
-    errors = wrong.lse_errors
-    return frozenset({"output"} if errors is None or bool((errors <= 1).all()) else {"output", "lse"})
-
-
-def _see_nothing(wrong: Deviation, requests: Sequence[Request]) -> bool:
+def _see_nothing(wrong: Deviation, requests: Sequence[RequestContents]) -> bool:
     """Whether all wrong rows belong to queries that see no key."""
     plain = dataclasses.replace(rules_of(wrong.batch), sinks=None)
     for index, span in enumerate(wrong.spans):
@@ -162,7 +158,7 @@ def _see_nothing(wrong: Deviation, requests: Sequence[Request]) -> bool:
     return True
 
 
-def _samples(wrong: Deviation, requests: Sequence[Request]) -> list[_Sample]:
+def _samples(wrong: Deviation, requests: Sequence[RequestContents]) -> list[_Sample]:
     """Samples of the wrong requests, the short ones first: one excludes most mistakes, and they are cheap."""
     samples = []
     for index, span in enumerate(wrong.spans):
@@ -234,7 +230,11 @@ def _mistakes(batch: Batch, truth: OracleResult, *, with_lse: bool) -> Iterator[
 
 
 def _answer(
-    rules: AttentionRules, requests: Sequence[Request], truth: OracleResult, only: str | None, sample: _Sample
+    rules: AttentionRules,
+    requests: Sequence[RequestContents],
+    truth: OracleResult,
+    only: str | None,
+    sample: _Sample,
 ) -> _Numbers:
     output, lse = attend(rules, requests, sample.request, sample.rows, sample.heads)
     return (sample.of(truth.output) if only else output), lse

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, Request
+from attnplug.testing.conformance.mistakes.attention_rules import AttentionRules, RequestContents
 from attnplug.testing.oracle import Spans
 
 LIMITS = ("causal", "window", "chunk", "spans", "bias")
@@ -49,12 +49,12 @@ def usual_slopes(rules: AttentionRules) -> dict[str, Any]:
     return {"slopes": 2.0 ** (-8.0 * torch.arange(1, heads + 1, dtype=torch.float64) / heads)}
 
 
-def first_position(request: Request) -> int:
+def first_position(request: RequestContents) -> int:
     """The position of the request's first new token."""
     return request.seq_len - request.query.shape[0]
 
 
-def past_last_page(request: Request) -> int:
+def past_last_page(request: RequestContents) -> int:
     """The keys in the last page if it is partial."""
     return request.seq_len % request.page if request.page else 0
 
@@ -62,7 +62,7 @@ def past_last_page(request: Request) -> int:
 def in_pages(size_of: Callable[[int], float], stride_of: Callable[[int], float]) -> Changes:
     """Slots of pages of another size: `size_of` and `stride_of` give the size and stride from the right size."""
 
-    def slots(request: Request, positions: torch.Tensor) -> torch.Tensor:
+    def slots(request: RequestContents, positions: torch.Tensor) -> torch.Tensor:
         if request.table is None or not len(request.table):
             return torch.full_like(positions, -1)
         size = max(int(size_of(request.page)), 1)
@@ -72,7 +72,7 @@ def in_pages(size_of: Callable[[int], float], stride_of: Callable[[int], float])
     return set_fields(read_slots=slots)
 
 
-def consecutive(request: Request, positions: torch.Tensor) -> torch.Tensor:
+def consecutive(request: RequestContents, positions: torch.Tensor) -> torch.Tensor:
     """The slots of blocks that follow the request's first one."""
     first = -1 if request.slots is None or not len(request.slots) else int(request.slots[0])
     return first + positions if first >= 0 else torch.full_like(positions, -1)
@@ -155,12 +155,12 @@ def shifted(step: int) -> Changes:
     return set_fields(picks=lambda chosen, request, query: torch.where(chosen < 0, -1, chosen + step))
 
 
-def padding_as_last(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
+def padding_as_last(chosen: torch.Tensor, request: RequestContents, query: torch.Tensor) -> torch.Tensor:
     """The last key for each padding entry of a selection."""
     return torch.where(chosen < 0, request.seq_len - 1, chosen)
 
 
-def padding_as_last_once(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
+def padding_as_last_once(chosen: torch.Tensor, request: RequestContents, query: torch.Tensor) -> torch.Tensor:
     """The last key once for a selection with padding, unless it is selected."""
     last = torch.full((chosen.shape[0], 1), request.seq_len - 1)
     padded = (chosen < 0).any(1, keepdim=True) & (chosen != last).all(1, keepdim=True)
@@ -170,7 +170,7 @@ def padding_as_last_once(chosen: torch.Tensor, request: Request, query: torch.Te
 def last_keys(rules: AttentionRules) -> dict[str, Any]:
     """As many keys as a query may choose, the nearest before it, whatever the indexer chose."""
 
-    def picks(chosen: torch.Tensor, request: Request, query: torch.Tensor) -> torch.Tensor:
+    def picks(chosen: torch.Tensor, request: RequestContents, query: torch.Tensor) -> torch.Tensor:
         most = 0 if rules.sparse is None else rules.sparse.topk * rules.sparse.block
         places = query - torch.arange(min(most, request.seq_len))
         return torch.where(places < 0, -1, places)

@@ -21,7 +21,7 @@ _TILE = 16
 """Kernels work on tiles of a multiple of so many rows."""
 
 
-class _Request(NamedTuple):
+class _RequestVerdict(NamedTuple):
     """One request with rows: whether it is wrong, and what distinguishes it."""
 
     wrong: bool
@@ -41,7 +41,7 @@ def patterns(wrong: Deviation) -> Iterator[str]:
 def _of_requests(wrong: Deviation) -> Iterator[str]:
     batch = wrong.batch
     requests = [
-        _Request(bool(wrong.wrong[span].any()), path_of(batch.spec, new, total), new, total)
+        _RequestVerdict(bool(wrong.wrong[span].any()), path_of(batch.spec, new, total), new, total)
         for span, total in zip(wrong.spans, batch.seq_lens, strict=True)
         if (new := span.stop - span.start)
     ]

@@ -15,7 +15,12 @@ import torch
 
 from attnplug.core.errors import LayoutError
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import decodes, mixed, of_each_storage, paged_scenarios
+from attnplug.testing.conformance.cases.steps import (
+    decode_lengths,
+    mixed_lengths,
+    of_each_storage,
+    paged_scenarios,
+)
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -47,7 +52,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _batch(target: Target, scenario: str, layout: str, **fields: Any) -> Batch:
     spec = target.paged_spec(**fields)
-    lengths = (decodes if scenario == "decode" else mixed)(target.block_size(spec))
+    lengths = (decode_lengths if scenario == "decode" else mixed_lengths)(target.block_size(spec))
     return target.batch(spec, *lengths, padding=3, layout=layout)
 
 
@@ -85,15 +90,19 @@ def _expect_strided(target: Target, batch: Batch, layout: str) -> None:
     among = dataclasses.replace(batch, kv_cache=layers[1])
     stored = layers[1].dtype
     what = f"with a cache of {stored} and strides {layers[1].stride()}, one of {_LAYERS} layers whose pages of a block lie together"
+    _expect_right_or_refused(target, among, what)
+    for other in (0, 2):
+        if not bool(layers[other].float().isnan().all()):
+            raise ConformanceError(f"{what} another layer's pages were written")
+
+
+def _expect_right_or_refused(target: Target, batch: Batch, what: str) -> None:
     try:
-        expect_stored_and_right(target, among, what)
+        expect_stored_and_right(target, batch, what)
     except ConformanceError as problem:
         if isinstance(problem.__cause__, LayoutError):
             raise CheckSkipped(f"such strides are refused: {problem.__cause__}", SkipKind.ALLOWED) from None
         raise
-    for other in (0, 2):
-        if not bool(layers[other].float().isnan().all()):
-            raise ConformanceError(f"{what} another layer's pages were written")
 
 
 def _among_layers(target: Target, batch: Batch, layout: str) -> torch.Tensor:
@@ -126,7 +135,7 @@ def expect_stored_and_right(target: Target, batch: Batch, what: str) -> None:
 
 def _check_block_size(target: Target, size: int) -> None:
     spec = target.paged_spec(block_size=size)
-    for lengths in (decodes(size), mixed(size)):
+    for lengths in (decode_lengths(size), mixed_lengths(size)):
         expect_stored_and_right(
             target, target.batch(spec, *lengths, padding=3), f"with pages of {size} tokens"
         )
@@ -162,12 +171,7 @@ def _check_far(target: Target) -> None:
     memory = _memory(step * blocks * cache.itemsize, batch.query.device).view(cache.dtype)
     far = memory.as_strided(cache.shape, (step, *cache.stride()[1:])).copy_(cache)
     what = f"with a cache of {cache.dtype} whose blocks are {step} elements apart, the last ones beyond 2**31"
-    try:
-        expect_stored_and_right(target, dataclasses.replace(batch, kv_cache=far), what)
-    except ConformanceError as problem:
-        if isinstance(problem.__cause__, LayoutError):
-            raise CheckSkipped(f"such strides are refused: {problem.__cause__}", SkipKind.ALLOWED) from None
-        raise
+    _expect_right_or_refused(target, dataclasses.replace(batch, kv_cache=far), what)
 
 
 def _far_batch(target: Target) -> Batch:

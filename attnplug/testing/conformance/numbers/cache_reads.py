@@ -37,7 +37,9 @@ class GuardedCache:
         """The batch's cache, copied between margins."""
         cache = cache_of(batch)
         margin = cache.numel() // cache.shape[0]
-        filled = torch.full((cache.numel() + 2 * margin,), torch.nan, device=cache.device)
+        # Blocks may be apart, with others' memory between them.
+        span = 1 + sum((size - 1) * step for size, step in zip(cache.shape, cache.stride(), strict=True))
+        filled = torch.full((span + 2 * margin,), torch.nan, device=cache.device)
         buffer = filled.to(cache.dtype)
         moved = buffer.as_strided(cache.shape, cache.stride(), margin)
         moved.copy_(cache)

@@ -22,8 +22,8 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import storage_dtype
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
-    mixed,
+    decode_lengths,
+    mixed_lengths,
     of_each_storage,
     paged_scenarios,
     scenario_factory,
@@ -37,7 +37,7 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
-from attnplug.testing.conformance.harness import Answer, Harness, HarnessLayer, make_impl, run_batch
+from attnplug.testing.conformance.harness import Harness, HarnessLayer, Output, make_impl, run_batch
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.target import Target
@@ -274,7 +274,7 @@ def _check_scales(target: Target, name: str, source: str) -> None:
     spec = target.paged_spec(kv_cache_dtype=name)
     size = target.block_size(spec)
     # Decodes read mostly what earlier steps have stored, and a prefill what its own step writes.
-    for lengths in (decodes(size), mixed(size)):
+    for lengths in (decode_lengths(size), mixed_lengths(size)):
         batch = target.batch(spec, *lengths, padding=3, **FP8_SCALES)
         layer: Any = HarnessLayer(target, "layer", batch) if source == "layer" else None
         given = dataclasses.replace(batch, tensors=_tensors(batch, source))
@@ -282,7 +282,7 @@ def _check_scales(target: Target, name: str, source: str) -> None:
         with error_context(what):
             output, lse = run_batch(target.backend, given, layer=layer, options=target.own_options)
         tokens = batch.common.num_actual_tokens
-        found = Answer(output[:tokens], None if lse is None else lse[:tokens])
+        found = Output(output[:tokens], None if lse is None else lse[:tokens])
         expect_correct(
             batch, found, f"{what} ({FP8_SCALES})", functools.partial(_scale_mistake, batch, found)
         )
@@ -300,7 +300,7 @@ def _tensors(batch: Batch, source: str) -> LayerTensors:
     return dataclasses.replace(batch.tensors, k_scale=k_scale, v_scale=v_scale)
 
 
-def _scale_mistake(batch: Batch, found: Answer) -> str | None:
+def _scale_mistake(batch: Batch, found: Output) -> str | None:
     """The wrong scales that give the answer: earlier steps have stored keys and values with the right ones."""
     others = {
         "scales taken as 1": {"k_scale": 1.0, "v_scale": 1.0},

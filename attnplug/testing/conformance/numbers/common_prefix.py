@@ -12,7 +12,6 @@ import numpy as np
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.sparse import SparseSpec
-from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import BatchFactory, layer_without_limits, with_lengths
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
@@ -61,7 +60,8 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> None:
     spec, size = layer_without_limits(target, **fields)
-    options: dict[str, Any] = _scales(spec) | ({} if layout is None else {"layout": layout})
+    options = FP8_SCALES if spec.has_quantized_kv_cache else {}
+    options = options | ({} if layout is None else {"layout": layout})
     long = -(-_LONG // size) * size
     steps = (
         ([1, 1, 1, 1], [2 * size, 2 * size + 3, 3 * size, 4 * size + 1]),
@@ -110,10 +110,6 @@ def _check_after(target: Target, make: BatchFactory, harness: Harness) -> None:
     with error_context(what):
         found = harness.run(batch, harness.builder.build(0, batch.common))
     expect_correct_step(target, make, found, what)
-
-
-def _scales(spec: LayerSpec) -> dict[str, Any]:
-    return dict(FP8_SCALES) if spec.has_quantized_kv_cache else {}
 
 
 def _ask(harness: Harness, batch: Batch, shared: int) -> None:

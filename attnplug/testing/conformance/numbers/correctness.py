@@ -6,8 +6,7 @@ The mistakes of a prefill of latents that leaves out a chunk of the computed tok
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -16,9 +15,8 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.calls.inputs import inputs_kept
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.cases.designed_cases import designed_cases
-from attnplug.testing.conformance.cases.latent_cases import LatentCase, latent_cases
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
-from attnplug.testing.conformance.harness import Answer, run_batch
+from attnplug.testing.conformance.harness import Output, run_batch
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache
@@ -26,7 +24,7 @@ from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
 
-def dropped_chunk(batch: Batch, found: Answer, rows: int, threshold: int) -> str | None:
+def dropped_chunk(batch: Batch, found: Output, rows: int, threshold: int) -> str | None:
     """The chunk without which, or with twice which, the step has these numbers; None if no chunk explains them.
 
     Args:
@@ -42,12 +40,12 @@ def dropped_chunk(batch: Batch, found: Answer, rows: int, threshold: int) -> str
     chunks = plan_context_chunks(context, rows, size) if rows >= size else []
     for number, chunk in enumerate(chunks, 1):
         for times, what in ((0, "left out of a prefill"), (2, "attended twice in a prefill")):
-            if difference(_repeated(batch, chunk, first, times), found) is None:
+            if difference(_repeat(batch, chunk, first, times), found) is None:
                 return f"chunk {number} of {len(chunks)} of the computed tokens {what}"
     return None
 
 
-def _repeated(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
+def _repeat(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
     """The batch with the chunk's tokens so many times."""
     keys, values, lengths = [*batch.keys], [*batch.values], [*batch.seq_lens]
     for place, (start, count) in enumerate(zip(chunk.starts, chunk.lengths, strict=True)):
@@ -71,10 +69,6 @@ def checks(target: Target) -> Iterator[Check]:
         name = flag.names()[0]
         summary = f"a layer that asks for {name} is as the float64 oracle has it"
         yield Check.of(f"correct/untried-{name}", summary, _check_untried, name)
-    if target.is_latent:
-        for latent in latent_cases(target):
-            summary = f"latent attention of a {latent.shape} batch is as the expanded float64 oracle has it"
-            yield Check.of(f"correct/{latent.id}", summary, check_latent_case, target, latent)
     for case in designed_cases(target) if target.designs is None else target.designs.of(target):
         summary = f"a {case.shape} batch is as the float64 oracle has it"
         yield Check.of(f"correct/{case.id}", summary, check_case, target, case)
@@ -94,31 +88,15 @@ def check_case(target: Target, case: Case) -> None:
     guarded = GuardedCache.of(target.backend, batch) if is_guarded else None
     batch = batch if guarded is None else guarded.batch
     with inputs_kept(batch), error_context(f"a {case.shape} batch"):
-        found = run_batch(target.backend, batch, options=target.own_options)
+        found = Output(*run_batch(target.backend, batch, options=target.own_options, **case.config))
     if guarded is not None:
         guarded.expect_only_written(batch.common.slot_mapping, "forward")
-    _check_answer(batch, *found)
-
-
-def check_latent_case(target: Target, case: LatentCase) -> None:
-    """As `check_case`, with computed tokens expanded in chunks of the case's rows."""
-    batch, rows = case.batch(target), case.chunk_rows
-    config: dict[str, Any] = {} if rows is None else {"context_chunk_rows": rows}
-    with error_context(f"a {case.shape} batch"):
-        found = Answer(*run_batch(target.backend, batch, options=target.own_options, **config))
-    threshold = getattr(target.backend, "decode_threshold", 1)
-    _check_answer(batch, *found, lambda: dropped_chunk(batch, found, rows or _ROWS, threshold))
-
-
-def _check_answer(
-    batch: Batch,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-    mistake: Callable[[], str | None] = lambda: None,
-) -> None:
     tokens = batch.common.num_actual_tokens
-    if wrong := deviation(batch, Answer(output, lse)):
-        raise wrong_answer(wrong.problem, mistake(), wrong)
-    for name, found in (("output", output), ("LSE", lse)):
-        if found is not None and not found[tokens:].isnan().all():
+    if wrong := deviation(batch, found):
+        threshold = getattr(target.backend, "decode_threshold", 1)
+        rows = case.chunk_rows or _ROWS
+        mistake = dropped_chunk(batch, found, rows, threshold) if case.spec.mla else None
+        raise wrong_answer(wrong.problem, mistake, wrong)
+    for name, rows_of in zip(("output", "LSE"), found, strict=True):
+        if rows_of is not None and not rows_of[tokens:].isnan().all():
             raise ConformanceError(f"{name} rows past num_actual_tokens={tokens} were written")

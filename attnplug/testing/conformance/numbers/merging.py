@@ -5,23 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
-from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import decodes, layer_without_limits, with_lengths
+from attnplug.testing.conformance.cases.steps import decode_lengths, layer_without_limits, with_lengths
 from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.sizes import compile_key
 
 Span: TypeAlias = tuple[int, int]
 
@@ -46,7 +44,6 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check.of("merge/use_sinks", summary, _check_without_sinks, target)
 
 
-_MOST_KEYS = 4
 _BESIDE_SINKS: tuple[dict[str, Any], ...] = (
     {"logits_soft_cap": 3.0},
     {"window": (6, 0)},
@@ -63,7 +60,8 @@ _BESIDE_SINKS: tuple[dict[str, Any], ...] = (
 """More to ask of a layer with sinks: a path of its own may read them elsewhere."""
 
 
-def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
+def layer_to_divide(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
+    """A layer whose requests may be divided into parts, and its block size; CheckSkipped if there is none."""
     spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
     if spec.has_alibi or spec.mm_prefix:
         raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
@@ -75,7 +73,7 @@ def _layer(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
 
 
 def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False) -> None:
-    spec, size = _layer(target, has_sinks)
+    spec, size = layer_to_divide(target, has_sinks)
     seq_lens = [4 * size + 1, 3 * size, 5 * size - 1] + ([1, size] if short else [])
     whole = target.batch(spec, [1] * len(seq_lens), seq_lens, exact=True)
     pages = [-(-length // size) for length in seq_lens]
@@ -91,12 +89,8 @@ def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = Fals
 
 
 def _check_context(target: Target, has_sinks: bool) -> None:
-    spec, size = _layer(target, has_sinks)
-    free = spec.replace(causal=False)
-    if reasons := target.reasons(free):
-        raise CheckSkipped(
-            f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}", SkipKind.LAYER
-        )
+    spec, size = layer_to_divide(target, has_sinks)
+    free = target.require(spec.replace(causal=False), "without a causal mask")
     context, new = [2 * size, 3 * size, 0, size], [3, 5, 4, 1]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
@@ -129,7 +123,7 @@ def _part(whole: Batch, spans: Sequence[Span], spec: LayerSpec, size: int) -> Ba
 
 def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
     """Run the parts, the first with sinks, and compare the merged result with the whole batch's."""
-    found: list[Answer] = []
+    found: list[Output] = []
     with error_context("a whole batch, then its parts with key=None"):
         harness = Harness.of(target, whole)
         harness.run(whole, harness.builder.build(0, whole.common))  # writes all keys to the pages
@@ -138,7 +132,7 @@ def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
             metadata = harness.builder.build(0, part.common)
             found.append(harness.run(part, metadata, use_sinks=index == 0, writes=False))
     lses = [answer.lse for answer in found if answer.lse is not None]
-    merged = Answer(*merge_attn_states([answer.output for answer in found], lses))
+    merged = Output(*merge_attn_states([answer.output for answer in found], lses))
     if problem := difference(whole, merged):
         problem = f"{len(parts)} parts, merged: {problem}"
         for index, (part, answer) in enumerate(zip(parts, found, strict=True)):
@@ -148,7 +142,7 @@ def _merge(target: Target, whole: Batch, parts: Sequence[Batch]) -> None:
         raise wrong_answer(f"{problem}; each part alone is within its tolerance", None)
 
 
-def part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
+def part_mistake(part: Batch, answer: Output, use_sinks: bool) -> str | None:
     """The mistake of partial results that gives an answer: sinks in every part, or a wrong LSE of empty rows."""
     if part.spec.has_sinks and not use_sinks and not difference(part, answer, use_sinks=True):
         return "sink counted twice in a merge"
@@ -159,18 +153,9 @@ def part_mistake(part: Batch, answer: Answer, use_sinks: bool) -> str | None:
 
 
 def _check_without_sinks(target: Target) -> None:
-    plain, size = _layer(target, True)
-    steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decodes(size)
-    keys: set[Hashable] = set()
-    for fields in ({}, *_BESIDE_SINKS):
-        try:
-            spec = plain.replace(**fields)
-        except SpecError:
-            continue
-        key = compile_key(target.backend, spec)
-        if target.reasons(spec) or (key is not None and key not in keys and len(keys) >= _MOST_KEYS):
-            continue
-        keys.add(key)
+    plain, size = layer_to_divide(target, True)
+    steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decode_lengths(size)
+    for fields, spec in target.variants(plain, ({}, *_BESIDE_SINKS), set()):
         # Kernels that split long contexts count the sinks where they merge the parts.
         for lengths in steps if fields else (*steps, ([1, 5], [1100, 600])):
             _expect_without_sinks(target, target.batch(spec, *lengths))
@@ -184,10 +169,10 @@ def _expect_without_sinks(target: Target, batch: Batch) -> None:
         what = f"with use_sinks={use_sinks}{before}"
         with error_context(what):
             found = harness.run(batch, harness.builder.build(0, batch.common), use_sinks=use_sinks)
-        mistake = functools.partial(_ignored, batch, found, use_sinks)
+        mistake = functools.partial(_name_ignored, batch, found, use_sinks)
         expect_correct(batch, found, what, mistake, use_sinks=use_sinks)
         before = f", after a call with use_sinks={use_sinks}"
 
 
-def _ignored(batch: Batch, found: Answer, use_sinks: bool) -> str | None:
+def _name_ignored(batch: Batch, found: Output, use_sinks: bool) -> str | None:
     return None if difference(batch, found, use_sinks=not use_sinks) else f"use_sinks={use_sinks} ignored"

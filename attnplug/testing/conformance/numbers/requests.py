@@ -14,9 +14,9 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
-    decodes,
+    decode_lengths,
     layer_of_kind,
-    mixed,
+    mixed_lengths,
     paged_kinds,
     paged_scenarios,
     scenario_factory,
@@ -33,7 +33,7 @@ from attnplug.testing.conformance.check import (
     SkipKind,
     checks_from,
 )
-from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
+from attnplug.testing.conformance.harness import Harness, Output, blank_output
 from attnplug.testing.conformance.mistakes.expectations import (
     StepMistake,
     difference,
@@ -130,7 +130,7 @@ def _check_no_requests(target: Target, scenario: str) -> None:
     empty = dataclasses.replace(empty, common=common)
     padded = dataclasses.replace(empty, **rows)
     for what, batch in (("without any request", empty), ("with padding rows only", padded)):
-        found = Harness.of(target, whole).forward(batch, blank_answer(batch, 3.0), what)
+        found = Harness.of(target, whole).forward(batch, blank_output(batch, 3.0), what)
         if bool((found.output != 3.0).any()):
             raise ConformanceError(f"{what}: forward wrote to the output")
         guarded.expect_only_written(slots_of(batch), f"{what}: forward")
@@ -139,7 +139,7 @@ def _check_no_requests(target: Target, scenario: str) -> None:
 def _check_state(target: Target, scenario: str) -> None:
     spec = scenario_layer(target, scenario)
     size = target.block_size(spec)
-    own, other = (decodes, mixed) if scenario == "decode" else (mixed, decodes)
+    own, other = (decode_lengths, mixed_lengths) if scenario == "decode" else (mixed_lengths, decode_lengths)
     # The same number of requests each time, since a builder may keep state by that number.
     steps = [own(size), other(size, size), own(size, size + 5), own(size)]
     makes = [step_factory(target, spec, lengths, seed) for seed, lengths in enumerate(steps)]
@@ -150,7 +150,7 @@ def _check_state(target: Target, scenario: str) -> None:
         batch = make()
         what = f"in step {number} of one impl and builder, after other batches"
         found, tokens = harness.forward(batch, what=what), batch.common.num_actual_tokens
-        own_rows = Answer(found.output[:tokens], None if found.lse is None else found.lse[:tokens])
+        own_rows = Output(found.output[:tokens], None if found.lse is None else found.lse[:tokens])
         expect_correct_step(target, make, own_rows, what, mistakes)
         # A builder may keep the first step, or the one before.
         kept = {f"{name}, of step {number}": change for name, change in stale_mistakes(batch.common).items()}
@@ -171,7 +171,7 @@ def _check_pieces(target: Target, kind: str) -> None:
     what = f"prefilling {total} tokens in pieces that end at {', '.join(map(str, ends))}"
     pieces = (piece(whole, start, end) for start, end in zip((0, *ends[:-1]), ends, strict=True))
     outputs = [harness.forward(piece, what=what).output for piece in pieces]
-    expect_correct(whole, Answer(torch.cat(outputs), None), what)
+    expect_correct(whole, Output(torch.cat(outputs), None), what)
 
 
 def piece(whole: Batch, start: int, end: int) -> Batch:
@@ -203,7 +203,7 @@ def _check_narrowed(target: Target, scenario: str) -> None:
     batch = _without_selection(scenario_factory(target, scenario, causal=False)())
     if scenario == "decode":
         # A single last token sees the same keys with and without a causal mask.
-        batch = target.batch(batch.spec, *decodes(target.block_size(batch.spec), new=3), padding=3)
+        batch = target.batch(batch.spec, *decode_lengths(target.block_size(batch.spec), new=3), padding=3)
     batch = _causal(batch, True)
     what = "with causal=True in the batch of a layer with causal=False"
     found = Harness.of(target, batch).forward(batch, what=what)
@@ -224,7 +224,7 @@ def _check_unstated(target: Target, scenario: str) -> None:
         expect_correct(batch, found, what, functools.partial(_taken_for_causal, batch, found))
 
 
-def _taken_for_causal(batch: Batch, found: Answer) -> str | None:
+def _taken_for_causal(batch: Batch, found: Output) -> str | None:
     """The mistake, if the answer is that of a causal layer, and the layer is none."""
     if batch.spec.causal or batch.spec.is_encoder or difference(_causal(batch, True), found):
         return None

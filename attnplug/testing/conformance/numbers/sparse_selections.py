@@ -12,7 +12,7 @@ from attnplug.core.features import Feature
 from attnplug.core.selection import Selection
 from attnplug.core.sparse import SPARSE_KINDS, SparseSpec
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import mixed, select_requests, step_factory, with_pages
+from attnplug.testing.conformance.cases.steps import mixed_lengths, select_requests, step_factory, with_pages
 from attnplug.testing.conformance.check import Check, CheckTable, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.mistakes.expectations import (
@@ -42,10 +42,10 @@ def _factory(target: Target, kind: str) -> Callable[[], Batch]:
 
 def _lengths(size: int) -> tuple[list[int], list[int]]:
     # Over small pages, too, contexts are longer than the keys that a query may choose.
-    return mixed(max(size, 32))
+    return mixed_lengths(max(size, 32))
 
 
-def _given(batch: Batch) -> Selection:
+def _selection_of(batch: Batch) -> Selection:
     selection = batch.common.selection
     assert selection is not None  # noqa: S101 - batches of sparse layers have one
     return selection
@@ -60,7 +60,7 @@ def _check_required(target: Target, kind: str) -> None:
 def _check_late(target: Target, kind: str) -> None:
     make = _factory(target, kind)
     batch = make()
-    selection = _given(batch)
+    selection = _selection_of(batch)
     picked = _copy(selection)
     selection.clear()
     harness = Harness.of(target, batch)
@@ -80,7 +80,7 @@ def _check_late(target: Target, kind: str) -> None:
 
 def _check_order(target: Target, kind: str) -> None:
     batch = _factory(target, kind)()
-    selection = _given(batch)
+    selection = _selection_of(batch)
     for row, count in enumerate(selection.counts.tolist()):
         if count > 0:
             selection.positions[row, :count] = selection.positions[row, :count].flip(0)
@@ -104,7 +104,7 @@ def _check_all(target: Target, kind: str) -> None:
     lengths = _lengths(size)
     sparse = dataclasses.replace(_SPARSE[kind], topk=max(lengths[1]))
     batch = step_factory(target, spec.replace(sparse=sparse), lengths)()
-    selection, block = _given(batch), sparse.block
+    selection, block = _selection_of(batch), sparse.block
     row = 0
     for new, length in zip(batch.common.query_start_loc_cpu.diff().tolist(), batch.seq_lens, strict=True):
         for position in range(length - new, length):
@@ -133,7 +133,7 @@ def _check_refused(target: Target, kind: str) -> None:
     }
     for what, change in wrong.items():
         batch = _factory(target, kind)()
-        change(_given(batch))
+        change(_selection_of(batch))
         expect_batch_refused(target, batch, what)
 
 

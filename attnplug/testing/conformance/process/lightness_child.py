@@ -81,7 +81,7 @@ def _text(value: Any) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _ImportWatch(importlib.abc.MetaPathFinder):
     """Records where each module is first imported, and leaves finding it to others."""
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -97,7 +97,7 @@ class _Watch(importlib.abc.MetaPathFinder):
 def main() -> None:
     """Read from stdin which class to import; write what was loaded as one line of JSON."""
     request: dict[str, Any] = json.load(sys.stdin)
-    watch = _Watch(request["watched"])
+    watch = _ImportWatch(request["watched"])
     before = set(sys.modules)
     sys.meta_path.insert(0, watch)
     raised, printed = None, io.StringIO()

@@ -24,7 +24,7 @@ import torch
 from attnplug.core.spec import Phase
 from attnplug.testing.conformance.cases.steps import scenario_factory, step_factory, with_lengths
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from
-from attnplug.testing.conformance.harness import Harness, blank_answer
+from attnplug.testing.conformance.harness import Harness, blank_output
 from attnplug.testing.conformance.target import Target
 
 _STEPS, _LAYERS = 200, 50
@@ -128,7 +128,7 @@ def _check_layers(target: Target) -> None:
     batch = make()
 
     def layer() -> None:
-        Harness.of(target, batch).forward(batch, blank_answer(batch))
+        Harness.of(target, batch).forward(batch, blank_output(batch))
 
     _expect_bounded(layer, _LAYERS, _LAYER_SLACK, "layer that was made, run and dropped")
 

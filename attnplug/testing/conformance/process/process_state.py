@@ -13,10 +13,9 @@ import numpy as np
 import torch
 
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import BatchFactory, scenario_factory, scenarios
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.harness import Answer, Harness, blank_answer
+from attnplug.testing.conformance.harness import Harness, blank_output
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.process.setting import change_of
@@ -125,7 +124,7 @@ def _check_given(target: Target, name: str, context: _Context, begin: str) -> No
             if begin == "all":
                 given.enter_context(context(target))
             batch = make()
-            outputs = [blank_answer(batch), blank_answer(batch)]
+            outputs = [blank_output(batch), blank_output(batch)]
             if begin == "made":
                 given.enter_context(context(target))
             harness = Harness.of(target, batch)
@@ -135,13 +134,11 @@ def _check_given(target: Target, name: str, context: _Context, begin: str) -> No
                 harness.forward(batch, into, what)
         for into in outputs:
             expect_correct(batch, into, what)
-            _expect_no_graph(batch, into, what)
-
-
-def _expect_no_graph(batch: Batch, found: Answer, what: str) -> None:
-    for name, tensor in {"output": found.output, "the cache": batch.kv_cache}.items():
-        if tensor is not None and tensor.requires_grad:
-            raise ConformanceError(f"{what}: {name} requires grad, so the graph of every step is kept")
+            for part, tensor in (("output", into.output), ("the cache", batch.kv_cache)):
+                if tensor is not None and tensor.requires_grad:
+                    raise ConformanceError(
+                        f"{what}: {part} requires grad, so the graph of every step is kept"
+                    )
 
 
 def _scenarios(target: Target) -> Iterator[tuple[str, BatchFactory]]:
@@ -174,7 +171,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _unfilled() -> Iterator[None]:
+def _leave_unfilled() -> Iterator[None]:
     """torch.empty gives NaN and the largest integers."""
     before = torch.get_deterministic_debug_mode()
     switch: Any = torch.utils.deterministic
@@ -230,7 +227,7 @@ _GIVEN: dict[str, tuple[_Context, str, str]] = {
         "another number of threads of torch changes no answer",
     ),
     "uninitialised-memory": (
-        lambda target: _unfilled(),
+        lambda target: _leave_unfilled(),
         "made",
         "an answer does not depend on what uninitialised memory contains",
     ),

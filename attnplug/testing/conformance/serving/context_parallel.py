@@ -19,20 +19,18 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.merging import merge_attn_states
 from attnplug.registry.plugins.waiting import describe
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.steps import layer_without_limits, with_lengths
+from attnplug.testing.conformance.cases.steps import with_lengths
 from attnplug.testing.conformance.check import (
     Check,
-    CheckSkipped,
     ConformanceError,
     Level,
-    SkipKind,
     error_context,
 )
-from attnplug.testing.conformance.harness import Answer, Harness, make_impl
+from attnplug.testing.conformance.harness import Harness, Output, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
-from attnplug.testing.conformance.numbers.merging import part_mistake
-from attnplug.testing.conformance.target import Target, fields_of, latent_pairs
+from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake
+from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.pages import block_table, poisoned_cache, put
 
@@ -51,7 +49,7 @@ class _Sharing:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _RankStep:
     """The step of one rank, and whether it writes keys and counts the sinks."""
 
     name: str
@@ -63,67 +61,31 @@ class _Part:
 
 def checks(target: Target) -> Iterator[Check]:
     """The checks of shared requests, where the backend declares LSE, and for other layers than latents NON_CAUSAL."""
-    features = target.backend.features
-    if Feature.LSE | Feature.MLA in features:
-        yield from _latent_checks(target)
-    if Feature.LSE | Feature.NON_CAUSAL not in features:
+    features, is_latent = target.backend.features, target.is_latent
+    if Feature.LSE not in features or not (is_latent or Feature.NON_CAUSAL in features):
         return
     pairs = [(2, "1"), (3, "block")]
     pairs += [(2, "half"), (3, "1"), (2, "block")] if target.level is Level.FULL else []
+    runs_of = [
+        (_check_decode, "decode", "a decode over keys on several ranks is the decode over all keys"),
+        (_check_extend, "extend", "new tokens after a context on several ranks are those after all keys"),
+    ]
     for has_sinks in (False, True) if Feature.SINKS in features else (False,):
-        kind = "-sinks" if has_sinks else ""
         for ranks, runs in pairs:
-            place = f"{ranks}-ranks-runs-of-{runs}{kind}"
-            summary = "a decode over keys on several ranks is the decode over all keys"
-            yield Check.of(
-                f"context_parallel/decode-{place}", summary, _check_decode, target, ranks, runs, has_sinks
-            )
-            if Feature.DIRECT_KV in features:
-                summary = "new tokens after a context on several ranks are those after all keys"
-                yield Check.of(
-                    f"context_parallel/extend-{place}", summary, _check_extend, target, ranks, runs, has_sinks
-                )
-
-
-def _latent_checks(target: Target) -> Iterator[Check]:
-    for ranks, runs in [(2, "1"), (3, "block")]:
-        summary = "a decode over latents on several ranks is the decode over all latents"
-        name = f"context_parallel/latents-{ranks}-ranks-runs-of-{runs}"
-        yield Check.of(name, summary, _check_latents, target, ranks, runs)
-
-
-def _check_latents(target: Target, ranks: int, runs: str) -> None:
-    """Each query is a request of its own, and sees all latents of its rank: no mask differs between ranks."""
-    size = target.block_sizes[0]
-    fields = fields_of(latent_pairs(target.backend)[0])
-    spec = LayerSpec(num_heads=4, dtype=target.dtypes[0], needs_lse=True, **fields)
-    if reasons := target.reasons(spec):
-        raise CheckSkipped(f"{target.name} serves no such layer: {'; '.join(reasons)}", SkipKind.LAYER)
-    sharing = _Sharing(ranks, {"1": 1, "block": size}[runs])
-    lengths = [1, 5 * size + 3, size, 2 * size + 1, 7]
-    whole = target.batch(spec, [1] * len(lengths), lengths, exact=True, block_size=size)
-    parts = []
-    for rank in range(ranks):
-        batch = _on_rank(target, whole, spec, size, sharing, rank, lengths, written=1)
-        batch = dataclasses.replace(batch, common=dataclasses.replace(batch.common, causal=True))
-        parts.append(_Part(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0))
-    _expect_merged(target, whole, parts, sharing, lengths)
+            for run, name, summary in runs_of if Feature.DIRECT_KV in features else runs_of[:1]:
+                place = f"{name}-{ranks}-ranks-runs-of-{runs}{'-sinks' if has_sinks else ''}"
+                yield Check.of(f"context_parallel/{place}", summary, run, target, ranks, runs, has_sinks)
 
 
 def _layer(
     target: Target, has_sinks: bool, runs: str, ranks: int
 ) -> tuple[LayerSpec, LayerSpec, int, _Sharing]:
-    """The layer, the same without a causal mask, the block size, and how tokens are shared."""
-    spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
-    if spec.has_alibi or spec.mm_prefix:
-        raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
-    if spec.sparse is not None:
-        raise CheckSkipped(
-            "the selection of a sparse layer is for all keys of a request, not for parts of them"
-        )
-    free = spec.replace(causal=False)
-    if reasons := target.reasons(free):
-        raise CheckSkipped(f"{target.name} serves no such layer without a causal mask: {'; '.join(reasons)}")
+    """The layer, the same without a causal mask, the block size, and how tokens are shared.
+
+    Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
+    """
+    spec, size = layer_to_divide(target, has_sinks)
+    free = target.require(spec.replace(causal=spec.mla is not None), "without a causal mask")
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
 
 
@@ -135,24 +97,24 @@ def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
     parts = []
     for rank in range(ranks):
         batch = _on_rank(target, whole, free, size, sharing, rank, lengths, written=1)
-        parts.append(_Part(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0))
+        parts.append(
+            _RankStep(f"rank {rank}", batch, ContextParallel(ranks, rank), True, use_sinks=rank == 0)
+        )
     _expect_merged(target, whole, parts, sharing, lengths)
 
 
 def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool) -> None:
     spec, free, size, sharing = _layer(target, has_sinks, runs, ranks)
-    direct = spec.replace(direct_kv=True)
-    if reasons := target.reasons(direct):
-        raise CheckSkipped(f"{target.name} serves no such layer with direct K and V: {'; '.join(reasons)}")
+    direct = target.require(spec.replace(direct_kv=True), "with direct K and V")
     context, new = [3 * size + 2, 0, 1, 2 * size], [3, size + 5, 4, 2]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
     parts = []
     for rank in range(ranks):
         batch = _on_rank(target, whole, free, size, sharing, rank, context)
-        parts.append(_Part(f"the context of rank {rank}", batch, ContextParallel(ranks, rank)))
+        parts.append(_RankStep(f"the context of rank {rank}", batch, ContextParallel(ranks, rank)))
     # The caller chooses the part with the sinks: here no rank has them, and in decodes the first one.
-    parts.append(_Part("the new tokens", _new_tokens(whole, direct, new), None, True, use_sinks=True))
+    parts.append(_RankStep("the new tokens", _new_tokens(whole, direct, new), None, True, use_sinks=True))
     _expect_merged(target, whole, parts, sharing, context)
 
 
@@ -189,7 +151,7 @@ def _on_rank(
         with_lengths(whole.common, torch.tensor(lengths)),
         block_table_tensor=table.to(device),
         slot_mapping=slots.to(device),
-        causal=False,
+        causal=spec.causal,
     )
     on_device = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
     return dataclasses.replace(
@@ -221,18 +183,25 @@ def _new_tokens(whole: Batch, spec: LayerSpec, new: Sequence[int]) -> Batch:
 
 
 def _expect_merged(
-    target: Target, whole: Batch, parts: Sequence[_Part], sharing: _Sharing, tokens: Sequence[int]
+    target: Target, whole: Batch, parts: Sequence[_RankStep], sharing: _Sharing, tokens: Sequence[int]
 ) -> None:
     """Run each rank's part and compare the merged result with the whole batch's."""
     found = [_run(target, part) for part in parts]
     lses = [answer.lse for answer in found if answer.lse is not None]
-    merged = Answer(*merge_attn_states([answer.output for answer in found], lses))
+    merged = Output(*merge_attn_states([answer.output for answer in found], lses))
     problem = difference(whole, merged)
     if problem is None:
         return
     problem = f"{sharing.ranks} ranks with runs of {sharing.interleave} tokens, merged: {problem}"
     for part, answer in zip(parts, found, strict=True):
-        counted = part.batch if part.use_sinks else _without_sinks(part.batch)
+        counted = part.batch
+        if not part.use_sinks:
+            # As the oracle of a part without sinks sees it; known mistakes are compared with its rules.
+            tensors, spec = (
+                dataclasses.replace(counted.tensors, sinks=None),
+                counted.spec.replace(has_sinks=False),
+            )
+            counted = dataclasses.replace(counted, spec=spec, tensors=tensors)
         if wrong := deviation(counted, answer):
             mistake = part_mistake(part.batch, answer, part.use_sinks) or _length_mistake(
                 part, answer, sharing, tokens
@@ -241,13 +210,7 @@ def _expect_merged(
     raise wrong_answer(f"{problem}; each part alone is within its tolerance", None)
 
 
-def _without_sinks(batch: Batch) -> Batch:
-    """The batch as the oracle of a part without sinks sees it; known mistakes are compared with its rules."""
-    tensors = dataclasses.replace(batch.tensors, sinks=None)
-    return dataclasses.replace(batch, spec=batch.spec.replace(has_sinks=False), tensors=tensors)
-
-
-def _run(target: Target, part: _Part) -> Answer:
+def _run(target: Target, part: _RankStep) -> Output:
     # Only an impl that says so works in a group; for any other, a rank's step is an ordinary one.
     group = part.group if target.backend.get_impl_cls().can_return_lse_for_decode else None
     with error_context(part.name):
@@ -256,7 +219,7 @@ def _run(target: Target, part: _Part) -> Answer:
         return harness.run(part.batch, metadata, use_sinks=part.use_sinks, writes=part.writes)
 
 
-def _length_mistake(part: _Part, answer: Answer, sharing: _Sharing, tokens: Sequence[int]) -> str | None:
+def _length_mistake(part: _RankStep, answer: Output, sharing: _Sharing, tokens: Sequence[int]) -> str | None:
     """The name of the wrong number of local keys that gives a rank's answer."""
     if part.group is None:
         return None
@@ -293,7 +256,7 @@ def _length_mistake(part: _Part, answer: Answer, sharing: _Sharing, tokens: Sequ
     return None
 
 
-def _agrees(batch: Batch, answer: Answer, requests: Sequence[int], use_sinks: bool) -> bool:
+def _agrees(batch: Batch, answer: Output, requests: Sequence[int], use_sinks: bool) -> bool:
     """Whether the rows of some requests are the oracle's."""
     starts = batch.common.query_start_loc_cpu.tolist()
     rows = [row for index in requests for row in range(starts[index], starts[index + 1])]

@@ -27,7 +27,13 @@ from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.batches import Batch
 from attnplug.testing.captures import captured
 from attnplug.testing.comparison import assert_close, tolerance
-from attnplug.testing.conformance.cases.steps import decodes, layer_of_kind, mixed, step_factory, with_lengths
+from attnplug.testing.conformance.cases.steps import (
+    decode_lengths,
+    layer_of_kind,
+    mixed_lengths,
+    step_factory,
+    with_lengths,
+)
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -37,7 +43,7 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.serving.runtimes import model_of, wrong_layers
-from attnplug.testing.conformance.serving.serving import Call, ServedModel
+from attnplug.testing.conformance.serving.serving import LayerCall, ServedModel
 from attnplug.testing.conformance.target import GPU_TYPES, Target
 
 _WAITS, _GROWS = "waits for the device", "memory grows with context"
@@ -66,7 +72,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_no_wait(target: Target, shape: str) -> None:
     spec, size = layer_of_kind(target, "full")
-    batch = step_factory(target, spec, decodes(size) if shape == "decode" else mixed(size))()
+    batch = step_factory(target, spec, decode_lengths(size) if shape == "decode" else mixed_lengths(size))()
     harness = Harness.of(target, batch)
     needs = harness.builder.needs_host_seq_lens
     # No more host lengths than the builder declares to need.
@@ -327,7 +333,7 @@ class _Graphs:
         self._served.runtime.begin_step(self._padded, metadata=metadata)
         layers()
 
-    def _calls(self) -> dict[str, Call]:
+    def _calls(self) -> dict[str, LayerCall]:
         return {name: self._served.call(name) for name in self._inputs}
 
     def _layers(self, size: int) -> None:
@@ -336,7 +342,7 @@ class _Graphs:
             new = None if key is None else key[:rows], None if value is None else value[:rows]
             self._served.runtime.forward(name, query[:rows], new[0], new[1], self._outputs[name][:rows])
 
-    def _problem(self, calls: dict[str, Call]) -> str | None:
+    def _problem(self, calls: dict[str, LayerCall]) -> str | None:
         for name, call in calls.items():
             output = self._outputs[name][: call.expected.shape[0]]
             try:

@@ -21,7 +21,7 @@ from attnplug.testing.conformance.check import (
     error_context,
 )
 from attnplug.testing.conformance.harness import make_impl
-from attnplug.testing.conformance.serving.serving import Call, ServedModel
+from attnplug.testing.conformance.serving.serving import LayerCall, ServedModel
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 
@@ -114,7 +114,7 @@ def _script(size: int, seed: int) -> list[_Step]:
     ]
 
 
-def wrong_layers(served: ServedModel, calls: Mapping[str, Call], what: str) -> str | None:
+def wrong_layers(served: ServedModel, calls: Mapping[str, LayerCall], what: str) -> str | None:
     """Run all layers of the current step; the errors of wrong layers, or None."""
     wrong: dict[str, str] = {}
     group_of = {name: index for index, group in enumerate(served.groups) for name in group.layer_names}
@@ -157,12 +157,12 @@ def _no_barrier() -> None:
     """A model on its own waits for no other."""
 
 
-def _served(target: Target, seed: int) -> ServedModel:
+def _make_model(target: Target, seed: int) -> ServedModel:
     return ServedModel(target, *model_of(target), seed=seed)
 
 
 def _check_steps(target: Target) -> None:
-    _serve([_served(target, 0)], _no_barrier, "")
+    _serve([_make_model(target, 0)], _no_barrier, "")
 
 
 def _check_drafts(target: Target) -> None:
@@ -195,16 +195,16 @@ def _check_drafts(target: Target) -> None:
 
 def _check_two(target: Target) -> None:
     try:
-        _serve([_served(target, 1), _served(target, 2)], _no_barrier, "two runtimes at once, ")
+        _serve([_make_model(target, 1), _make_model(target, 2)], _no_barrier, "two runtimes at once, ")
     except ConformanceError as problem:
-        raise _compared_alone(target, problem) from None
+        raise _compare_alone(target, problem) from None
 
 
-def _compared_alone(target: Target, problem: BaseException) -> ConformanceError:
+def _compare_alone(target: Target, problem: BaseException) -> ConformanceError:
     """The error of two runtimes, with a note whether each of them alone is right."""
     try:
         for seed in (1, 2):
-            _serve([_served(target, seed)], _no_barrier, "")
+            _serve([_make_model(target, seed)], _no_barrier, "")
     except ConformanceError:
         return ConformanceError(f"{problem}; alone they are wrong too")
     return ConformanceError(f"{problem}; alone each is right: {_BETWEEN}", _BETWEEN)
@@ -221,18 +221,18 @@ def _check_threads(target: Target) -> None:
         # If one thread fails, the barrier breaks in the other, so its error comes last.
         first = sorted(problems, key=lambda each: isinstance(each, threading.BrokenBarrierError))[:1]
         for problem in first:
-            raise _compared_alone(target, problem) from problem
+            raise _compare_alone(target, problem) from problem
 
 
 def _check_other_thread(target: Target) -> None:
-    served = _served(target, 1)
+    served = _make_model(target, 1)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(_serve, [served], _no_barrier, "made in one thread and run in another, ").result()
 
 
 def _in_thread(target: Target, seed: int, wait: Callable[[], object], barrier: threading.Barrier) -> None:
     try:
-        _serve([_served(target, seed)], wait, "two threads, ")
+        _serve([_make_model(target, seed)], wait, "two threads, ")
     except BaseException:
         barrier.abort()
         raise

@@ -28,7 +28,7 @@ from attnplug.runtime.plan.plan_pages import with_equal_pages
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import with_lengths, with_pages
 from attnplug.testing.conformance.check import Check, error_context
-from attnplug.testing.conformance.harness import Answer, Harness
+from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.numbers.requests import piece
 from attnplug.testing.conformance.target import Target
@@ -42,7 +42,7 @@ _SLACK = 160
 
 
 @dataclasses.dataclass(slots=True)
-class _Request:
+class _ServedRequest:
     """Computed tokens, spans, pages by KV group, and all keys and values so far by layer."""
 
     computed: int
@@ -52,7 +52,7 @@ class _Request:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class LayerCall:
     """A layer's inputs in a step and the oracle's answer; no key for a layer that reads another's pages."""
 
     query: torch.Tensor
@@ -137,7 +137,7 @@ class ServedModel:
         self.batches = self.runtime.step_batch_builder(self.max_model_len)
         self.num_scheduled_tokens: dict[str, int] = {}
         """New tokens of the current step, by request."""
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _ServedRequest] = {}
 
     def add(self, name: str, first: int = 0) -> None:
         """Add a request without tokens; for layers with mm_prefix it has spans in its `first` tokens."""
@@ -145,7 +145,7 @@ class ServedModel:
         spans = default_spans([first], [first])[0]
         images = [(start, stop - start) for start, stop in spans]
         self.batches.add_request(name, blocks, placeholders={"image": images} if images else None)
-        self._requests[name] = _Request(0, spans, blocks, {})
+        self._requests[name] = _ServedRequest(0, spans, blocks, {})
 
     def remove(self, name: str) -> None:
         """Remove a request and free its pages."""
@@ -172,7 +172,7 @@ class ServedModel:
         """Schedule a step and build its metadata."""
         self.runtime.begin_step(self.schedule(**scheduled))
 
-    def call(self, layer: str) -> Call:
+    def call(self, layer: str) -> LayerCall:
         """Random new queries, keys and values of a layer, which are kept for later steps; call it once per step."""
         spec, target = self.plan.specs[layer], self.plan.kv_sharing.get(layer)
         queries, given, known = [], [], []
@@ -199,10 +199,10 @@ class ServedModel:
         key, value = (torch.cat([pair[half] for pair in given]) if given else None for half in (0, 1))
         query, device = torch.cat(queries), self.runtime.device
         if key is None or value is None:
-            return Call(query.to(device), None, None, expected)
-        return Call(query.to(device), key.to(device), value.to(device), expected)
+            return LayerCall(query.to(device), None, None, expected)
+        return LayerCall(query.to(device), key.to(device), value.to(device), expected)
 
-    def run(self, layer: str, call: Call) -> torch.Tensor:
+    def run(self, layer: str, call: LayerCall) -> torch.Tensor:
         """The layer's answer, written to an output of NaN."""
         output = torch.full_like(call.expected, torch.nan, dtype=call.query.dtype, device=call.query.device)
         return self.runtime.forward(layer, call.query, call.key, call.value, output)
@@ -263,7 +263,9 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def _check_chain(target: Target, **fields: Any) -> None:
-    spec, size = with_pages(target, _spec(target, **fields))
+    if "chunk_size" in fields:
+        fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
+    spec, size = with_pages(target, target.paged_spec(attn_type="decoder", causal=True, **fields))
     # Pieces around the ends of pages, single decodes across one, and steps that verify two or three tokens.
     counts = [size - 1, 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
     ends = list(itertools.accumulate(counts))
@@ -277,7 +279,8 @@ def _check_chain(target: Target, **fields: Any) -> None:
         what = f"step {number} of a chain, tokens {start} .. {end - 1}"
         # A step with drafts that are rejected comes first; the next one writes their slots again.
         if end - start == 2:
-            drafts = _with_other_tokens(piece(whole, start, end))
+            drafts = piece(whole, start, end)
+            drafts = dataclasses.replace(drafts, key=drafts.key.flip(-1) + 1, value=drafts.value.flip(-1) + 1)
             with error_context(f"{what}, as drafts that are rejected"):
                 harness.run(drafts, harness.builder.build(0, drafts.common))
         step = piece(whole, start, end)
@@ -286,18 +289,7 @@ def _check_chain(target: Target, **fields: Any) -> None:
     what = (
         f"a prompt in pieces of {lengths} tokens, then decodes, with drafts that were rejected between them"
     )
-    expect_correct(whole, Answer(torch.cat(outputs), None), what)
-
-
-def _spec(target: Target, **fields: Any) -> LayerSpec:
-    if "chunk_size" in fields:
-        fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
-    return target.paged_spec(attn_type="decoder", causal=True, **fields)
-
-
-def _with_other_tokens(step: Batch) -> Batch:
-    """The step with other keys and values, as drafts have."""
-    return dataclasses.replace(step, key=step.key.flip(-1) + 1, value=step.value.flip(-1) + 1)
+    expect_correct(whole, Output(torch.cat(outputs), None), what)
 
 
 def _check_cross(target: Target) -> None:
