@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from catching import variant
-from wrong_numbers import misread
-from wrong_structure import Around, Call
+from mutants.numbers import misread
+from mutants.parts import Around, Call
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.backend import TorchMLABackend
