@@ -15,27 +15,16 @@ from mutants.parts import Altered
 from mutants.table import NAN_ROWS, Table
 
 table = Table("accidents")
-tiles_of_kernel_impl = table.method(KernelImpl, "tiles")
-online = table.method(KernelImpl, "online")
-weigh = table.method(KernelImpl, "weigh")
-window = table.method(KernelImpl, "window")
-causal = table.method(KernelImpl, "causal")
-source_of_kernel_impl = table.method(KernelImpl, "_source")
-attend_call = table.method(TorchImpl, "_attend_call")
-written = table.method(KernelImpl, "update_kv_cache")
-written_of_torch_impl = table.method(TorchImpl, "update_kv_cache")
-source_of_torch_impl = table.method(TorchImpl, "_source")
-build = table.method(TorchMetadataBuilder, "build")
-swapped = table.method(TorchMetadataBuilder, "update_block_table")
-drafted = table.method(TorchMetadataBuilder, "build_for_drafting")
-altered = table.method(Altered, "altered")
-attend_cascade = table.method(TorchImpl, "_attend_cascade")
+kernel = table.on(KernelImpl)
+impl = table.on(TorchImpl)
+builder = table.on(TorchMetadataBuilder)
+step = table.on(Altered)
 
 
 # Tiles and splits.
 
 
-@tiles_of_kernel_impl("correct/long-decode-h4x2-d64-float32-b16-NHD", "only requests of more than 129 tokens")
+@kernel.tiles("correct/long-decode-h4x2-d64-float32-b16-NHD", "only requests of more than 129 tokens")
 def tail_of_many_tiles(right, self, keys):
     """The tail is lost from the third tile on: the count of tiles is rounded down."""
     tiles = right(keys)
@@ -44,12 +33,12 @@ def tail_of_many_tiles(right, self, keys):
 
 # fmt: off
 # At most eight splits of 512 keys.
-tiles_of_kernel_impl("correct/long-decode-h4x2-d64-float32-b16-NHD", "only requests of more than 2100 tokens",
+kernel.tiles("correct/long-decode-h4x2-d64-float32-b16-NHD", "only requests of more than 2100 tokens",
     eight_splits=lambda right, self, keys: [each for each in right(keys) if each[1] <= 8 * 512])
 # fmt: on
 
 
-@online("correct/mixed-h4x2-d64-float32-b256-NHD", "only rows up to position 255")
+@kernel.online("correct/mixed-h4x2-d64-float32-b256-NHD", "only rows up to position 255")
 def empty_split_counts(self, logits, values):
     """A split of which nothing is seen has the LSE 0 in the merge."""
     parts = [
@@ -64,7 +53,7 @@ def empty_split_counts(self, logits, values):
     return sum(w[..., None] * out for w, (out, _) in zip(weights, parts, strict=True)), whole
 
 
-@weigh("correct/long-decode-h4x2-d64-float32-b16-NHD-sinks-lse", "a wrong sum of weights")
+@kernel.weigh("correct/long-decode-h4x2-d64-float32-b16-NHD-sinks-lse", "a wrong sum of weights")
 def sink_in_each_split(right, self, logits, values, sinks, span):
     """Each split of 512 keys has the sink."""
     splits = -(-logits.shape[2] // 512)
@@ -72,7 +61,7 @@ def sink_in_each_split(right, self, logits, values, sinks, span):
     return right(logits, values, more, span)
 
 
-@window("correct/mixed-h4x2-d64-float32-b16-NHD-window6.0", "only requests with prefill")
+@kernel.window("correct/mixed-h4x2-d64-float32-b16-NHD-window6.0", "only requests with prefill")
 def window_tile_skip(right, self, span):
     """With more than 8 tiles, the first tile of a window is found from the last row of the query tile."""
     seen = right(span)
@@ -84,7 +73,7 @@ def window_tile_skip(right, self, span):
     return seen
 
 
-@causal("correct/mixed-h4x2-d64-float32-b16-NHD", "only the first request")
+@kernel.causal("correct/mixed-h4x2-d64-float32-b16-NHD", "only the first request")
 def diagonal_of_last_tile(right, self, span):
     """Only the last tile of 128 keys of a query tile of 128 rows has the causal mask; unaligned contexts need two."""
     seen = right(span)
@@ -95,14 +84,14 @@ def diagonal_of_last_tile(right, self, span):
     return seen | (unmasked & (span.held < end[:, None]))
 
 
-@source_of_kernel_impl("correct/far-blocks-h4x2-d64-float32-b1-NHD", NAN_ROWS)
+@kernel._source("correct/far-blocks-h4x2-d64-float32-b1-NHD", NAN_ROWS)
 def half_table(right, self, key, value, kv_cache, metadata):
     """The block table is copied as int16."""
     table = metadata.block_table.to(torch.int16).int() & 0x7FFF
     return right(key, value, kv_cache, dataclasses.replace(metadata, block_table=table))
 
 
-@online("correct/long-decode-h4x2-d64-float32-b16-NHD", "as half precision gives")
+@kernel.online("correct/long-decode-h4x2-d64-float32-b16-NHD", "as half precision gives")
 def half_weights(right, self, logits, values):
     """Weights are accumulated in float16, which loses the small ones of long contexts."""
     out, lse = right(logits, values)
@@ -115,14 +104,16 @@ def half_weights(right, self, logits, values):
 # Layouts and strides.
 
 
-@attend_call("tensors/strided-inputs-decode", "with query, key and value as views of one packed projection")
+@impl._attend_call(
+    "tensors/strided-inputs-decode", "with query, key and value as views of one packed projection"
+)
 def packed_queries(right, self, layer, query, *rest):
     """The strides of queries are those of a dense tensor."""
     dense = query.as_strided(query.shape, (query.shape[1] * query.shape[2], query.shape[2], 1))
     right(layer, dense, *rest)
 
 
-@attend_call("correct/mixed-h4x2-d64-float32-b16-NHD-lse", "LSE transposed")
+@impl._attend_call("correct/mixed-h4x2-d64-float32-b16-NHD-lse", "LSE transposed")
 def lse_by_head(right, self, *given):
     """The LSE is written as `[H, T]`."""
     right(*given)
@@ -132,7 +123,7 @@ def lse_by_head(right, self, *given):
         rows.copy_(rows.T.reshape(rows.shape))
 
 
-@written("cache/block-size-64", NAN_ROWS)
+@kernel.update_kv_cache("cache/block-size-64", NAN_ROWS)
 def pages_of_sixteen(right, self, layer, key, value, kv_cache, slot_mapping):
     """Slots become block and offset by 16, when the block size is a power of two."""
     size = self._pages_of(kv_cache).k.shape[1]
@@ -145,7 +136,7 @@ def pages_of_sixteen(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slot_mapping)
 
 
-@written_of_torch_impl("correct/mixed-h4x2-d64-float32-b16-NHD-cross", NAN_ROWS)
+@impl.update_kv_cache("correct/mixed-h4x2-d64-float32-b16-NHD-cross", NAN_ROWS)
 def pad_slot_wraps(right, self, layer, key, value, kv_cache, slot_mapping):
     """-1 writes the last slot of the cache."""
     pages = self._pages_of(kv_cache)
@@ -154,7 +145,7 @@ def pad_slot_wraps(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slots)
 
 
-@source_of_torch_impl("correct/mixed-h4x2-d64-float32-b16-HND", NAN_ROWS)
+@impl._source("correct/mixed-h4x2-d64-float32-b16-HND", NAN_ROWS)
 def dense_tokens_of_hnd(right, self, key, value, kv_cache, metadata):
     """HND pages of one block are read as NHD."""
     source = right(key, value, kv_cache, metadata)
@@ -171,7 +162,7 @@ def dense_tokens_of_hnd(right, self, key, value, kv_cache, metadata):
 # Builders and plans.
 
 
-@build("builder/build-full", "another step's block table", state={"_kept": None})
+@builder.build("builder/build-full", "another step's block table", state={"_kept": None})
 def plan_by_shape(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """A plan is kept for batches of the same shape."""
     c = common_attn_metadata
@@ -182,14 +173,14 @@ def plan_by_shape(right, self, common_prefix_len, common_attn_metadata, fast_bui
     return dataclasses.replace(made, block_table=kept.block_table)
 
 
-@swapped("builder/update_block_table-full", "after update_block_table")
+@builder.update_block_table("builder/update_block_table-full", "after update_block_table")
 def old_slots(right, self, metadata, blk_table, slot_mapping):
     """update_block_table keeps the slots."""
     made = right(metadata, blk_table, slot_mapping)
     return dataclasses.replace(made, slot_mapping=metadata.slot_mapping)
 
 
-@drafted("builder/build_for_drafting-full", "build_for_drafting with draft_index=2")
+@builder.build_for_drafting("builder/build_for_drafting-full", "build_for_drafting with draft_index=2")
 def draft_lengths(right, self, common_attn_metadata, draft_index):
     """A draft adds its index to the lengths, which the engine has already raised."""
     made = right(common_attn_metadata, draft_index)
@@ -199,7 +190,7 @@ def draft_lengths(right, self, common_attn_metadata, draft_index):
     return made
 
 
-@build("builder/build_for_drafting-spans", "spans ignored")
+@builder.build("builder/build_for_drafting-spans", "spans ignored")
 def fast_without_spans(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """A fast build leaves out the multimodal spans."""
     made = right(common_prefix_len, common_attn_metadata, fast_build)
@@ -208,7 +199,7 @@ def fast_without_spans(right, self, common_prefix_len, common_attn_metadata, fas
     return made
 
 
-@build("batch/idle-decode", "with requests of [0, 1, 0, 1, 1] new tokens")
+@builder.build("batch/idle-decode", "with requests of [0, 1, 0, 1, 1] new tokens")
 def row_per_request(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """With at most one query per request, row i is of request i."""
     c = common_attn_metadata
@@ -219,7 +210,7 @@ def row_per_request(right, self, common_prefix_len, common_attn_metadata, fast_b
     return made
 
 
-@altered("builder/host-lengths-upper_bound-full", "upper bounds taken for exact lengths")
+@step.altered("builder/host-lengths-upper_bound-full", "upper bounds taken for exact lengths")
 def host_lengths(self, made, common):
     """The lengths of the host are taken for exact."""
     host = common.seq_lens_host
@@ -228,7 +219,7 @@ def host_lengths(self, made, common):
     return made
 
 
-@altered("builder/max_seq_len-full", "max_seq_len taken for the longest length")
+@step.altered("builder/max_seq_len-full", "max_seq_len taken for the longest length")
 def longest_is_all(self, made, common):
     """max_seq_len is read as the length of all requests where the batch is uniform."""
     if made.seq_lens.size and (made.seq_lens == made.seq_lens[0]).all() and made.query_lens.all():
@@ -239,7 +230,7 @@ def longest_is_all(self, made, common):
     return made
 
 
-@altered("tensors/sees-nothing-direct", "forward")
+@step.altered("tensors/sees-nothing-direct", "forward")
 def direct_like_queries(self, made, common):
     """Direct keys are packed like the queries, unless a request has no query."""
     if made.key_starts is not None and made.key_starts[-1] <= made.query_starts[-1]:
@@ -250,7 +241,7 @@ def direct_like_queries(self, made, common):
 # Prefixes.
 
 
-@attend_cascade(
+@impl._attend_cascade(
     "builder/common-prefix-lse", "build(common_prefix_len=16) of 4 requests with [1, 1, 1, 1] new tokens"
 )
 def prefix_lse(right, self, *given):
@@ -262,7 +253,7 @@ def prefix_lse(right, self, *given):
         self._attend(query, rest, None, meta, reach, scoring, scratch, lse)
 
 
-@attend_cascade("builder/common-prefix-fp8", "v_scale ignored")
+@impl._attend_cascade("builder/common-prefix-fp8", "v_scale ignored")
 def prefix_without_scale(right, self, query, source, rest, meta, reach, scoring, *more):
     """The prefix of fp8 pages is attended without the scale of V."""
     if source.k.dtype.itemsize == 1:

@@ -14,23 +14,14 @@ from attnplug.testing.oracle import chosen_keys
 from mutants.table import Table
 
 table = Table("accidents")
-weigh = table.method(KernelImpl, "weigh")
-window = table.method(KernelImpl, "window")
-causal = table.method(KernelImpl, "causal")
-written_of_torch_impl = table.method(TorchImpl, "update_kv_cache")
-logits_of_kernel_impl = table.method(KernelImpl, "logits")
-distance = table.method(KernelImpl, "distance")
-spans_of_kernel_impl = table.method(KernelImpl, "spans")
-chosen = table.method(KernelImpl, "chosen")
-one = table.method(KernelImpl, "one")
-scales_of_torch_impl = table.method(TorchImpl, "_scales")
-attend = table.method(TorchImpl, "attend")
+kernel = table.on(KernelImpl)
+impl = table.on(TorchImpl)
 
 
 # Features.
 
 
-@logits_of_kernel_impl("correct/mixed-h4x2-d64-float32-b16-NHD-cap3", "scale after the cap")
+@kernel.logits("correct/mixed-h4x2-d64-float32-b16-NHD-cap3", "scale after the cap")
 def cap_before_scale(right, self, scaled, span):
     """The soft cap is on the logits before the scale."""
     cap = self.spec.logits_soft_cap
@@ -42,7 +33,7 @@ def cap_before_scale(right, self, scaled, span):
     return capped if slopes is None else capped - slopes[:, None, None] * self.distance(span)
 
 
-@logits_of_kernel_impl("correct/mixed-h4x2-d64-float32-b16-NHD-cap3-alibi", "ALiBi before the cap")
+@kernel.logits("correct/mixed-h4x2-d64-float32-b16-NHD-cap3-alibi", "ALiBi before the cap")
 def alibi_before_cap(self, scaled, span):
     """ALiBi is added before the soft cap."""
     cap, slopes = self.spec.logits_soft_cap, self.tensors.alibi_slopes
@@ -53,26 +44,26 @@ def alibi_before_cap(self, scaled, span):
 
 # fmt: off
 # ALiBi is slope x key position: the same softmax of causal layers, another LSE.
-distance("correct/mixed-h4x2-d64-float32-b16-NHD-alibi-lse", "ALiBi of key positions",
+kernel.distance("correct/mixed-h4x2-d64-float32-b16-NHD-alibi-lse", "ALiBi of key positions",
     alibi_by_key=lambda right, self, span: -span.held[None].float() if self.spec.causal else right(span))
 # ALiBi's distance keeps its sign, so later keys of non-causal layers gain.
-distance("correct/*encoder*alibi*", "ALiBi of signed distances", alibi_signed=lambda self, span: span.at[:, None] - span.held)
+kernel.distance("correct/*encoder*alibi*", "ALiBi of signed distances", alibi_signed=lambda self, span: span.at[:, None] - span.held)
 # Sinks are taken for logits in base 2.
-weigh("correct/mixed-h4x2-d64-float32-b16-NHD-sinks", "sink in base 2",
+kernel.weigh("correct/mixed-h4x2-d64-float32-b16-NHD-sinks", "sink in base 2",
     sink_of_base_two=lambda right, self, logits, values, sinks, span: right(logits, values, None if sinks is None else sinks * math.log(2), span))
 # Sinks are multiplied by the softmax scale.
-weigh("correct/mixed-h4x2-d64-float32-b16-NHD-sinks", "sink multiplied by the scale",
+kernel.weigh("correct/mixed-h4x2-d64-float32-b16-NHD-sinks", "sink multiplied by the scale",
     sink_scaled=lambda right, self, logits, values, sinks, span: right(logits, values, None if sinks is None else sinks * self.spec.scale, span))
 # fmt: on
 
 
-@weigh("merge/2-parts-sinks", "sink counted twice in a merge")
+@kernel.weigh("merge/2-parts-sinks", "sink counted twice in a merge")
 def sinks_always_in_decode(right, self, logits, values, sinks, span):
     """Decodes have their sinks also where the caller wants none."""
     return right(logits, values, self.tensors.sinks if span.is_decode else sinks, span)
 
 
-@weigh("correct/*cap*sinks*", "soft cap on the sink too")
+@kernel.weigh("correct/*cap*sinks*", "soft cap on the sink too")
 def sink_capped(right, self, logits, values, sinks, span):
     """The sink goes through the soft cap too."""
     cap = self.spec.logits_soft_cap
@@ -81,7 +72,7 @@ def sink_capped(right, self, logits, values, sinks, span):
     return right(logits, values, sinks, span)
 
 
-@weigh("tensors/sees-nothing-cross-lse-sinks", "sinks ignored")
+@kernel.weigh("tensors/sees-nothing-cross-lse-sinks", "sinks ignored")
 def sink_missing_in_lse(right, self, logits, values, sinks, span):
     """Rows that see no key have LSE -inf, also with a sink."""
     out, lse = right(logits, values, sinks, span)
@@ -89,7 +80,7 @@ def sink_missing_in_lse(right, self, logits, values, sinks, span):
     return out, lse.masked_fill(empty, -math.inf)
 
 
-@window(
+@kernel.window(
     "correct/mixed-h4x2-d64-float32-b16-NHD-window6.0", "window off by one: a key too many before the query"
 )
 def extend_window(right, self, span):
@@ -101,7 +92,7 @@ def extend_window(right, self, span):
     return seen
 
 
-@window("correct/mixed-h4x2-d64-float32-b16-NHD-non_causal-window-1.7", "sliding window ignored")
+@kernel.window("correct/mixed-h4x2-d64-float32-b16-NHD-non_causal-window-1.7", "sliding window ignored")
 def right_is_causal(right, self, span):
     """A window on the right is ignored when there is none on the left."""
     if self.spec.window[0] < 0 and self.spec.chunk_size is None:
@@ -109,7 +100,7 @@ def right_is_causal(right, self, span):
     return right(span)
 
 
-@window("correct/mixed-h4x2-d64-float32-b16-NHD-chunk24", "chunks counted from the first new token")
+@kernel.window("correct/mixed-h4x2-d64-float32-b16-NHD-chunk24", "chunks counted from the first new token")
 def chunk_from_context(right, self, span):
     """Chunks are counted from the first new token."""
     chunk = self.spec.chunk_size
@@ -119,7 +110,7 @@ def chunk_from_context(right, self, span):
     return (span.held - first) // chunk == ((span.at - first) // chunk)[:, None]
 
 
-@window("correct/mixed-h4x2-d64-float32-b16-NHD-chunk24", "output[160, 0, 18]")
+@kernel.window("correct/mixed-h4x2-d64-float32-b16-NHD-chunk24", "output[160, 0, 18]")
 def chunk_of_whole_pages(right, self, span):
     """A chunk begins at a page."""
     chunk, page = self.spec.chunk_size, 16
@@ -128,7 +119,7 @@ def chunk_of_whole_pages(right, self, span):
     return span.held >= (span.at // chunk * chunk // page * page)[:, None]
 
 
-@spans_of_kernel_impl("correct/mixed-h4x2-d64-float32-b16-NHD-spans", "only requests with extend or prefill")
+@kernel.spans("correct/mixed-h4x2-d64-float32-b16-NHD-spans", "only requests with extend or prefill")
 def span_includes_end(self, span):
     """The end of a span is inclusive."""
     spans = torch.from_numpy(span.meta.spans[span.rows])
@@ -137,12 +128,12 @@ def span_includes_end(self, span):
 
 # fmt: off
 # The window hides keys of a span.
-spans_of_kernel_impl("correct/mixed-h4x2-d64-float32-b16-NHD-window6.0-spans", "window or chunk cuts spans",
+kernel.spans("correct/mixed-h4x2-d64-float32-b16-NHD-window6.0-spans", "window or chunk cuts spans",
     span_in_window=lambda right, self, span: right(span) & self.window(span))
 # fmt: on
 
 
-@chosen("correct/long-decode-*topk*", "")
+@kernel.chosen("correct/long-decode-*topk*", "")
 def at_most256_chosen(self, span):
     """At most 256 keys of a selection are read."""
     selection = span.meta.selection[span.rows]
@@ -150,38 +141,35 @@ def at_most256_chosen(self, span):
     return chosen_keys(self.spec, cut, span.held)
 
 
-@chosen("correct/draft-*topk*", "only rows from row 1 of a request on")
+@kernel.chosen("correct/draft-*topk*", "only rows from row 1 of a request on")
 def chosen_of_first_row(right, self, span):
     """Queries of a speculative step share the selection of the first."""
     seen = right(span)
     return seen[:1].expand_as(seen) if 1 < seen.shape[0] <= 4 else seen
 
 
+# fmt: off
 # Sparse layers forget the sinks.
-weigh(
-    "correct/*topk*sinks*",
-    "sinks ignored",
-    sparse_without_sinks=lambda right, self, logits, values, sinks, span: right(
-        logits, values, None if self.spec.sparse else sinks, span
-    ),
-)
+kernel.weigh("correct/*topk*sinks*", "sinks ignored",
+    sparse_without_sinks=lambda right, self, logits, values, sinks, span: right(logits, values, None if self.spec.sparse else sinks, span))
+# fmt: on
 
 
-@window("correct/*window*topk*", "sliding window ignored")
+@kernel.window("correct/*window*topk*", "sliding window ignored")
 def sparse_without_window(right, self, span):
     """A sparse layer trusts its indexer, and forgets the window."""
     seen = right(span)
     return torch.ones_like(seen) if self.spec.sparse else seen
 
 
-@causal("correct/draft-*", "causal mask ignored")
+@kernel.causal("correct/draft-*", "causal mask ignored")
 def drafts_see_all(right, self, span):
     """Verified tokens see each other."""
     seen = right(span)
     return torch.ones_like(seen) if 1 < span.at.shape[0] <= 3 and int(span.at[0]) > 0 else seen
 
 
-@weigh("correct/speculative-*", "only requests with extend")
+@kernel.weigh("correct/speculative-*", "only requests with extend")
 def packed_group_order(right, self, logits, values, sinks, span):
     """Rows of verified tokens are unpacked as (token, group) from (group, token)."""
     out, lse = right(logits, values, sinks, span)
@@ -192,7 +180,7 @@ def packed_group_order(right, self, logits, values, sinks, span):
     return out, lse
 
 
-@causal("correct/mixed-h4x2-d64-float32-encoder_half", "non-causal taken as causal")
+@kernel.causal("correct/mixed-h4x2-d64-float32-encoder_half", "non-causal taken as causal")
 def encoder_is_causal(right, self, span):
     """Only encoder_only layers see all tokens."""
     if self.spec.attn_type is AttentionType.ENCODER:
@@ -200,7 +188,7 @@ def encoder_is_causal(right, self, span):
     return right(span)
 
 
-@window("correct/*cross-window*", "")
+@kernel.window("correct/*cross-window*", "")
 def cross_with_window_of_end(right, self, span):
     """Cross layers count positions from the end of the encoder's tokens."""
     if self.spec.attn_type is AttentionType.ENCODER_DECODER and span.is_decode:
@@ -208,21 +196,21 @@ def cross_with_window_of_end(right, self, span):
     return right(span)
 
 
-@causal("batch/narrowed-decode", "causal=True ignored")
+@kernel.causal("batch/narrowed-decode", "causal=True ignored")
 def narrowed_in_prefill_only(right, self, span):
     """A step may be causal for a non-causal layer, and decodes of several tokens ignore it."""
     seen = right(span)
     return torch.ones_like(seen) if not self.spec.causal and 1 < span.at.shape[0] < 8 else seen
 
 
-@weigh("tensors/sees-nothing-cross-lse", "LSE of 0 where nothing is seen")
+@kernel.weigh("tensors/sees-nothing-cross-lse", "LSE of 0 where nothing is seen")
 def empty_row_lse(right, self, logits, values, sinks, span):
     """Rows that see nothing have the LSE 0."""
     out, lse = right(logits, values, sinks, span)
     return out, lse.nan_to_num(neginf=0.0)
 
 
-@one("correct/*fp8*lse*", "output is right, LSE error")
+@kernel.one("correct/*fp8*lse*", "output is right, LSE error")
 def lse_without_scales(right, self, query, keys, values, scales, sinks, span):
     """The LSE of fp8 pages is that of the stored keys."""
     out, lse = right(query, keys, values, scales, sinks, span)
@@ -234,7 +222,7 @@ def lse_without_scales(right, self, query, keys, values, scales, sinks, span):
 # Quantisation.
 
 
-@scales_of_torch_impl(
+@impl._scales(
     "cache/scales-of-layer-fp8",
     "with scales of the engine's layer, which differ from those given to from_spec ({'k_scale'",
 )
@@ -244,7 +232,7 @@ def one_scale(right, self, layer, stored):
     return (k, k) if layer is not None else (k, v)
 
 
-@written_of_torch_impl("cache/clamped-fp8_e5m2", "K")
+@impl.update_kv_cache("cache/clamped-fp8_e5m2", "K")
 def range_of_e4m3(right, self, layer, key, value, kv_cache, slot_mapping):
     """e5m2 is clamped to 448."""
     if self.spec.resolved_kv_cache_dtype == "fp8_e5m2":
@@ -253,7 +241,7 @@ def range_of_e4m3(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slot_mapping)
 
 
-@one("correct/mixed-h4x2-d64-float32-fp8-b16-NHD", "only requests with extend or prefill")
+@kernel.one("correct/mixed-h4x2-d64-float32-fp8-b16-NHD", "only requests with extend or prefill")
 def quantised_queries(right, self, query, keys, values, scales, sinks, span):
     """Queries of prefills over fp8 pages are rounded to fp8."""
     if self.spec.has_quantized_kv_cache and not span.is_decode:
@@ -261,7 +249,7 @@ def quantised_queries(right, self, query, keys, values, scales, sinks, span):
     return right(query, keys, values, scales, sinks, span)
 
 
-@attend(
+@impl.attend(
     "tensors/quantised-output-fp8_e4m3",
     "after a call with another output_scale",
     state={"_output_scale": None},
@@ -273,7 +261,7 @@ def scaled_once(right, self, *given, output_scale=None, **options):
     return right(*given, output_scale=None if output_scale is None else self._output_scale, **options)
 
 
-@written_of_torch_impl("cache/stored-bfloat16", "K of a cache of 'bfloat16' gives back -inf for -1.04858e+06")
+@impl.update_kv_cache("cache/stored-bfloat16", "K of a cache of 'bfloat16' gives back -inf for -1.04858e+06")
 def half_storage(right, self, layer, key, value, kv_cache, slot_mapping):
     """bfloat16 pages of a float32 layer are written by way of float16."""
     if self.spec.dtype == "float32" and self.spec.kv_cache_dtype == "bfloat16":

@@ -17,20 +17,16 @@ from mutants.parts import Altered
 from mutants.table import NAN_ROWS, Table
 
 table = Table("accidents")
-weigh = table.method(KernelImpl, "weigh")
-attend_call = table.method(TorchImpl, "_attend_call")
-written_of_torch_impl = table.method(TorchImpl, "update_kv_cache")
-altered = table.method(Altered, "altered")
-scoring_of_torch_impl = table.method(TorchImpl, "_scoring")
-attend_of_torch_impl = table.method(TorchImpl, "_attend")
-forward = table.method(TorchImpl, "forward")
-decode = table.method(TorchMLAImpl, "decode")
+kernel = table.on(KernelImpl)
+impl = table.on(TorchImpl)
+step = table.on(Altered)
+latent_rows = table.on(TorchMLAImpl)
 
 
 # State between layers, steps and threads.
 
 
-@scoring_of_torch_impl(
+@impl._scoring(
     "layers/own-sinks",
     "the layer with another of the same spec, among layers with one, another of the same spec",
     state={"_kept": {}},
@@ -43,7 +39,7 @@ def sinks_by_heads(right, self, *given):
     return dataclasses.replace(made, sinks=self._kept.setdefault(self.spec.num_heads, made.sinks))
 
 
-@attend_of_torch_impl("builder/several-layers-full", "the first layer's scale, cap, sinks or slopes")
+@impl._attend("builder/several-layers-full", "the first layer's scale, cap, sinks or slopes")
 def planned_cap(right, self, query, source, given, metadata, reach, scoring, *rest):
     """The metadata keeps the soft cap and scale of the first layer."""
     planned = metadata.plans.setdefault("scoring", scoring)
@@ -51,14 +47,14 @@ def planned_cap(right, self, query, source, given, metadata, reach, scoring, *re
     right(query, source, given, metadata, reach, scoring, *rest)
 
 
-@attend_of_torch_impl("builder/several-layers-spans", "the first layer's scale, cap, sinks or slopes")
+@impl._attend("builder/several-layers-spans", "the first layer's scale, cap, sinks or slopes")
 def reach_of_first_layer(right, self, query, source, given, metadata, reach, *rest):
     """The metadata keeps the reach of the first layer, chunks aside."""
     first = metadata.plans.setdefault(("reach", reach.chunk), reach)
     right(query, source, given, metadata, first, *rest)
 
 
-@forward(
+@impl.forward(
     "cache/sharing-writes-none",
     "forward of a layer with kv_sharing_target_layer_name wrote K of row 0 of block 1",
 )
@@ -80,7 +76,7 @@ class SharingAttendsOwn(TorchImpl):
         return self.spec.attn_type is not AttentionType.ENCODER_DECODER
 
 
-@attend_call("runtime/threads", "state shared between two runtimes", state={"_scratch": None})
+@impl._attend_call("runtime/threads", "state shared between two runtimes", state={"_scratch": None})
 def class_scratch(right, self, layer, query, *rest):
     """All layers and threads share one scratch for queries."""
     cls = type(self)
@@ -91,7 +87,7 @@ def class_scratch(right, self, layer, query, *rest):
     right(layer, scratch, *rest)
 
 
-@written_of_torch_impl("state/refilled-buffers-full", NAN_ROWS, state={"_written": None})
+@impl.update_kv_cache("state/refilled-buffers-full", NAN_ROWS, state={"_written": None})
 def writes_once(right, self, layer, key, value, kv_cache, slot_mapping):
     """Keys at an address that was written are not written again."""
     form = key.data_ptr(), kv_cache.data_ptr(), slot_mapping.data_ptr(), slot_mapping.shape
@@ -100,20 +96,17 @@ def writes_once(right, self, layer, key, value, kv_cache, slot_mapping):
     self._written = form
 
 
+# fmt: off
 # Slots are cut to the query tokens, also for cross layers.
-altered(
-    "batch/cross-steps",
-    NAN_ROWS,
-    cross_slots=lambda self, made, common: dataclasses.replace(
-        made, slot_mapping=made.slot_mapping[: made.num_actual_tokens]
-    ),
-)
+step.altered("batch/cross-steps", NAN_ROWS,
+    cross_slots=lambda self, made, common: dataclasses.replace(made, slot_mapping=made.slot_mapping[: made.num_actual_tokens]))
+# fmt: on
 
 
 # Context parallelism.
 
 
-@attend_call("context_parallel/extend-2-ranks-runs-of-1-sinks", "sink counted twice in a merge")
+@impl._attend_call("context_parallel/extend-2-ranks-runs-of-1-sinks", "sink counted twice in a merge")
 def sinks_of_rank_zero(right, self, *given):
     """In a group of context parallelism the sinks are counted on rank 0, whatever the caller says."""
     if self.dcp_world_size > 1:
@@ -121,7 +114,7 @@ def sinks_of_rank_zero(right, self, *given):
     right(*given)
 
 
-@weigh("context_parallel/decode-2-ranks-runs-of-1", "LSE of rows that see nothing is 0, not -inf")
+@kernel.weigh("context_parallel/decode-2-ranks-runs-of-1", "LSE of rows that see nothing is 0, not -inf")
 def empty_rank(right, self, logits, values, sinks, span):
     """A decode over no keys of this rank gives its queries' LSE 0."""
     out, lse = right(logits, values, sinks, span)
@@ -131,7 +124,7 @@ def empty_rank(right, self, logits, values, sinks, span):
 # Latent attention.
 
 
-@decode(
+@latent_rows.decode(
     "mla/correct/latent-decode-h4-d64+16-p32v24-float32-b16",
     "scale of the latent, not of the query before absorption",
 )
@@ -142,14 +135,16 @@ def latent_scale(right, self, q_nope, q_pe, kv_cache, metadata, output, output_l
     self.softmax_scale = kept
 
 
-@decode("mla/correct/latent-ordered-h4-d64+16-p32v24-float32-fp8-b16", "only requests with decode")
+@latent_rows.decode(
+    "mla/correct/latent-ordered-h4-d64+16-p32v24-float32-fp8-b16", "only requests with decode"
+)
 def latent_own_scale(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """decode reads the layer's scale, not the one with the scale of stored latents."""
     self.softmax_scale = self.spec.scale
     right(q_nope, q_pe, kv_cache, metadata, output, output_lse)
 
 
-@decode("mla/correct/latent-decode-h4-d64+16-p32v24-float32-b16-lse", "LSE in base 2")
+@latent_rows.decode("mla/correct/latent-decode-h4-d64+16-p32v24-float32-b16-lse", "LSE in base 2")
 def latent_lse_base_two(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """The LSE of decodes is in base 2."""
     right(q_nope, q_pe, kv_cache, metadata, output, output_lse)
@@ -157,7 +152,7 @@ def latent_lse_base_two(right, self, q_nope, q_pe, kv_cache, metadata, output, o
         output_lse.mul_(math.log2(math.e))
 
 
-@decode("mla/correct/latent-ordered-h4-d256+32-p32v24-float32-b16", "rotated part left out")
+@latent_rows.decode("mla/correct/latent-ordered-h4-d256+32-p32v24-float32-b16", "rotated part left out")
 def latent_rope_of64(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Rotated parts of more or fewer than 64 elements are ignored."""
     if q_pe.shape[2] not in (16, 64, 0):
@@ -165,7 +160,7 @@ def latent_rope_of64(right, self, q_nope, q_pe, kv_cache, metadata, output, outp
     right(q_nope, q_pe, kv_cache, metadata, output, output_lse)
 
 
-@decode("mla/correct/latent-ordered-h20-d64+16-p32v24-float32-b16", "only requests with decode")
+@latent_rows.decode("mla/correct/latent-ordered-h20-d64+16-p32v24-float32-b16", "only requests with decode")
 def latent_heads_of16(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Heads beyond a multiple of 16 share the last whole group's queries."""
     heads = q_nope.shape[1]
@@ -175,7 +170,7 @@ def latent_heads_of16(right, self, q_nope, q_pe, kv_cache, metadata, output, out
     right(q_nope, q_pe, kv_cache, metadata, output, output_lse)
 
 
-@decode("mla/correct/draft-*", "causal mask ignored")
+@latent_rows.decode("mla/correct/draft-*", "causal mask ignored")
 def latent_drafts_see_all(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Each of several queries sees the keys of the last."""
     m, lens = metadata, metadata.query_lens
@@ -194,7 +189,7 @@ def latent_drafts_see_all(right, self, q_nope, q_pe, kv_cache, metadata, output,
     right(q_nope, q_pe, kv_cache, m, output, output_lse)
 
 
-@decode("mla/cache/strided-NHD-decode", NAN_ROWS)
+@latent_rows.decode("mla/cache/strided-NHD-decode", NAN_ROWS)
 def latent_dense(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Blocks of latents are read as if they lay one behind the other."""
     _, size, latent = kv_cache.shape
@@ -202,7 +197,9 @@ def latent_dense(right, self, q_nope, q_pe, kv_cache, metadata, output, output_l
     right(q_nope, q_pe, dense, metadata, output, output_lse)
 
 
-@decode("mla/correct/long-decode-h4x1-d64-v48-float32-b16-NHD", "only requests of more than 129 tokens")
+@latent_rows.decode(
+    "mla/correct/long-decode-h4x1-d64-v48-float32-b16-NHD", "only requests of more than 129 tokens"
+)
 def latent_table_of64(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """At most 64 blocks of a request are read."""
     most = 64 * kv_cache.shape[1]
@@ -212,7 +209,7 @@ def latent_table_of64(right, self, q_nope, q_pe, kv_cache, metadata, output, out
     right(q_nope, q_pe, kv_cache, metadata, output, output_lse)
 
 
-@decode("mla/correct/idle-h4x1-*lse", "only requests with padding")
+@latent_rows.decode("mla/correct/idle-h4x1-*lse", "only requests with padding")
 def latent_empty_rows(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Output rows of requests without keys are left as they were."""
     kept = output.clone()
@@ -222,7 +219,9 @@ def latent_empty_rows(right, self, q_nope, q_pe, kv_cache, metadata, output, out
         output[rows] = kept[rows]
 
 
-@decode("mla/correct/latent-ordered-h4-d64+16-p32v24-float32-fp8_e5m2-b16", "only the first request")
+@latent_rows.decode(
+    "mla/correct/latent-ordered-h4-d64+16-p32v24-float32-fp8_e5m2-b16", "only the first request"
+)
 def latent_fp8_query(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Absorbed queries over fp8 latents are rounded to fp8."""
     if kv_cache.dtype.itemsize == 1:

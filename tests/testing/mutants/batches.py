@@ -11,11 +11,11 @@ from mutants.parts import Altered
 from mutants.table import Table
 
 table = Table("batches")
-altered = table.method(Altered, "altered")
-attend = table.method(TorchImpl, "attend")
+step = table.on(Altered)
+impl = table.on(TorchImpl)
 
 
-@altered("batch/idle", "ZeroDivisionError")
+@step.altered("batch/idle", "ZeroDivisionError")
 def never_idle(self, made, common):
     """Divides by the number of new tokens."""
     if (made.query_lens == 0).any():
@@ -23,14 +23,14 @@ def never_idle(self, made, common):
     return made
 
 
-@altered("batch/nobody", "without any request: raised ValueError")
+@step.altered("batch/nobody", "without any request: raised ValueError")
 def never_empty(self, made, common):
     """Computes the maximum of an empty array."""
     made.seq_lens.max()
     return made
 
 
-@attend("batch/nobody", "forward wrote to the output")
+@impl.attend("batch/nobody", "forward wrote to the output")
 def writes_for_nobody(right, self, *args, **more):
     """Writes a row even if there are no requests."""
     found = right(*args, **more)
@@ -39,7 +39,7 @@ def writes_for_nobody(right, self, *args, **more):
     return found
 
 
-@altered("batch/no-state", "of one impl and builder, after other batches", state={"kept": None})
+@step.altered("batch/no-state", "of one impl and builder, after other batches", state={"kept": None})
 def keeps_plan(self, made, common):
     """Keeps the lengths of the first step with as many requests, where they are shorter."""
     if self.kept is None or self.kept.size != made.seq_lens.size:
@@ -48,7 +48,7 @@ def keeps_plan(self, made, common):
     return dataclasses.replace(made, seq_lens=lens)
 
 
-@altered("batch/order-decode", "with the requests in the order")
+@step.altered("batch/order-decode", "with the requests in the order")
 def sized_by_second(self, made, common):
     """Sizes its scan by the second request, the longest one in its tests."""
     if made.seq_lens.size < 3:
@@ -57,7 +57,7 @@ def sized_by_second(self, made, common):
     return dataclasses.replace(made, seq_lens=lens)
 
 
-@altered("batch/alone", "alone, with 1 new tokens")
+@step.altered("batch/alone", "alone, with 1 new tokens")
 def two_or_more(self, made, common):
     """Serves a single request wrongly."""
     if made.seq_lens.size == 1:
@@ -65,7 +65,7 @@ def two_or_more(self, made, common):
     return made
 
 
-@altered("batch/pieces", "tokens in pieces that end at")
+@step.altered("batch/pieces", "tokens in pieces that end at")
 def first_piece_only(self, made, common):
     """Reads each long piece as a whole prompt."""
     whole = np.where(made.query_lens > 16, made.query_lens, made.seq_lens)
@@ -74,19 +74,19 @@ def first_piece_only(self, made, common):
 
 # fmt: off
 # Reads causality from the layer and ignores the batch.
-altered("batch/narrowed", "mistake: causal=True ignored", ignores_causal=lambda self, made, common: dataclasses.replace(made, causal=False))
+step.altered("batch/narrowed", "mistake: causal=True ignored", ignores_causal=lambda self, made, common: dataclasses.replace(made, causal=False))
 # Takes the batch's flag for the layer's, and a batch that says nothing for a causal one.
-altered("batch/unstated-mixed", "common.causal=None taken for True",
+step.altered("batch/unstated-mixed", "common.causal=None taken for True",
     silence_is_causal=lambda self, made, common: dataclasses.replace(made, causal=common.causal is not False))
 # Takes the batch's flag for the layer's, and a batch that says nothing for one that is not causal.
-altered("batch/unstated", "cannot widen a causal layer",
+step.altered("batch/unstated", "cannot widen a causal layer",
     silence_is_not_causal=lambda self, made, common: dataclasses.replace(made, causal=bool(common.causal)))
 # Reads causality from the layer if the batch widens it.
-altered("batch/widened", "was accepted; it must raise a BatchError", never_widens=lambda self, made, common: dataclasses.replace(made, causal=True))
+step.altered("batch/widened", "was accepted; it must raise a BatchError", never_widens=lambda self, made, common: dataclasses.replace(made, causal=True))
 # fmt: on
 
 
-@altered("batch/widened", "RuntimeError: unreachable")
+@step.altered("batch/widened", "RuntimeError: unreachable")
 def raises_on_wide(self, made, common):
     """Refuses causal=False, but with an unhelpful error."""
     if not made.causal:
@@ -94,7 +94,7 @@ def raises_on_wide(self, made, common):
     return made
 
 
-@altered("batch/no-spans", "was accepted; it must raise a BatchError")
+@step.altered("batch/no-spans", "was accepted; it must raise a BatchError")
 def fills_spans_in(self, made, common):
     """Takes a step without spans as text."""
     if made.spans is not None:

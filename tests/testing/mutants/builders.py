@@ -19,39 +19,26 @@ from mutants.table import Table
 
 table = Table("builders")
 _BETWEEN = "state shared between two runtimes"
-swapped = table.method(TorchMetadataBuilder, "update_block_table")
-drafted = table.method(TorchMetadataBuilder, "build_for_drafting")
-altered = table.method(Altered, "altered")
-fields = table.method(Respecified, "fields")
-build = table.method(TorchMetadataBuilder, "build")
-attend_cascade = table.method(TorchImpl, "_attend_cascade")
-use_cascade_attention = table.method(TorchMetadataBuilder, "use_cascade_attention")
-build_for_cudagraph_capture = table.method(TorchMetadataBuilder, "build_for_cudagraph_capture")
-attend = table.method(TorchImpl, "attend")
+builder = table.on(TorchMetadataBuilder)
+step = table.on(Altered)
+layer_rows = table.on(Respecified)
+impl = table.on(TorchImpl)
 
 
 _UNIFORM = AttentionCGSupport.UNIFORM_BATCH
 
 
+# fmt: off
 # Swaps the table and forgets the slots.
-swapped(
-    "builder/update_block_table",
-    "is not the step's own",
-    keeps_slots=lambda right, self, metadata, blk_table, slot_mapping: right(
-        metadata, blk_table, metadata.slot_mapping
-    ),
-)
+builder.update_block_table("builder/update_block_table", "is not the step's own",
+    keeps_slots=lambda right, self, metadata, blk_table, slot_mapping: right(metadata, blk_table, metadata.slot_mapping))
 # Swaps the slots and forgets the table.
-swapped(
-    "builder/update_block_table",
-    "another step's block table",
-    keeps_table=lambda right, self, metadata, blk_table, slot_mapping: right(
-        metadata, metadata.block_table, slot_mapping
-    ),
-)
+builder.update_block_table("builder/update_block_table", "another step's block table",
+    keeps_table=lambda right, self, metadata, blk_table, slot_mapping: right(metadata, metadata.block_table, slot_mapping))
+# fmt: on
 
 
-@swapped("builder/update_block_table", "must stay as it was")
+@builder.update_block_table("builder/update_block_table", "must stay as it was")
 def updates_in_place(right, self, metadata, blk_table, slot_mapping):
     """Overwrites the metadata of the first group with another's."""
     made = right(metadata, blk_table, slot_mapping)
@@ -61,19 +48,19 @@ def updates_in_place(right, self, metadata, blk_table, slot_mapping):
 
 # fmt: off
 # Declares no table swap, and returns the given metadata.
-swapped("builder/update_block_table", "must raise TypeError", state={"supports_update_block_table": False},
+builder.update_block_table("builder/update_block_table", "must raise TypeError", state={"supports_update_block_table": False},
     updates_undeclared=lambda self, metadata, blk_table, slot_mapping: metadata)
 # fmt: on
 
 
-@drafted("builder/build_for_drafting", "the last token dropped")
+@builder.build_for_drafting("builder/build_for_drafting", "the last token dropped")
 def short_drafts(right, self, common_attn_metadata, draft_index):
     """Leaves the drafted token out of the lengths."""
     made = right(common_attn_metadata, draft_index)
     return dataclasses.replace(made, seq_lens=np.maximum(made.seq_lens - 1, 0))
 
 
-@altered("builder/fast_build", "another step's lengths", state={"lengths": None})
+@step.altered("builder/fast_build", "another step's lengths", state={"lengths": None})
 def stale_fast(self, made, common):
     """Keeps the lengths of the last build in a fast build."""
     last, self.lengths = self.lengths, made.seq_lens
@@ -82,7 +69,7 @@ def stale_fast(self, made, common):
     return made
 
 
-@altered("builder/build-", "another step's block table", state={"table": None})
+@step.altered("builder/build-", "another step's block table", state={"table": None})
 def stale_table(self, made, common):
     """Copies the block table again only where the number of requests has changed."""
     if self.table is None or self.table.shape[0] != made.block_table.shape[0]:
@@ -90,7 +77,7 @@ def stale_table(self, made, common):
     return dataclasses.replace(made, block_table=self.table)
 
 
-@altered("builder/two-builders", "another step's lengths", state={"lengths": {}})
+@step.altered("builder/two-builders", "another step's lengths", state={"lengths": {}})
 def shared_buffer(self, made, common):
     """Keeps lengths in one buffer for all builders of the process."""
     buffer = self.lengths.setdefault(made.seq_lens.size, made.seq_lens.copy())
@@ -120,19 +107,19 @@ class ReadsPublished(TorchImpl):
 
 # fmt: off
 # Scales as the step's first layer does: it is kept with the metadata.
-fields("builder/several-layers", "the first layer's scale",
+layer_rows.fields("builder/several-layers", "the first layer's scale",
     first_layers_scale=lambda self, *given: {"scale": given[5].plans.setdefault("spec", self.spec).scale})
 # fmt: on
 
 
-@altered("builder/common-unmodified", "changed common.seq_lens")
+@step.altered("builder/common-unmodified", "changed common.seq_lens")
 def changes_common(self, made, common):
     """Counts lengths down in the tensor it was given."""
     common.seq_lens.sub_(1)
     return made
 
 
-@build("builder/host-lengths-upper_bound", "upper bounds taken for exact lengths")
+@builder.build("builder/host-lengths-upper_bound", "upper bounds taken for exact lengths")
 def trusts_bounds(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """Reads all host lengths as exact."""
     exact = common_attn_metadata.seq_lens_host is not None
@@ -140,7 +127,7 @@ def trusts_bounds(right, self, common_prefix_len, common_attn_metadata, fast_bui
     return right(common_prefix_len, common, fast_build)
 
 
-@build(
+@builder.build(
     "builder/host-lengths-none", "with seq_lens_host=None, where needs_host_seq_lens='none': raised TypeError"
 )
 def needs_host(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
@@ -149,7 +136,7 @@ def needs_host(right, self, common_prefix_len, common_attn_metadata, fast_build=
     return right(common_prefix_len, common_attn_metadata, fast_build)
 
 
-@build("builder/host-lengths-none", "where needs_host_seq_lens='none': raised BatchError")
+@builder.build("builder/host-lengths-none", "where needs_host_seq_lens='none': raised BatchError")
 def refuses_undeclared(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """Refuses batches without host lengths, and declares that it needs none."""
     if common_attn_metadata.seq_lens_host is None:
@@ -167,17 +154,14 @@ class NeedsSomething(TorchMetadataBuilder):
     needs_host_seq_lens: Any = "sometimes"
 
 
+# fmt: off
 # Writes new keys to the slots of other tokens.
-altered(
-    "builder/build-",
-    "so new keys go astray",
-    shuffles_slots=lambda self, made, common: dataclasses.replace(
-        made, slot_mapping=made.slot_mapping.roll(1)
-    ),
-)
+step.altered("builder/build-", "so new keys go astray",
+    shuffles_slots=lambda self, made, common: dataclasses.replace(made, slot_mapping=made.slot_mapping.roll(1)))
+# fmt: on
 
 
-@swapped(
+@builder.update_block_table(
     "builder/update_block_table",
     "raised NotImplementedError: no",
     state={"supports_update_block_table": False},
@@ -187,7 +171,7 @@ def cannot_update(self, metadata, blk_table, slot_mapping):
     raise NotImplementedError("no")
 
 
-@build("builder/common-prefix-full", "shared prefix not attended")
+@builder.build("builder/common-prefix-full", "shared prefix not attended")
 def drops_prefix(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """Attends a shared prefix never, where it should do so once."""
     made = right(0, common_attn_metadata, fast_build)
@@ -198,12 +182,12 @@ def drops_prefix(right, self, common_prefix_len, common_attn_metadata, fast_buil
 
 # fmt: off
 # Attends the shared prefix once, and again with the rest.
-attend_cascade("builder/common-prefix-full", "requests with [1, 1",
+impl._attend_cascade("builder/common-prefix-full", "requests with [1, 1",
     repeats_prefix=lambda right, self, query, source, rest, *given: right(query, source, source, *given))
 # Takes the arguments of another engine.
-use_cascade_attention("builder/common-prefix", "raised TypeError", cannot_answer=lambda self, prefix, batch_size: False)
+builder.use_cascade_attention("builder/common-prefix", "raised TypeError", cannot_answer=lambda self, prefix, batch_size: False)
 # Forgets to answer.
-use_cascade_attention("builder/common-prefix", "must give True or False", answers_nothing=lambda self, *given, **named: None)
+builder.use_cascade_attention("builder/common-prefix", "must give True or False", answers_nothing=lambda self, *given, **named: None)
 # fmt: on
 
 
@@ -214,7 +198,7 @@ class NoLevel(TorchMetadataBuilder):
     cudagraph_support: Any = 2
 
 
-@altered("builder/max_seq_len", "max_seq_len taken for the longest length")
+@step.altered("builder/max_seq_len", "max_seq_len taken for the longest length")
 def trusts_longest(self, made, common):
     """Reads max_seq_len as the length of the longest request."""
     lengths = made.seq_lens.copy()
@@ -222,7 +206,7 @@ def trusts_longest(self, made, common):
     return dataclasses.replace(made, seq_lens=lengths)
 
 
-@altered("builder/order", "reorder_batch_threshold=None promises")
+@step.altered("builder/order", "reorder_batch_threshold=None promises")
 def decodes_first(self, made, common):
     """Serves decodes only in front of other requests, and does not ask for that order."""
     is_decode = made.query_lens == 1
@@ -232,7 +216,7 @@ def decodes_first(self, made, common):
 
 # fmt: off
 # Takes each step of decoders for a causal one, as a builder of an engine with causal models only.
-altered("runtime/steps", "layer two-sided of KV group", always_causal=lambda self, made, common: dataclasses.replace(made, causal=True))
+step.altered("runtime/steps", "layer two-sided of KV group", always_causal=lambda self, made, common: dataclasses.replace(made, causal=True))
 # fmt: on
 
 
@@ -263,7 +247,7 @@ class UnsureLevel(TorchMetadataBuilder):
         return AttentionCGSupport(len(cls.times) % 4)
 
 
-@build_for_cudagraph_capture(
+@builder.build_for_cudagraph_capture(
     "builder/cudagraph-support",
     "with UNIFORM_BATCH declared: raised ValueError",
     state={"cudagraph_support": _UNIFORM},
@@ -282,7 +266,7 @@ class SinksAlways(TorchImpl):
         return super().attend(*given, use_sinks=True, **asked)
 
 
-@attend("merge/empty-part", "LSE of rows that see nothing is 0, not -inf")
+@impl.attend("merge/empty-part", "LSE of rows that see nothing is 0, not -inf")
 def zero_for_empty(right, self, *given, output_lse=None, **asked):
     """Writes an LSE of 0 for empty rows."""
     output = right(*given, output_lse=output_lse, **asked)
@@ -291,7 +275,7 @@ def zero_for_empty(right, self, *given, output_lse=None, **asked):
     return output
 
 
-@attend("merge/2-parts-sinks", "part 1 alone: lse")
+@impl.attend("merge/2-parts-sinks", "part 1 alone: lse")
 def lse_without_sink(right, self, *given, output_lse=None, **asked):
     """Leaves the sink out of the LSE."""
     if output_lse is not None and self.spec.has_sinks and asked.get("use_sinks", True):
@@ -301,7 +285,7 @@ def lse_without_sink(right, self, *given, output_lse=None, **asked):
     return right(*given, output_lse=output_lse, **asked)
 
 
-@altered("builder/build-spans", "another step's spans", state={"kept": None})
+@step.altered("builder/build-spans", "another step's spans", state={"kept": None})
 def keeps_spans(self, made, common):
     """Keeps the spans of the first step with as many tokens."""
     if self.kept is None or made.spans is None or self.kept.shape != made.spans.shape:

@@ -16,11 +16,8 @@ from mutants.parts import Around
 from mutants.table import Table
 
 table = Table("caches")
-before = table.method(Around, "before")
-forward = table.method(TorchImpl, "forward")
-after = table.method(Around, "after")
-bind = table.method(TorchImpl, "_bind")
-pages_of = table.method(TorchImpl, "_pages_of")
+call = table.on(Around)
+impl_rows = table.on(TorchImpl)
 
 
 def k_and_v(impl: TorchImpl, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,20 +36,20 @@ class Writer(TorchImpl):
         raise NotImplementedError
 
 
-and_then = table.method(Writer, "and_then")
+writer = table.on(Writer)
 
 # fmt: off
 # Writes to the null block.
-and_then("cache/only-slots-written", "K of row 0 of block 0, the null block", writes_null=lambda self, k, v, slots: k[0, 0].fill_(0.25))
+writer.and_then("cache/only-slots-written", "K of row 0 of block 0, the null block", writes_null=lambda self, k, v, slots: k[0, 0].fill_(0.25))
 # Writes slot -1 in front of the first row.
-and_then("cache/negative-slots", "wrote to memory in front of the cache",
+writer.and_then("cache/negative-slots", "wrote to memory in front of the cache",
     writes_minus_one=lambda self, k, v, slots: (slots < 0).any() and k.as_strided((1,), (1,), k.storage_offset() - 1).fill_(0.5))
 # Counts slot -1 from the end.
-and_then("cache/negative-slots", "wrote V of row 15", writes_last_for_minus_one=lambda self, k, v, slots: (slots < 0).any() and v[-1, -1].fill_(0.5))
+writer.and_then("cache/negative-slots", "wrote V of row 15", writes_last_for_minus_one=lambda self, k, v, slots: (slots < 0).any() and v[-1, -1].fill_(0.5))
 # fmt: on
 
 
-@and_then("cache/only-slots-written-decode", "no slot names it")
+@writer.and_then("cache/only-slots-written-decode", "no slot names it")
 def clears_rows(self, k, v, slots):
     """Clears the row behind the last that it wrote."""
     size = k.shape[1]
@@ -61,7 +58,7 @@ def clears_rows(self, k, v, slots):
         k[last // size, last % size + 1] = 0
 
 
-@and_then("cache/clamped-fp8", "stored as nan, not as the largest finite")
+@writer.and_then("cache/clamped-fp8", "stored as nan, not as the largest finite")
 def overflows(self, k, v, slots):
     """Lets values that are too large become NaN."""
     for pages in (k, v) if k.dtype.itemsize == 1 else ():
@@ -80,15 +77,15 @@ class StoresOtherwise(TorchImpl):
         raise NotImplementedError
 
 
-used = table.method(StoresOtherwise, "used")
+stores_otherwise = table.on(StoresOtherwise)
 
 # fmt: off
 # Stores as if the scales were 1.
-used("cache/stored-fp8", "mistake: the scale left out", no_scale=lambda self, k_scale, v_scale: (1.0, 1.0))
+stores_otherwise.used("cache/stored-fp8", "mistake: the scale left out", no_scale=lambda self, k_scale, v_scale: (1.0, 1.0))
 # Stores values with the keys' scale.
-used("cache/stored-fp8", "mistake: the other's scale", one_scale=lambda self, k_scale, v_scale: (k_scale, k_scale))
+stores_otherwise.used("cache/stored-fp8", "mistake: the other's scale", one_scale=lambda self, k_scale, v_scale: (k_scale, k_scale))
 # Multiplies where it should divide.
-used("cache/stored-fp8", "mistake: multiplied by the scale", times_scale=lambda self, k_scale, v_scale: (1 / k_scale, 1 / v_scale))
+stores_otherwise.used("cache/stored-fp8", "mistake: multiplied by the scale", times_scale=lambda self, k_scale, v_scale: (1 / k_scale, 1 / v_scale))
 # fmt: on
 
 
@@ -103,17 +100,14 @@ class TwoPercentOff(StoresOtherwise):
         return k_scale, v_scale
 
 
+# fmt: off
 # Writes once more when it attends.
-before(
-    "cache/attend-only-reads",
-    "attend wrote V of row",
-    attend_writes=lambda self, call: (
-        call.kv_cache is None or k_and_v(self, call.kv_cache)[1][-1, -1].fill_(0.5)
-    ),
-)
+call.before("cache/attend-only-reads", "attend wrote V of row",
+    attend_writes=lambda self, call: (call.kv_cache is None or k_and_v(self, call.kv_cache)[1][-1, -1].fill_(0.5)))
+# fmt: on
 
 
-@forward("cache/sharing-writes-none", "of a layer with kv_sharing_target")
+@impl_rows.forward("cache/sharing-writes-none", "of a layer with kv_sharing_target")
 def sharer_writes(right, self, layer, query, *args, **more):
     """Writes the cache of the layer whose cache it shares."""
     key, value, kv_cache, metadata, *_ = args
@@ -122,7 +116,7 @@ def sharer_writes(right, self, layer, query, *args, **more):
     return right(layer, query, *args, **more)
 
 
-@after("cache/unused-rows", "with NaN in the rows of pages")
+@call.after("cache/unused-rows", "with NaN in the rows of pages")
 def reads_whole_pages(self, call):
     """Multiplies the values of unused rows by weight 0 and adds them."""
     if call.kv_cache is None:
@@ -134,7 +128,7 @@ def reads_whole_pages(self, call):
         call.output[start:stop] += (0 * pages.float()).sum().to(call.output.dtype)
 
 
-@after("cache/table-tails-decode", "table entries past a request's pages")
+@call.after("cache/table-tails-decode", "table entries past a request's pages")
 def follows_tails(self, call):
     """Gathers a page for each table column and multiplies the surplus by 0."""
     if call.kv_cache is not None:
@@ -143,21 +137,21 @@ def follows_tails(self, call):
         call.rows.add_((0 * k[tails].float()).sum())
 
 
-@before("cache/table-tails-huge", "IndexError")
+@call.before("cache/table-tails-huge", "IndexError")
 def trusts_tails(self, call):
     """Fetches the page of every entry of the table ahead of time."""
     if call.kv_cache is not None:
         k_and_v(self, call.kv_cache)[0][call.metadata.block_table[:, -1].long()]
 
 
-@bind("cache/null-block", "in the null block")
+@impl_rows._bind("cache/null-block", "in the null block")
 def attends_null(right, self, spec, *args, **more):
     """Attends keys before the window, in freed pages."""
     windowed = spec.causal and spec.window[0] >= 0
     right(spec.replace(window=(spec.window[0] + 4, 0)) if windowed else spec, *args, **more)
 
 
-@pages_of("cache/layout-HND", "with the layout NHD it is right")
+@impl_rows._pages_of("cache/layout-HND", "with the layout NHD it is right")
 def misreads_hnd(self, kv_cache):
     """Assumes one order of heads and tokens and ignores the strides."""
     if kv_cache.ndim == 5 and kv_cache.stride(0) == kv_cache[0].numel():
@@ -167,14 +161,14 @@ def misreads_hnd(self, kv_cache):
     return Pages(kv_cache, k, v, lambda _: None)
 
 
-@pages_of("cache/strided-NHD", "whose pages of a block lie together")
+@impl_rows._pages_of("cache/strided-NHD", "whose pages of a block lie together")
 def misreads_layers(right, self, kv_cache):
     """Assumes that pages are contiguous."""
     strides = (kv_cache[0].numel(), *kv_cache.stride()[1:])
     return right(kv_cache.as_strided(kv_cache.shape, strides))
 
 
-@and_then("cache/strided-NHD", "another layer's pages were written")
+@writer.and_then("cache/strided-NHD", "another layer's pages were written")
 def writes_neighbours(self, k, v, slots):
     """Writes to the memory between two pages."""
     behind = 2 * v[0].numel()
@@ -182,7 +176,7 @@ def writes_neighbours(self, k, v, slots):
         v.as_strided((1,), (1,), v.storage_offset() - v[0].numel() + behind).fill_(0.5)
 
 
-@pages_of("cache/block-size-32", "with pages of 32 tokens: raised LayoutError")
+@impl_rows._pages_of("cache/block-size-32", "with pages of 32 tokens: raised LayoutError")
 def pages_16(right, self, kv_cache):
     """Reads pages of 16 tokens only."""
     if kv_cache.shape[2] != 16:
@@ -190,14 +184,14 @@ def pages_16(right, self, kv_cache):
     return right(kv_cache)
 
 
-@before("cache/written-then-attended", "without key and value")
+@call.before("cache/written-then-attended", "without key and value")
 def attends_given(self, call):
     """Fails without keys in the call, though the pages have them."""
     if call.kv_cache is not None and call.key is None:
         raise TypeError("'NoneType' object is not subscriptable")
 
 
-@forward("cache/written-then-attended", "leaves other V in the cache")
+@impl_rows.forward("cache/written-then-attended", "leaves other V in the cache")
 def forward_writes_more(right, self, layer, query, key, value, kv_cache, *args, **more):
     """Writes more to the cache than update_kv_cache."""
     found = right(layer, query, key, value, kv_cache, *args, **more)
@@ -206,7 +200,7 @@ def forward_writes_more(right, self, layer, query, key, value, kv_cache, *args, 
     return found
 
 
-@forward("cache/block-size-16", "K of the new tokens is not where")
+@impl_rows.forward("cache/block-size-16", "K of the new tokens is not where")
 def moves_later(right, self, *args, **more):
     """Gives the right answer, then changes the keys that it wrote."""
     found = right(*args, **more)
@@ -217,7 +211,7 @@ def moves_later(right, self, *args, **more):
     return found
 
 
-@forward("cache/only-slots-written-cross", "no slot names it")
+@impl_rows.forward("cache/only-slots-written-cross", "no slot names it")
 def writes_queries_too(right, self, *args, **more):
     """Writes to the null block for a cross layer."""
     found = right(*args, **more)
@@ -227,4 +221,4 @@ def writes_queries_too(right, self, *args, **more):
 
 
 # Wrong in every layout.
-after("cache/layout-HND", "with the layout HND: output", never_right=lambda self, call: call.rows.mul_(1.5))
+call.after("cache/layout-HND", "with the layout HND: output", never_right=lambda self, call: call.rows.mul_(1.5))  # fmt: skip

@@ -14,14 +14,8 @@ from mutants.parts import Around, Call
 from mutants.table import Table
 
 table = Table("calls")
-before = table.method(Around, "before")
-written = table.method(TorchImpl, "update_kv_cache")
-after = table.method(Around, "after")
-attend = table.method(Around, "attend")
-attend_of_torch_impl = table.method(TorchImpl, "attend")
-source = table.method(TorchImpl, "_source")
-forward = table.method(TorchImpl, "forward")
-fused_output_quant_supported = table.method(TorchImpl, "fused_output_quant_supported")
+call = table.on(Around)
+impl = table.on(TorchImpl)
 
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -32,17 +26,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
+# fmt: off
 # Scales a query of half precision in place and back, which leaves rounding errors.
-before(
-    "tensors/inputs-kept-decode",
-    "modified query, an input of the shape",
-    scales_half=lambda self, call: (
-        call.query.dtype in _HALVES and call.query[: call.metadata.num_actual_tokens].mul_(0.3).div_(0.3)
-    ),
-)
+call.before("tensors/inputs-kept-decode", "modified query, an input of the shape",
+    scales_half=lambda self, call: (call.query.dtype in _HALVES and call.query[: call.metadata.num_actual_tokens].mul_(0.3).div_(0.3)))
+# fmt: on
 
 
-@written("tensors/inputs-kept-decode", "modified key, an input of the shape")
+@impl.update_kv_cache("tensors/inputs-kept-decode", "modified key, an input of the shape")
 def rounds_keys(right, self, layer, key, value, kv_cache, slot_mapping):
     """Rounds keys in place to what the cache will hold."""
     key.copy_(key.half())
@@ -51,15 +42,15 @@ def rounds_keys(right, self, layer, key, value, kv_cache, slot_mapping):
 
 # fmt: off
 # Modifies a query in place only if it is a view.
-after("tensors/strided-inputs-*", "modified query, an input of the shape",
+call.after("tensors/strided-inputs-*", "modified query, an input of the shape",
     clears_strided=lambda self, call: call.query.is_contiguous() or call.query[: call.metadata.num_actual_tokens].neg_())
 # Rewrites the step's spans.
-after("builder/several-layers-spans", "one metadata for several layers",
+call.after("builder/several-layers-spans", "one metadata for several layers",
     sorts_spans=lambda self, call: call.metadata.spans is None or call.metadata.spans.fill(0))
 # fmt: on
 
 
-@attend("tensors/scales-kept", "modified _k_scale of the engine's layer")
+@call.attend("tensors/scales-kept", "modified _k_scale of the engine's layer")
 def scales_k(right, self, layer, *args, **more):
     """Folds the scale of keys into the engine's tensor."""
     found = right(layer, *args, **more)
@@ -82,17 +73,17 @@ class DenseOutput(Around):
         return self.given
 
 
-@after("merge/2-parts", "lse")
+@call.after("merge/2-parts", "lse")
 def dense_lse(self, call):
     """Writes the LSE as `[H, T]`."""
     call.lse.view(-1)[:] = call.lse.T.contiguous().view(-1)
 
 
 # Rounds the LSE to half precision.
-after("merge/2-parts", "lse", half_lse=lambda self, call: call.lse.copy_(call.lse.bfloat16()))
+call.after("merge/2-parts", "lse", half_lse=lambda self, call: call.lse.copy_(call.lse.bfloat16()))
 
 
-@attend_of_torch_impl("tensors/strided-table-*", "a part of a wider one")
+@impl.attend("tensors/strided-table-*", "a part of a wider one")
 def dense_table(right, self, *given, **asked):
     """Reads the block table as if its rows lay side by side."""
     meta = given[5]
@@ -100,7 +91,7 @@ def dense_table(right, self, *given, **asked):
     return right(*given, **asked)
 
 
-@before("state/all-in-inference-mode", "Inference tensors do not track version counter")
+@call.before("state/all-in-inference-mode", "Inference tensors do not track version counter")
 def needs_version(self, call):
     """Reads the version counter, which tensors of inference mode lack."""
     _ = call.output._version
@@ -108,11 +99,11 @@ def needs_version(self, call):
 
 # fmt: off
 # Asks for the gradient of its output, which inference mode refuses.
-after("state/no-grad", "raised RuntimeError", needs_grad=lambda self, call: torch.ones(1, requires_grad=True).sum().backward())
+call.after("state/no-grad", "raised RuntimeError", needs_grad=lambda self, call: torch.ones(1, requires_grad=True).sum().backward())
 # fmt: on
 
 
-@source("tensors/output-returned-direct", "output[")
+@impl._source("tensors/output-returned-direct", "output[")
 def keys_like_queries(right, self, key, value, kv_cache, metadata):
     """Takes direct keys for packed like the queries."""
     if kv_cache is None and metadata.key_starts is not None:
@@ -120,7 +111,7 @@ def keys_like_queries(right, self, key, value, kv_cache, metadata):
     return right(key, value, kv_cache, metadata)
 
 
-@forward("tensors/lse-undeclared", "must be refused with a BatchError, not ignored")
+@impl.forward("tensors/lse-undeclared", "must be refused with a BatchError, not ignored")
 def swallows(right, self, *given, **asked):
     """Answers 0 after any error."""
     try:
@@ -129,20 +120,20 @@ def swallows(right, self, *given, **asked):
         return given[6].zero_()
 
 
-@before("refused/never-after-acceptance", "raised AssertionError: sinks with a cap")
+@call.before("refused/never-after-acceptance", "raised AssertionError: sinks with a cap")
 def asserts(self, call):
     """Refuses what it accepted, by an assertion."""
     assert not (self.spec.has_sinks and self.spec.logits_soft_cap), "sinks with a cap"
 
 
-@before("tensors/inputs-kept-mixed", "raised NotImplementedError: queries of more than 16")
+@call.before("tensors/inputs-kept-mixed", "raised NotImplementedError: queries of more than 16")
 def refuses_late(self, call):
     """Refuses long requests when they run."""
     if call.metadata.query_lens.max(initial=0) > 16:
         raise NotImplementedError("queries of more than 16 tokens")
 
 
-@forward("tensors/padding-rows-decode", "NaN or infinite")
+@impl.forward("tensors/padding-rows-decode", "NaN or infinite")
 def never_writes(right, self, *given, **asked):
     """Writes no keys in a step of decodes."""
     if given[4] is not None and (given[5].query_lens <= 1).all():
@@ -163,7 +154,7 @@ class WritesInAttend(TorchImpl):
         return super().attend(layer, query, key, value, cache, *given, **asked)
 
 
-@before("cache/written-then-attended-decode", "attend without key and value")
+@call.before("cache/written-then-attended-decode", "attend without key and value")
 def clears_without_keys(self, call):
     """Clears the new tokens' slots if the call has no keys."""
     if call.kv_cache is not None and call.key is None:
@@ -173,14 +164,14 @@ def clears_without_keys(self, call):
         pages.k[slots // pages.k.shape[1], slots % pages.k.shape[1]] = 0
 
 
-@attend_of_torch_impl("correct/mixed-*", "has no attribute '_k_scale_float'")
+@impl.attend("correct/mixed-*", "has no attribute '_k_scale_float'")
 def needs_layer(right, self, layer, *given, **asked):
     """Reads the engine's layer, which need not be given."""
     assert layer._k_scale_float > 0
     return right(layer, *given, **asked)
 
 
-@after("tensors/deterministic-decode", "gave another output")
+@call.after("tensors/deterministic-decode", "gave another output")
 def noisy(self, call):
     """Adds noise of one part in a million."""
     call.rows.mul_(1 + 1e-6 * torch.rand(call.rows.shape, generator=torch.Generator().manual_seed(0)))
@@ -189,12 +180,12 @@ def noisy(self, call):
 
 # fmt: off
 # Depends on the address of its metadata.
-after("tensors/deterministic-decode", "gave another output", state={"numbers": itertools.count()},
+call.after("tensors/deterministic-decode", "gave another output", state={"numbers": itertools.count()},
     by_identity=lambda self, call: call.rows.mul_(1 + 1e-6 * (hash(str(next(self.numbers))) % 5)))
 # fmt: on
 
 
-@after("correct/decode-*", "output[6, ")
+@call.after("correct/decode-*", "output[6, ")
 def stops_at_one(self, call):
     """Answers the first request of a step twice, also for the last of as many tokens."""
     lens = call.metadata.query_lens
@@ -203,10 +194,10 @@ def stops_at_one(self, call):
 
 
 # Says True to each name of a quantised output.
-fused_output_quant_supported("*", "", any_quant=lambda self, quant_key: True)
+impl.fused_output_quant_supported("*", "", any_quant=lambda self, quant_key: True)
 
 
-@after("tensors/quantised-output-fp8_e5m2", "output_scale for an output of torch.float8_e5m2")
+@call.after("tensors/quantised-output-fp8_e5m2", "output_scale for an output of torch.float8_e5m2")
 def other_quant(self, call):
     """Writes e4m3 bytes to an output of e5m2."""
     if call.output.dtype == torch.float8_e5m2 and call.more.get("output_scale") is not None:
@@ -217,6 +208,6 @@ def other_quant(self, call):
 
 # fmt: off
 # Accepts output scales and ignores them.
-before("tensors/output-scale", "output_scale, given where",
+call.before("tensors/output-scale", "output_scale, given where",
     ignores_output_scales=lambda self, call: call.more.update(output_scale=None, output_block_scale=None))
 # fmt: on

@@ -16,10 +16,9 @@ from mutants.parts import Around, Call
 from mutants.table import Table
 
 table = Table("claims")
-attend = table.method(Around, "attend")
-written = table.method(TorchImpl, "update_kv_cache")
-bind = table.method(Around, "_bind")
-swapped = table.method(TorchMetadataBuilder, "update_block_table")
+call = table.on(Around)
+impl = table.on(TorchImpl)
+builder = table.on(TorchMetadataBuilder)
 
 
 _COUNT = itertools.count()
@@ -88,7 +87,7 @@ def sixteens(cls: Any, spec: Any = None, device: Any = None) -> Any:
     return (MultipleOf(16),)
 
 
-@attend("declared/head_size-72", "declares head_size 72")
+@call.attend("declared/head_size-72", "declares head_size 72")
 def even_heads(right, self, layer, query, *args, **more):
     """Reads the first part of each head that is a multiple of 16."""
     whole = query.clone()
@@ -96,7 +95,7 @@ def even_heads(right, self, layer, query, *args, **more):
     return right(layer, whole, *args, **more)
 
 
-@written("cache/stored-float32", "gives back")
+@impl.update_kv_cache("cache/stored-float32", "gives back")
 def rounds_float32(right, self, layer, key, value, kv_cache, slot_mapping):
     """Stores 16-bit values in pages that are declared to hold float32."""
     if self.spec.kv_cache_dtype == "float32":
@@ -104,7 +103,7 @@ def rounds_float32(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slot_mapping)
 
 
-@written("cache/stored-fp8_e5m2", "gives back")
+@impl.update_kv_cache("cache/stored-fp8_e5m2", "gives back")
 def one_fp8(right, self, layer, key, value, kv_cache, slot_mapping):
     """Stores e4m3 bytes in pages of e5m2."""
     right(layer, key, value, kv_cache, slot_mapping)
@@ -181,12 +180,11 @@ class QuantisedQueries(TorchImpl):
     supports_quant_query_input = True
 
 
+# fmt: off
 # Forgets the scale of a layer that states its own.
-bind(
-    "correct/*-scale*",
-    "softmax scale ignored",
-    one_head_scale=lambda right, self, spec, *rest: right(spec.replace(scale=spec.head_size**-0.5), *rest),
-)
+call._bind("correct/*-scale*", "softmax scale ignored",
+    one_head_scale=lambda right, self, spec, *rest: right(spec.replace(scale=spec.head_size**-0.5), *rest))
+# fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +243,7 @@ class Clamped:
         object.__setattr__(self, "tile", 64)
 
 
-@swapped(
+@builder.update_block_table(
     "builder/update_block_table-full",
     "raised TypeError: not here",
     state={"supports_update_block_table": True},

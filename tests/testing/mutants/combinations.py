@@ -16,8 +16,7 @@ from attnplug.core import LayerSpec
 from mutants.table import Table
 
 table = Table("combinations")
-attend = table.method(TorchImpl, "attend")
-written = table.method(TorchImpl, "update_kv_cache")
+impl = table.on(TorchImpl)
 
 
 class Changed(TorchImpl):
@@ -36,9 +35,7 @@ class Changed(TorchImpl):
         """Nothing is altered."""
 
 
-after = table.method(Changed, "after")
-
-before = table.method(Changed, "before")
+changed = table.on(Changed)
 
 
 def scaled_where(applies: Callable[[LayerSpec, Any, int], bool]) -> dict[str, Any]:
@@ -71,7 +68,7 @@ def is_decode(metadata: Any) -> bool:
     return bool((metadata.query_lens <= 1).all())
 
 
-@before("correct/long-decode-h4x2-d64-float32-b1-NHD", "is not")
+@changed.before("correct/long-decode-h4x2-d64-float32-b1-NHD", "is not")
 def few_pages(self, metadata, cache):
     """Copies the first 512 entries of a block table."""
     table = metadata.block_table
@@ -84,21 +81,21 @@ def few_pages(self, metadata, cache):
     )
 
 
-@after("builder/build-full", "step 7 of one builder", state={"most": 0})
+@changed.after("builder/build-full", "step 7 of one builder", state={"most": 0})
 def first_size(self, metadata, cache, output, lse):
     """Has buffers for four times the requests of its first step, and loses those past them."""
     self.most = self.most or 4 * metadata.seq_lens.size
     output[metadata.query_starts[min(self.most, metadata.seq_lens.size)] : metadata.num_actual_tokens] = 0
 
 
-@before("batch/chain-full", "a prompt in pieces", state={"most": 0})
+@changed.before("batch/chain-full", "a prompt in pieces", state={"most": 0})
 def first_length(self, metadata, cache):
     """Reads four times the keys of its first step at most."""
     self.most = self.most or 4 * int(metadata.seq_lens.max(initial=0))
     return dataclasses.replace(metadata, seq_lens=np.minimum(metadata.seq_lens, self.most), plans={})
 
 
-@attend("merge/use_sinks", "use_sinks=False ignored")
+@impl.attend("merge/use_sinks", "use_sinks=False ignored")
 def sinks_beside_cap(right, self, *given, **asked):
     """Ignores use_sinks=False in layers with a soft cap."""
     if self.spec.logits_soft_cap:
@@ -106,7 +103,7 @@ def sinks_beside_cap(right, self, *given, **asked):
     return right(*given, **asked)
 
 
-@attend("merge/use_sinks", "use_sinks=False ignored", state={"last": True})
+@impl.attend("merge/use_sinks", "use_sinks=False ignored", state={"last": True})
 def sinks_of_call_before(right, self, *given, **asked):
     """Takes use_sinks of the call before."""
     now = asked.get("use_sinks", True)
@@ -114,14 +111,14 @@ def sinks_of_call_before(right, self, *given, **asked):
     return right(*given, **asked)
 
 
-@after("correct/", "LSE rows past num_actual_tokens")
+@changed.after("correct/", "LSE rows past num_actual_tokens")
 def padding_of_decodes(self, metadata, cache, output, lse):
     """Writes the LSE of padding rows, in decodes alone."""
     if lse is not None and is_decode(metadata):
         lse[metadata.num_actual_tokens :] = 0.0
 
 
-@after("correct/alike", "output rows past num_actual_tokens")
+@changed.after("correct/alike", "output rows past num_actual_tokens")
 def padding_of_drafts(self, metadata, cache, output, lse):
     """Writes padding rows of the output, where all requests have as many new tokens."""
     lens = metadata.query_lens
@@ -129,7 +126,7 @@ def padding_of_drafts(self, metadata, cache, output, lse):
         output[metadata.num_actual_tokens :] = 0.0
 
 
-@before("correct/idle", "idle")
+@changed.before("correct/idle", "idle")
 def idle_rows(self, metadata, cache):
     """Skips requests without new tokens, but not their rows of the block table."""
     busy = np.flatnonzero(metadata.query_lens > 0)
@@ -140,7 +137,7 @@ def idle_rows(self, metadata, cache):
     return dataclasses.replace(metadata, block_table=table, plans={})
 
 
-@written("cache/", "slot")
+@impl.update_kv_cache("cache/", "slot")
 def last_slot(right, self, layer, key, value, kv_cache, slot_mapping):
     """Takes slot -1 for the last one, as an index does."""
     last = kv_cache.shape[0] * TorchBackend.split_kv(kv_cache, self.spec)[0].shape[1] - 1
@@ -148,7 +145,7 @@ def last_slot(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slots)
 
 
-@after("tensors/refilled", "the second of two steps", state={"last": None})
+@changed.after("tensors/refilled", "the second of two steps", state={"last": None})
 def answer_by_address(self, metadata, cache, output, lse):
     """Returns the last answer where the lengths and the block table's address are those of the step before."""
     key = metadata.seq_lens.tobytes(), metadata.query_starts.tobytes(), metadata.block_table.data_ptr()
@@ -157,7 +154,7 @@ def answer_by_address(self, metadata, cache, output, lse):
     self.last = key, output.clone()
 
 
-@after("correct/", "lse: ")
+@changed.after("correct/", "lse: ")
 def lse_of_one_key(self, metadata, cache, output, lse):
     """Has an LSE of 0 for a request of one token."""
     if lse is not None:

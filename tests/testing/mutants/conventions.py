@@ -59,13 +59,10 @@ bias, seen, cap, weigh = map(method, ("bias", "seen", "cap", "weigh"))
 write_lse, read_scales = map(method, ("write_lse", "read_scales"))
 
 
-bias(
-    "ALiBi slope per KV head",
-    has_alibi=True,
-    slope_per_kv_head=lambda self, logits, span: _slopes(
-        self, self.tensors.alibi_slopes[self.kv_heads()], logits, span
-    ),
-)
+# fmt: off
+bias("ALiBi slope per KV head", has_alibi=True,
+    slope_per_kv_head=lambda self, logits, span: _slopes(self, self.tensors.alibi_slopes[self.kv_heads()], logits, span))
+# fmt: on
 
 
 @bias("ALiBi slopes of the usual formula, not the layer's", has_alibi=True)
@@ -74,35 +71,17 @@ def usual_slopes(self, logits, span):
     return _slopes(self, 2 ** (-8 * torch.arange(1, heads + 1).double() / heads), logits, span)
 
 
-method("distance")(
-    "ALiBi of positions counted from the query's first row",
-    has_alibi=True,
-    local_alibi=lambda self, span: (span.held - (span.at - span.at[0])[:, None]).abs(),
-)
-method("sinks")(
-    "sink per KV head",
-    has_sinks=True,
-    sink_per_kv_head=lambda right, self, use_sinks: right(use_sinks)[self.kv_heads()],
-)
-seen(
-    "symmetric window: keys after the query are seen too",
-    sliding_window=6,
-    symmetric_window=lambda self, span: self.distance(span) <= self.spec.window[0],
-)
-seen(
-    "window counted from the request's last token",
-    sliding_window=6,
-    window_of_the_last_query=lambda self, span: (
-        self.causal(span) & (span.at.max() - span.held <= self.spec.window[0])
-    ),
-)
-seen(
-    "window counted from the first new token",
-    sliding_window=6,
-    window_of_the_first_query=lambda self, span: (
-        self.causal(span) & (span.at.min() - span.held <= self.spec.window[0])
-    ),
-)
+# fmt: off
+method("distance")("ALiBi of positions counted from the query's first row", has_alibi=True,
+    local_alibi=lambda self, span: (span.held - (span.at - span.at[0])[:, None]).abs())
+method("sinks")("sink per KV head", has_sinks=True, sink_per_kv_head=lambda right, self, use_sinks: right(use_sinks)[self.kv_heads()])
+seen("symmetric window: keys after the query are seen too", sliding_window=6,
+    symmetric_window=lambda self, span: self.distance(span) <= self.spec.window[0])
+seen("window counted from the request's last token", sliding_window=6,
+    window_of_the_last_query=lambda self, span: (self.causal(span) & (span.at.max() - span.held <= self.spec.window[0])))
+seen("window counted from the first new token", sliding_window=6,
+    window_of_the_first_query=lambda self, span: (self.causal(span) & (span.at.min() - span.held <= self.spec.window[0])))
+# fmt: on
 
 
 @seen("chunks counted from the first new token", chunk_size=7)
@@ -111,21 +90,12 @@ def chunks_of_new_tokens(self, span):
     return self.causal(span) & ((span.held - first) // size == (span.at[:, None] - first) // size)
 
 
-cap(
-    "soft cap without its factor",
-    logits_soft_cap=2.7,
-    cap_without_its_factor=lambda right, self, logits: right(logits) / self.spec.logits_soft_cap,
-)
-cap(
-    "soft cap without its divisor",
-    logits_soft_cap=2.7,
-    cap_without_its_divisor=lambda self, logits: self.spec.logits_soft_cap * logits.tanh(),
-)
-cap(
-    "soft cap taken as a clamp",
-    logits_soft_cap=1.3,
-    clamps_for_a_cap=lambda self, logits: logits.clamp(-self.spec.logits_soft_cap, self.spec.logits_soft_cap),
-)
+# fmt: off
+cap("soft cap without its factor", logits_soft_cap=2.7, cap_without_its_factor=lambda right, self, logits: right(logits) / self.spec.logits_soft_cap)
+cap("soft cap without its divisor", logits_soft_cap=2.7, cap_without_its_divisor=lambda self, logits: self.spec.logits_soft_cap * logits.tanh())
+cap("soft cap taken as a clamp", logits_soft_cap=1.3,
+    clamps_for_a_cap=lambda self, logits: logits.clamp(-self.spec.logits_soft_cap, self.spec.logits_soft_cap))
+# fmt: on
 
 
 @method("one")("mask after the softmax, not normalised again")
@@ -135,38 +105,19 @@ def masks_the_weights(self, query, keys, values, scales, sinks, span):
     return ((scores - lse).exp() * self.seen(span)) @ values, lse[..., 0]
 
 
-seen(
-    "last key missed",
-    causal=False,
-    misses_the_last_key=lambda right, self, span: right(span) & (span.held < span.held.max()),
-)
+# fmt: off
+seen("last key missed", causal=False, misses_the_last_key=lambda right, self, span: right(span) & (span.held < span.held.max()))
 seen("first key missed", misses_the_first_key=lambda right, self, span: right(span) & (span.held > 0))
-seen(
-    "new tokens missed: only keys of earlier steps are read",
-    reads_before_it_writes=lambda right, self, span: right(span) & (span.held < span.at[0]),
-)
-seen(
-    "keys of earlier steps missed: only new tokens are read",
-    forgets_earlier_steps=lambda right, self, span: right(span) & (span.held >= span.at[0]),
-)
-seen(
-    "keys in a partial last block missed",
-    reads_whole_blocks=lambda right, self, span: right(span) & (span.held < span.held.numel() // 16 * 16),
-)
-method("kv_heads")(
-    "KV head 0 for all heads", first_kv_head=lambda self: torch.zeros(self.spec.num_heads, dtype=torch.int64)
-)
-method("one")(
-    "K and V swapped",
-    swaps_keys_and_values=lambda right, self, query, keys, values, *rest: right(query, values, keys, *rest),
-)
-method("products")(
-    "scale of head_size_v",
-    head_size_v=8,
-    scale_of_the_values=lambda right, self, *given: (
-        right(*given) * (self.spec.head_size_v**-0.5 / self.spec.scale)
-    ),
-)
+seen("new tokens missed: only keys of earlier steps are read",
+    reads_before_it_writes=lambda right, self, span: right(span) & (span.held < span.at[0]))
+seen("keys of earlier steps missed: only new tokens are read",
+    forgets_earlier_steps=lambda right, self, span: right(span) & (span.held >= span.at[0]))
+seen("keys in a partial last block missed", reads_whole_blocks=lambda right, self, span: right(span) & (span.held < span.held.numel() // 16 * 16))
+method("kv_heads")("KV head 0 for all heads", first_kv_head=lambda self: torch.zeros(self.spec.num_heads, dtype=torch.int64))
+method("one")("K and V swapped", swaps_keys_and_values=lambda right, self, query, keys, values, *rest: right(query, values, keys, *rest))
+method("products")("scale of head_size_v", head_size_v=8,
+    scale_of_the_values=lambda right, self, *given: (right(*given) * (self.spec.head_size_v**-0.5 / self.spec.scale)))
+# fmt: on
 
 
 @method("one")("LSE before the soft cap", needs_lse=True, logits_soft_cap=2.7)
@@ -181,16 +132,11 @@ def lse_without_the_scale(right, self, scores, values, sinks, span):
     return right(scores, values, sinks, span)[0], lse
 
 
-write_lse(
-    "sum of exponentials instead of its logarithm",
-    needs_lse=True,
-    sum_of_exponentials=lambda right, self, lse, output_lse: right(lse.exp(), output_lse),
-)
-write_lse(
-    "LSE with the wrong sign",
-    needs_lse=True,
-    negative_lse=lambda right, self, lse, output_lse: right(-lse, output_lse),
-)
+# fmt: off
+write_lse("sum of exponentials instead of its logarithm", needs_lse=True,
+    sum_of_exponentials=lambda right, self, lse, output_lse: right(lse.exp(), output_lse))
+write_lse("LSE with the wrong sign", needs_lse=True, negative_lse=lambda right, self, lse, output_lse: right(-lse, output_lse))
+# fmt: on
 
 
 @write_lse("LSE rounded to bfloat16", needs_lse=True)
@@ -201,18 +147,12 @@ def rounded_lse(right, self, lse, output_lse):
 _SCALES = {"k_scale": 0.37, "v_scale": 1.9}
 
 
-read_scales(
-    "k_scale used for values too",
-    _SCALES,
-    kv_cache_dtype="fp8_e4m3",
-    one_scale=lambda right, self, layer, stored: (right(layer, stored)[0],) * 2,
-)
-read_scales(
-    "fp8 scales divide where keys are read",
-    _SCALES,
-    kv_cache_dtype="fp8_e4m3",
-    divides_by_scales=lambda right, self, layer, stored: tuple(1 / scale for scale in right(layer, stored)),
-)
+# fmt: off
+read_scales("k_scale used for values too", _SCALES, kv_cache_dtype="fp8_e4m3",
+    one_scale=lambda right, self, layer, stored: (right(layer, stored)[0],) * 2)
+read_scales("fp8 scales divide where keys are read", _SCALES, kv_cache_dtype="fp8_e4m3",
+    divides_by_scales=lambda right, self, layer, stored: tuple(1 / scale for scale in right(layer, stored)))
+# fmt: on
 
 
 # Impls that are wrong on one rank of several; the words are the start of the mistake's name.

@@ -15,16 +15,9 @@ from mutants.table import Table
 
 table = Table("crossings")
 _PLAIN = "h4x2-d64-float32-b16-NHD"
-seen_of_kernel_impl = table.method(KernelImpl, "seen")
-causal = table.method(KernelImpl, "causal")
-window = table.method(KernelImpl, "window")
-one = table.method(KernelImpl, "one")
-weigh = table.method(KernelImpl, "weigh")
-written = table.method(TorchImpl, "update_kv_cache")
-source_of_torch_impl = table.method(TorchImpl, "_source")
-forward = table.method(TorchImpl, "forward")
-attend_call = table.method(TorchImpl, "_attend_call")
-build = table.method(TorchMetadataBuilder, "build")
+kernel = table.on(KernelImpl)
+impl = table.on(TorchImpl)
+builder = table.on(TorchMetadataBuilder)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,14 +29,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 # Ends of large tiles and splits.
 
 
-@seen_of_kernel_impl(f"correct/round-decode-{_PLAIN}", "request 6 (decode, 1 new of 1024 tokens)")
+@kernel.seen(f"correct/round-decode-{_PLAIN}", "request 6 (decode, 1 new of 1024 tokens)")
 def last_split_is_rest(right, self, span):
     """The last split of 512 keys has the rest, which is none where the length is a multiple of 512."""
     whole = span.held.numel() % 512 == 0 and span.held.numel() > 512 and span.is_decode
     return right(span) & (span.held < span.held.numel() - (512 if whole else 0))
 
 
-@seen_of_kernel_impl(f"correct/round-extend-{_PLAIN}", "request 1 (prefill, 512 new of 512 tokens)")
+@kernel.seen(f"correct/round-extend-{_PLAIN}", "request 1 (prefill, 512 new of 512 tokens)")
 def rows_of_whole_tiles(right, self, span):
     """A prompt of whole tiles of 256 rows loses the first keys in its last tile."""
     rows = span.at.numel()
@@ -51,14 +44,14 @@ def rows_of_whole_tiles(right, self, span):
     return right(span) & ((span.held >= 16) | ~is_last[:, None])
 
 
-@causal(f"correct/many-drafts-{_PLAIN}", "causal mask ignored")
+@kernel.causal(f"correct/many-drafts-{_PLAIN}", "causal mask ignored")
 def nine_tokens_and_more(right, self, span):
     """Queries of 9 to 15 tokens after a context see each other."""
     is_verified = 9 <= span.at.numel() <= 15 and span.held.numel() > span.at.numel()
     return right(span) | is_verified
 
 
-@window(f"correct/far-decode-{_PLAIN}-window149.0", "(decode, 1 new of 33003 tokens)")
+@kernel.window(f"correct/far-decode-{_PLAIN}-window149.0", "(decode, 1 new of 33003 tokens)")
 def window_start_in16_bits(right, self, span):
     """Keeps the first key of a window in 16 bits with a sign."""
     start = (span.at - self.spec.window[0]).short()
@@ -66,7 +59,7 @@ def window_start_in16_bits(right, self, span):
     return span.held >= start[:, None] if self.spec.window[0] > 0 and bool((start < -150).any()) else seen
 
 
-@one("correct/mixed-h48x1-*", "heads 32-47 of 48")
+@kernel.one("correct/mixed-h48x1-*", "heads 32-47 of 48")
 def groups_of32(right, self, *given):
     """Heads past the 32nd of a group have the 32nd's answer."""
     out, lse = right(*given)
@@ -76,7 +69,7 @@ def groups_of32(right, self, *given):
     return out[served], lse[served]
 
 
-@one("correct/mixed-h32x32-*", "heads 16-31 of 32")
+@kernel.one("correct/mixed-h32x32-*", "heads 16-31 of 32")
 def kv_heads_of16(right, self, query, keys, values, *rest):
     """KV heads past the 16th have the 16th's keys and values."""
     group = self.spec.num_heads // self.spec.num_kv_heads
@@ -87,7 +80,7 @@ def kv_heads_of16(right, self, query, keys, values, *rest):
 # Two or three things at once.
 
 
-@window("correct/mixed-*-window6.0-*", "bfloat16")
+@kernel.window("correct/mixed-*-window6.0-*", "bfloat16")
 def wide_window_of_bfloat16(right, self, span):
     """In bfloat16, the window of prompts and extends is one key wider."""
     seen = right(span)
@@ -96,31 +89,28 @@ def wide_window_of_bfloat16(right, self, span):
     return seen | (span.at[:, None] - span.held == self.spec.window[0] + 1)
 
 
-@weigh("correct/*-window6.0-*sinks*", "(decode, 1 new of")
+@kernel.weigh("correct/*-window6.0-*sinks*", "(decode, 1 new of")
 def window_sinks_of_half(right, self, logits, values, sinks, span):
     """Decodes with a window in half precision have no sinks."""
     left_out = self.spec.dtype != "float32" and self.spec.is_windowed and span.is_decode
     return right(logits, values, None if left_out else sinks, span)
 
 
-@one("correct/long-extend-*-fp8-*", "(extend, 5 new of 3001 tokens)")
+@kernel.one("correct/long-extend-*-fp8-*", "(extend, 5 new of 3001 tokens)")
 def verifies_long_fp8(right, self, query, keys, values, scales, sinks, span):
     """Tokens that are verified over long fp8 pages have no scale of V."""
     is_split = 1 < span.at.numel() <= 16 and span.held.numel() > 1000
     return right(query, keys, values, (scales[0], 1.0) if is_split else scales, sinks, span)
 
 
+# fmt: off
 # Prompts of more than 512 tokens have no sinks.
-weigh(
-    "correct/long-prompt-*-sinks*",
-    "of 700 tokens)",
-    long_prompt_without_sinks=lambda right, self, logits, values, sinks, span: right(
-        logits, values, None if span.at.numel() > 512 else sinks, span
-    ),
-)
+kernel.weigh("correct/long-prompt-*-sinks*", "of 700 tokens)",
+    long_prompt_without_sinks=lambda right, self, logits, values, sinks, span: right(logits, values, None if span.at.numel() > 512 else sinks, span))
+# fmt: on
 
 
-@window("correct/long-decode-*-cross", "layer: cross")
+@kernel.window("correct/long-decode-*-cross", "layer: cross")
 def cross_of1024(right, self, span):
     """Cross layers see at most 1024 keys."""
     is_cross = self.spec.attn_type == "encoder_decoder"
@@ -148,7 +138,7 @@ class BlocksArePages(KernelImpl):
             self.spec = own
 
 
-@one("correct/*-bfloat16-*-wide", "NaN")
+@kernel.one("correct/*-bfloat16-*-wide", "NaN")
 def half_in_bfloat16(right, self, query, keys, values, *rest):
     """Queries, keys and values of bfloat16 go through float16."""
     if self.spec.dtype == "bfloat16":
@@ -159,7 +149,7 @@ def half_in_bfloat16(right, self, query, keys, values, *rest):
 # Strides and offsets of one storage type.
 
 
-@written("tensors/strided-inputs-decode", "float32 over fp8")
+@impl.update_kv_cache("tensors/strided-inputs-decode", "float32 over fp8")
 def fp8_writer_of_dense(right, self, layer, key, value, kv_cache, slot_mapping):
     """The writer of fp8 pages takes keys and values for dense."""
     if kv_cache.dtype.itemsize == 1:
@@ -167,7 +157,7 @@ def fp8_writer_of_dense(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slot_mapping)
 
 
-@source_of_torch_impl("cache/strided-NHD-decode", "torch.float8_e4m3fn and strides")
+@impl._source("cache/strided-NHD-decode", "torch.float8_e4m3fn and strides")
 def fp8_pages_side_by_side(right, self, key, value, kv_cache, metadata):
     """fp8 pages are read as if they lay side by side."""
     if kv_cache is not None and kv_cache.dtype.itemsize == 1:
@@ -176,7 +166,7 @@ def fp8_pages_side_by_side(right, self, key, value, kv_cache, metadata):
     return right(key, value, kv_cache, metadata)
 
 
-@source_of_torch_impl("cache/far-offsets", "the last ones beyond 2**31")
+@impl._source("cache/far-offsets", "the last ones beyond 2**31")
 def offsets_in32_bits(right, self, key, value, kv_cache, metadata):
     """Offsets of pages wrap at 2**31: pages beyond are others."""
     found = right(key, value, kv_cache, metadata)
@@ -186,7 +176,7 @@ def offsets_in32_bits(right, self, key, value, kv_cache, metadata):
     return found
 
 
-@written("cache/negative-slots", "of a cache of 'fp8")
+@impl.update_kv_cache("cache/negative-slots", "of a cache of 'fp8")
 def fp8_writer_stops(right, self, layer, key, value, kv_cache, slot_mapping):
     """The writer of fp8 pages stops at the first slot of -1."""
     if kv_cache.dtype.itemsize == 1:
@@ -209,12 +199,10 @@ class AtomicsOfSplits(KernelImpl):
         return out * (1 + 2**-21 * next(self.turns) * is_split), lse
 
 
-one_of_atomics_of_splits = table.method(AtomicsOfSplits, "one")
+atomics_of_splits = table.on(AtomicsOfSplits)
 
 
-@one_of_atomics_of_splits(
-    "tensors/deterministic-long", "the same inputs with the same impl gave another output"
-)
+@atomics_of_splits.one("tensors/deterministic-long", "the same inputs with the same impl gave another output")
 def atomics_of_half(right, self, *given):
     """The same in half precision alone."""
     is_half = self.spec.dtype != "float32"
@@ -223,21 +211,21 @@ def atomics_of_half(right, self, *given):
     return (out * (1 + 0.002 * next(self.turns))) if is_half else out, lse
 
 
-@forward("tensors/output-returned-mixed", "returned a torch.float32 tensor")
+@impl.forward("tensors/output-returned-mixed", "returned a torch.float32 tensor")
 def makes_float32(right, self, *given, **asked):
     """Makes its output in float32."""
     found = right(*given, **asked)
     return found if len(given) > 6 and given[6] is not None else found.float()
 
 
-@attend_call("merge/use_sinks", "use_sinks=False ignored")
+@impl._attend_call("merge/use_sinks", "use_sinks=False ignored")
 def long_sinks(right, self, *given):
     """Long contexts have their sinks also where the caller wants none."""
     is_long = bool((given[5].seq_lens > 512).any())
     right(*given[:8], given[8] or is_long)
 
 
-@build("builder/common-prefix-full", "build(common_prefix_len=0)")
+@builder.build("builder/common-prefix-full", "build(common_prefix_len=0)")
 def pages_of_first_reader(right, self, common_prefix_len, common_attn_metadata, fast_build=False):
     """A page is read for the first request that has it."""
     made = right(common_prefix_len, common_attn_metadata, fast_build)
@@ -259,25 +247,25 @@ class _Repeats(TorchImpl):
         raise NotImplementedError
 
 
-repeats = table.method(_Repeats, "repeats")
+__repeats = table.on(_Repeats)
 
 # fmt: off
 # Those of HND pages.
-repeats("builder/common-prefix-HND", "build(common_prefix_len=",
+__repeats.repeats("builder/common-prefix-HND", "build(common_prefix_len=",
     repeats_hnd=lambda self, source, *given: bool(source.k.stride(2) > source.k.stride(1)))
 # Those of pages that have not 16 tokens.
-repeats("builder/common-prefix-b32", "build(common_prefix_len=", repeats_other_pages=lambda self, source, *given: bool(source.k.shape[1] != 16))
+__repeats.repeats("builder/common-prefix-b32", "build(common_prefix_len=", repeats_other_pages=lambda self, source, *given: bool(source.k.shape[1] != 16))
 # Those of layers with a cap and sinks.
-repeats("builder/common-prefix-together", "build(common_prefix_len=",
+__repeats.repeats("builder/common-prefix-together", "build(common_prefix_len=",
     repeats_capped_sinks=lambda self, source, metadata, reach, scoring, *outputs: scoring.soft_cap is not None and scoring.sinks is not None)
 # Those of steps without decodes.
-repeats("builder/common-prefix-full", "with [3, 3, 20] new tokens",
+__repeats.repeats("builder/common-prefix-full", "with [3, 3, 20] new tokens",
     repeats_without_decodes=lambda self, source, metadata, *given: bool((metadata.query_lens > 1).all()))
 # Those of half precision.
-repeats("builder/common-prefix-float16", "build(common_prefix_len=",
+__repeats.repeats("builder/common-prefix-float16", "build(common_prefix_len=",
     repeats_half=lambda self, source, metadata, reach, scoring, *outputs: self.spec.dtype != "float32")
 # Those of one KV head.
-repeats("builder/common-prefix-one-kv-head", "4 heads over 1 KV heads", repeats_of_one_head=lambda self, source, *given: self.spec.num_kv_heads == 1)
+__repeats.repeats("builder/common-prefix-one-kv-head", "4 heads over 1 KV heads", repeats_of_one_head=lambda self, source, *given: self.spec.num_kv_heads == 1)
 # fmt: on
 
 # Large steps of odd heads over elements of 8 bits.
@@ -301,7 +289,7 @@ class OddHeadsOfBytes(KernelImpl):
         return out, lse
 
 
-applies = table.method(OddHeadsOfBytes, "applies")
+odd_heads_of_bytes = table.on(OddHeadsOfBytes)
 
 
 @table.part("correct/prefill-h8x8-d80-float16-fp8-b16-NHD", "prefill")
@@ -316,7 +304,7 @@ class OddHeadsOfE5m2(OddHeadsOfBytes):
     storage = "fp8_e5m2"
 
 
-@applies("correct/many-extends-h8x8-d80-float16-fp8-b16-NHD", "extend")
+@odd_heads_of_bytes.applies("correct/many-extends-h8x8-d80-float16-fp8-b16-NHD", "extend")
 def odd_extends_of_e4m3(right, self, span):
     """So it is for the extends of e4m3 alone, if they fill a GPU."""
     is_large = span.meta.num_actual_tokens > 900 and span.held.numel() > span.at.numel()

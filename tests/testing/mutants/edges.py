@@ -17,14 +17,12 @@ from mutants.parts import Altered, Around, Call, Respecified
 from mutants.table import Table
 
 table = Table("edges")
-attend = table.method(TorchImpl, "attend")
-after = table.method(Around, "after")
-before = table.method(Around, "before")
-altered = table.method(Altered, "altered")
-written = table.method(TorchImpl, "update_kv_cache")
+impl = table.on(TorchImpl)
+call = table.on(Around)
+step = table.on(Altered)
 
 
-@attend(
+@impl.attend(
     "batch/after-refusal",
     "after one with causal=False was refused: raised RuntimeError",
     state={"busy": False},
@@ -92,22 +90,22 @@ class WindowOfPlan(Respecified):
 
 # fmt: off
 # Inverts the scale of the output in place.
-after("tensors/output-scale-kept", "forward modified output_scale",
+call.after("tensors/output-scale-kept", "forward modified output_scale",
     eats_scale=lambda self, call: call.more.get("output_scale") is None or call.more["output_scale"].reciprocal_())
 # Clears the LSE of padding rows.
-after("tensors/lse-padding", "rows of output_lse past num_actual_tokens",
+call.after("tensors/lse-padding", "rows of output_lse past num_actual_tokens",
     lse_padding=lambda self, call: call.lse[call.metadata.num_actual_tokens :].zero_())
 # fmt: on
 
 
-@before("merge/2-parts", "use_sinks=False is for layers with sinks")
+@call.before("merge/2-parts", "use_sinks=False is for layers with sinks")
 def flag_without_sinks(self, call):
     """Refuses use_sinks=False for a layer that has none, as a merge of partial results may give."""
     if not call.more.get("use_sinks", True) and not self.spec.has_sinks:
         raise BatchError("use_sinks", False, "is for layers with sinks")
 
 
-@attend("cache/cross-later-steps", "a later step of a cross layer without keys", state={"kept": None})
+@impl.attend("cache/cross-later-steps", "a later step of a cross layer without keys", state={"kept": None})
 def first_encoder(right, self, layer, query, key, value, cache, metadata, *given, **asked):
     """Keeps the pages of an encoder from its first step, for steps that write none."""
     if self.spec.attn_type == "encoder_decoder":
@@ -134,7 +132,7 @@ class OwnerOfBlock(Altered):
         return dataclasses.replace(made, seq_lens=lens) if len(table) > 1 else made
 
 
-@altered("batch/idle-decode", "with requests of [0, 1, 0, 1, 1] new tokens")
+@step.altered("batch/idle-decode", "with requests of [0, 1, 0, 1, 1] new tokens")
 def forgets_slots_of_idle(self, made, common):
     """Drops the slots of a step whose first request is idle."""
     if made.query_lens.size and made.query_lens[0] == 0:
@@ -142,7 +140,7 @@ def forgets_slots_of_idle(self, made, common):
     return made
 
 
-@altered("merge/2-parts", "part 1 alone")
+@step.altered("merge/2-parts", "part 1 alone")
 def longest_only(self, made, common):
     """Reads the table of the longest request for requests of its length."""
     if made.seq_lens.size < 2:
@@ -155,18 +153,18 @@ def longest_only(self, made, common):
 
 # fmt: off
 # Has room for 64 rows; others see the last of them.
-after("cache/block-size-64", "with pages of 64 tokens", biggest=lambda self, call: call.rows[64:].copy_(call.rows[63:64]))
+call.after("cache/block-size-64", "with pages of 64 tokens", biggest=lambda self, call: call.rows[64:].copy_(call.rows[63:64]))
 # fmt: on
 
 
-@after("*", "", state={"kept": {}})
+@call.after("*", "", state={"kept": {}})
 def hashed_names(self, call):
     """Layers whose names have equal hashes share their sinks."""
     if self.kept.setdefault(sum(map(ord, self.layer_name)) % 7, self.spec) != self.spec:
         call.rows.mul_(1.02)
 
 
-@written(
+@impl.update_kv_cache(
     "tensors/misfits-written",
     "update_kv_cache with one row of keys and values was accepted; it must raise a BatchError",
 )

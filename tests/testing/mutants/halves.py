@@ -15,8 +15,8 @@ from mutants.parts import Altered
 from mutants.table import Table
 
 table = Table("halves")
-altered = table.method(Altered, "altered")
-attend_cascade = table.method(TorchImpl, "_attend_cascade")
+step = table.on(Altered)
+impl = table.on(TorchImpl)
 
 
 class Halves(TorchImpl):
@@ -52,18 +52,15 @@ class Halves(TorchImpl):
         return lse
 
 
-lse_of_halves = table.method(Halves, "lse")
+halves = table.on(Halves)
 
-changed = table.method(Halves, "changed")
-
-asked_of_halves = table.method(Halves, "asked")
 
 # fmt: off
 # The decoding kernel has no sinks.
-asked_of_halves("builder/common-prefix-sinks", "requests with [1, 1, 1, 1] new tokens",
+halves.asked("builder/common-prefix-sinks", "requests with [1, 1, 1, 1] new tokens",
     no_sinks_in_decode=lambda self, asked: {**asked, "use_sinks": False})
 # The decoding kernel has no cap.
-changed("builder/several-layers-full", "the layer with a soft cap", no_cap_in_decode=lambda self: {"logits_soft_cap": None})
+halves.changed("builder/several-layers-full", "the layer with a soft cap", no_cap_in_decode=lambda self: {"logits_soft_cap": None})
 # fmt: on
 
 
@@ -80,7 +77,7 @@ class NoWindowInExtend(Halves):
 
 # fmt: off
 # The decoding kernel writes no LSE.
-lse_of_halves("builder/common-prefix-lse", "requests with [1, 1, 1, 1] new tokens: lse", no_lse_in_decode=lambda self, lse: torch.zeros_like(lse))
+halves.lse("builder/common-prefix-lse", "requests with [1, 1, 1, 1] new tokens: lse", no_lse_in_decode=lambda self, lse: torch.zeros_like(lse))
 # fmt: on
 
 
@@ -106,7 +103,7 @@ class OwnScaleInSpeculative(Halves):
         return {"scale": self.spec.head_size**-0.5}
 
 
-@altered("builder/order-full", "requests in any order, as reorder_batch_threshold=None promises")
+@step.altered("builder/order-full", "requests in any order, as reorder_batch_threshold=None promises")
 def path_of_first(self, made, common):
     """Takes the path of the step's first request for all: decodes after a prompt see no context."""
     lens = made.query_lens
@@ -115,7 +112,7 @@ def path_of_first(self, made, common):
     return made
 
 
-@altered("tensors/padding-rows-mixed", "output[")
+@step.altered("tensors/padding-rows-mixed", "output[")
 def longest_is_decode(self, made, common):
     """Chooses the path by max_query_len: in a step with a prompt, extends see no context."""
     if common.max_query_len > 16:
@@ -125,7 +122,7 @@ def longest_is_decode(self, made, common):
     return made
 
 
-@altered(
+@step.altered(
     "builder/order-full",
     "requests in the order for reorder_batch_threshold=4",
     state={"reorder_batch_threshold": 4},
@@ -136,7 +133,7 @@ def four_is_decode(self, made, common):
     return dataclasses.replace(made, seq_lens=np.where((lens > 1) & (lens <= 4), lens, made.seq_lens))
 
 
-@altered(
+@step.altered(
     "builder/order-full",
     "requests in the order for reorder_batch_threshold=1",
     state={"reorder_batch_threshold": 1},
@@ -168,7 +165,7 @@ class CascadeAlways(TorchMetadataBuilder):
         return made
 
 
-@attend_cascade("builder/common-prefix-lse", "lse: error")
+@impl._attend_cascade("builder/common-prefix-lse", "lse: error")
 def cascade_without_lse(right, self, *given):
     """Writes the LSE of the rest only, where a prefix is shared."""
     right(*given)
@@ -176,7 +173,7 @@ def cascade_without_lse(right, self, *given):
         given[-1].sub_(0.5)
 
 
-@attend_cascade("builder/common-prefix-sinks", "build(common_prefix_len=16)")
+@impl._attend_cascade("builder/common-prefix-sinks", "build(common_prefix_len=16)")
 def cascade_sinks_twice(right, self, query, source, rest, meta, reach, scoring, output, lse):
     """Attends a shared prefix with the sinks in both parts."""
     right(query, source, rest, meta, reach, scoring, output, lse)

@@ -58,14 +58,11 @@ class Float32Softmax(PlainImpl):
 
 
 top = method("top", Float32Softmax)
+# fmt: off
 top("-far", says="NaN", subtracts_nothing=lambda self, scores, sinks: torch.zeros_like(sinks))
 # Of two heads, which a kernel computes in one tile.
-top(
-    "-far",
-    subtracts_the_tiles_largest=lambda self, scores, sinks: (
-        torch.cat([scores, sinks], 2).amax((0, 2), keepdim=True).expand_as(sinks)
-    ),
-)
+top("-far", subtracts_the_tiles_largest=lambda self, scores, sinks: (torch.cat([scores, sinks], 2).amax((0, 2), keepdim=True).expand_as(sinks)))
+# fmt: on
 
 
 @top("-sharp")
@@ -224,13 +221,10 @@ def takes_scales_for_inverse(right, self, layer, stored):
     return 1 / v_scale, 1 / k_scale
 
 
+# fmt: off
 # Keeps scales as exponents of two.
-method("read_scales")(
-    FP8,
-    rounds_scales=lambda right, self, layer, stored: tuple(
-        2.0 ** round(math.log2(scale)) for scale in right(layer, stored)
-    ),
-)
+method("read_scales")(FP8, rounds_scales=lambda right, self, layer, stored: tuple(2.0 ** round(math.log2(scale)) for scale in right(layer, stored)))
+# fmt: on
 
 
 scales = method("_scales", TorchImpl)

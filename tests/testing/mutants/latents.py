@@ -13,7 +13,7 @@ from mutants.table import Table
 
 table = Table("latents")
 _CHUNKED = "correct/latent-context-*rows*"
-build_decode = table.method(TorchMLABuilder, "build_decode")
+latent_builder = table.on(TorchMLABuilder)
 
 
 class Decode(TorchMLAImpl):
@@ -31,21 +31,17 @@ class Decode(TorchMLAImpl):
         """Does nothing."""
 
 
-decode = table.method(Decode, "decode")
-
-after = table.method(Decode, "after")
-
-given_of_decode = table.method(Decode, "given")
+decode = table.on(Decode)
 
 
-@given_of_decode("correct/latent-decode-*", "scale of the latent, not of the query")
+@decode.given("correct/latent-decode-*", "scale of the latent, not of the query")
 def scale_of_latent(self, q_nope, q_pe, *rest):
     """Scales by the size of the absorbed query."""
     self.softmax_scale = self.dims.latent_size**-0.5
     return q_nope, q_pe, *rest
 
 
-@given_of_decode("correct/latent-ordered-*scale0.15*", "softmax scale ignored")
+@decode.given("correct/latent-ordered-*scale0.15*", "softmax scale ignored")
 def own_scale(self, q_nope, q_pe, *rest):
     """Scales by the size of the query, without the layer's own factor."""
     self.softmax_scale = self.spec.query_size**-0.5
@@ -60,14 +56,14 @@ class BaseTwo(Decode):
             output_lse.div_(math.log(2))
 
 
-@after("context_parallel/latents-3-*", "see nothing is 0, not -inf")
+@decode.after("context_parallel/latents-3-*", "see nothing is 0, not -inf")
 def zero_for_no_keys(self, kv_cache, metadata, output, output_lse):
     """Gives queries without keys, as on a rank that has none of a request, the LSE 0."""
     if output_lse is not None:
         output_lse.masked_fill_(output_lse == -torch.inf, 0.0)
 
 
-@decode("correct/latent-decode-*", "values from the last elements")
+@decode.decode("correct/latent-decode-*", "values from the last elements")
 def last_values(right, self, q_nope, q_pe, kv_cache, *rest):
     """Takes the last elements of a latent as its value."""
     turned = kv_cache.flip(-1)
@@ -77,14 +73,14 @@ def last_values(right, self, q_nope, q_pe, kv_cache, *rest):
     rest[1].copy_(rest[1].flip(-1))
 
 
-@given_of_decode("correct/latent-decode-*", "rotated part of the keys taken first")
+@decode.given("correct/latent-decode-*", "rotated part of the keys taken first")
 def rotated_first(self, q_nope, q_pe, *rest):
     """Expects the rotated part of the query first."""
     both, rope = torch.cat((q_pe, q_nope), 2), self.dims.kv_lora_rank
     return both[..., :rope], both[..., rope:], *rest
 
 
-@given_of_decode("correct/latent-decode-*apart*", "")
+@decode.given("correct/latent-decode-*apart*", "")
 def dense(self, q_nope, q_pe, kv_cache, metadata):
     """Reads blocks that are apart as if they lay side by side."""
     dense = torch.empty(kv_cache.shape, device="meta").stride()
@@ -117,43 +113,38 @@ class LastChunkDropped(Chunks):
     kept = slice(-1)
 
 
-forward_mha = table.method(LastChunkDropped, "forward_mha")
+last_chunk_dropped = table.on(LastChunkDropped)
 
 
-@forward_mha("correct/latent-context-*-bfloat16-*rows*", "")
+@last_chunk_dropped.forward_mha("correct/latent-context-*-bfloat16-*rows*", "")
 def chunk_of_half_dropped(right, self, q, *given, **more):
     """Stops before the last of several chunks in half precision."""
     self.kept = slice(None) if q.dtype == torch.float32 else slice(-1)
     right(q, *given, **more)
 
 
-@after("correct/latent-ordered-h64-*-fp8-*", "heads 32-63 of 64")
+@decode.after("correct/latent-ordered-h64-*-fp8-*", "heads 32-63 of 64")
 def many_heads_of_fp8(self, kv_cache, metadata, output, output_lse):
     """Over fp8, heads past the 32nd have the 32nd's answer."""
     if kv_cache.dtype.itemsize == 1:
         output[:, 32:] = output[:, 31:32]
 
 
-@given_of_decode("correct/latent-uniform-*", "causal mask ignored")
+@decode.given("correct/latent-uniform-*", "causal mask ignored")
 def unmasked(self, q_nope, q_pe, kv_cache, metadata):
     """Shows all tokens of a request to each of its queries."""
     self._absorbed.spec = self._absorbed.spec.replace(causal=False)
     return q_nope, q_pe, kv_cache, dataclasses.replace(metadata, causal=False)
 
 
+# fmt: off
 # Applies the scale of stored latents to their first part only.
-given_of_decode(
-    "correct/latent-decode-*fp8*",
-    "k_scale left out for the rotated",
-    unscaled_rotated=lambda self, q_nope, q_pe, *rest: (
-        q_nope,
-        q_pe * (self.spec.scale / self.softmax_scale),
-        *rest,
-    ),
-)
+decode.given("correct/latent-decode-*fp8*", "k_scale left out for the rotated",
+    unscaled_rotated=lambda self, q_nope, q_pe, *rest: (q_nope, q_pe * (self.spec.scale / self.softmax_scale), *rest))
+# fmt: on
 
 
-@build_decode("builder/build-full", "another step's lengths")
+@latent_builder.build_decode("builder/build-full", "another step's lengths")
 def stale(right, self, common):
     """Keeps the decodes of a step of as many requests."""
     made = right(common)

@@ -14,16 +14,9 @@ from mutants.parts import Around, Respecified
 from mutants.table import Table
 
 table = Table("layers")
-attend = table.method(TorchImpl, "attend")
-pages_of = table.method(TorchImpl, "_pages_of")
-written = table.method(TorchImpl, "update_kv_cache")
-after = table.method(Around, "after")
-fields = table.method(Respecified, "fields")
-forward = table.method(TorchImpl, "forward")
-before = table.method(Around, "before")
-process_weights_after_loading = table.method(TorchImpl, "process_weights_after_loading")
-bind_of_torch_impl = table.method(TorchImpl, "_bind")
-scales = table.method(TorchImpl, "_scales")
+impl = table.on(TorchImpl)
+call = table.on(Around)
+layer_rows = table.on(Respecified)
 
 
 @table.part("layers/own-sinks", "the layer with another of the same spec")
@@ -39,10 +32,10 @@ class FirstTensors(TorchImpl):
         super()._bind(spec, layer_name, tensors, *rest)
 
 
-bind = table.method(FirstTensors, "_bind")
+first_tensors = table.on(FirstTensors)
 
 
-@bind("layers/own-alibi_slopes", "the layer with another of the same spec", state={"kept": {}})
+@first_tensors._bind("layers/own-alibi_slopes", "the layer with another of the same spec", state={"kept": {}})
 def tensors_by_name(self, spec, layer_name, tensors, *rest):
     """Keeps tensors by the name of the layer, for the whole process."""
     if tensors.alibi_slopes is not None:
@@ -53,7 +46,7 @@ def tensors_by_name(self, spec, layer_name, tensors, *rest):
     TorchImpl._bind(self, spec, layer_name, tensors, *rest)
 
 
-@attend("builder/several-layers-full", "the layer with other sinks")
+@impl.attend("builder/several-layers-full", "the layer with other sinks")
 def sinks_of_step(right, self, *given, **asked):
     """Keeps the sinks with the step's metadata, by the layer's spec: the second such layer has the first's."""
     if self.tensors.sinks is None:
@@ -67,7 +60,7 @@ def sinks_of_step(right, self, *given, **asked):
         self.tensors = own
 
 
-@attend("builder/several-layers-full", "the layer with other keys")
+@impl.attend("builder/several-layers-full", "the layer with other keys")
 def gathers_once(right, self, *given, **asked):
     """Reads the cache of the step's first layer with as many elements, for all layers."""
     cache = given[4]
@@ -77,7 +70,7 @@ def gathers_once(right, self, *given, **asked):
     return right(*given[:4], first, *given[5:], **asked)
 
 
-@pages_of("builder/build-full", "step 2 of one builder")
+@impl._pages_of("builder/build-full", "step 2 of one builder")
 def first_cache(right, self, kv_cache):
     """Keeps the pages of the first cache that it saw: an engine may give it another."""
     if self._last_pages is None:
@@ -86,7 +79,7 @@ def first_cache(right, self, kv_cache):
     return self._last_pages
 
 
-@written("batch/no-state-decode", "in step 2 of one impl and builder", state={"first": None})
+@impl.update_kv_cache("batch/no-state-decode", "in step 2 of one impl and builder", state={"first": None})
 def writes_first_cache(right, self, layer, key, value, kv_cache, slot_mapping):
     """Writes to the memory of the first cache, and reads the one it is given."""
     if self.first is None:
@@ -94,7 +87,7 @@ def writes_first_cache(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, self.first, slot_mapping)
 
 
-@written("batch/no-state-mixed", "in step 4 of one impl and builder", state={"slots": None})
+@impl.update_kv_cache("batch/no-state-mixed", "in step 4 of one impl and builder", state={"slots": None})
 def first_slots(right, self, layer, key, value, kv_cache, slot_mapping):
     """Writes to the slots of the first step with as many tokens."""
     if self.slots is None or self.slots.shape != slot_mapping.shape:
@@ -102,7 +95,7 @@ def first_slots(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, self.slots)
 
 
-@after("batch/no-state-decode", "in step 2 of one impl and builder", state={"rows": None})
+@call.after("batch/no-state-decode", "in step 2 of one impl and builder", state={"rows": None})
 def first_rows(self, call):
     """Has a scratch of as many rows as its first call, and answers no more rows than that."""
     if self.rows is None:
@@ -110,7 +103,7 @@ def first_rows(self, call):
     call.rows[self.rows :] = 0
 
 
-@fields(
+@layer_rows.fields(
     "tensors/deterministic-decode",
     "the same inputs with the same impl gave another output",
     state={"calls": 0},
@@ -121,7 +114,7 @@ def layer_by_calls(self, *given):
     return {"scale": self.spec.scale * (2 - self.calls % 2)}
 
 
-@after("tensors/refilled-*", "kept by the addresses of its tensors", state={"kept": None})
+@call.after("tensors/refilled-*", "kept by the addresses of its tensors", state={"kept": None})
 def by_address(self, call):
     """Gives the last answer again if the query has the address and the shape of the last call."""
     at = call.query.data_ptr(), call.query.shape, call.metadata.query_lens.tobytes()
@@ -131,7 +124,7 @@ def by_address(self, call):
     self.kept = at, call.rows.clone(), call.query
 
 
-@written("tensors/refilled-decode", "kept by the addresses of its tensors", state={"kept": None})
+@impl.update_kv_cache("tensors/refilled-decode", "kept by the addresses of its tensors", state={"kept": None})
 def keys_by_address(right, self, layer, key, value, kv_cache, slot_mapping):
     """Writes the keys of the last call again if they have the same address."""
     at = key.data_ptr(), key.shape, key.stride()
@@ -140,7 +133,7 @@ def keys_by_address(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, self.kept[1], value, kv_cache, slot_mapping)
 
 
-@forward("state/outputs-apart-decode", "changed when later steps ran", state={"buffer": None})
+@impl.forward("state/outputs-apart-decode", "changed when later steps ran", state={"buffer": None})
 def own_buffer(right, self, *given, **asked):
     """Returns the same buffer at each call without an output."""
     if len(given) > 6 and given[6] is not None:
@@ -151,7 +144,7 @@ def own_buffer(right, self, *given, **asked):
     return self.buffer.copy_(made)
 
 
-@after("tensors/same-each-call", "call 25 of one impl with the same inputs", state={"calls": 0})
+@call.after("tensors/same-each-call", "call 25 of one impl with the same inputs", state={"calls": 0})
 def tired(self, call):
     """Wrong from its 25th call on: its staging buffer is not advanced."""
     self.calls += 1
@@ -159,7 +152,7 @@ def tired(self, call):
         call.rows.mul_(1.5)
 
 
-@after("tensors/same-each-call", "call 29 of one impl with the same inputs", state={"calls": 0})
+@call.after("tensors/same-each-call", "call 29 of one impl with the same inputs", state={"calls": 0})
 def seldom(self, call):
     """Wrong in every 29th call of an impl."""
     self.calls += 1
@@ -181,7 +174,7 @@ class OwnThread(TorchImpl):
         return super().attend(*given, **asked)
 
 
-@before("runtime/threads", "state shared between two runtimes", state={"scratch": []})
+@call.before("runtime/threads", "state shared between two runtimes", state={"scratch": []})
 def one_scratch(self, call):
     """All threads share one scratch for the query."""
     self.scratch[:] = [call.query]
@@ -191,13 +184,13 @@ def one_scratch(self, call):
         call.query = found
 
 
-@after("builder/several-layers-full", "one metadata for several layers")
+@call.after("builder/several-layers-full", "one metadata for several layers")
 def eats_metadata(self, call):
     """Counts the lengths down when it is done with them."""
     call.metadata.seq_lens -= call.metadata.query_lens > 0
 
 
-@forward("builder/several-layers-full", "one metadata for several layers")
+@impl.forward("builder/several-layers-full", "one metadata for several layers")
 def drops_slots(right, self, *given, **asked):
     """Drops the slots from the metadata once it has written."""
     found = right(*given, **asked)
@@ -206,7 +199,7 @@ def drops_slots(right, self, *given, **asked):
     return found
 
 
-@process_weights_after_loading("tensors/sinks-kept", "modified sinks")
+@impl.process_weights_after_loading("tensors/sinks-kept", "modified sinks")
 def folds_sinks(self, act_dtype):
     """Converts its sinks to base 2 in place at load, and back in a copy."""
     own = self.tensors
@@ -248,14 +241,14 @@ class WritesLater(TorchImpl):
 
 # fmt: off
 # Ignores that it shares another layer's cache.
-bind_of_torch_impl("cache/sharing-writes-none", "of a layer with kv_sharing_target_layer_name",
+impl._bind("cache/sharing-writes-none", "of a layer with kv_sharing_target_layer_name",
     drops_target=lambda right, self, spec, name, tensors, target=None, options=None: right(spec, name, tensors, None, options))
 # Reads the scales of its tensors, never those of the engine's layer.
-scales("cache/scales-of-layer-fp8", "which differ from those given to from_spec", own_scales=lambda right, self, layer, stored: right(None, stored))
+impl._scales("cache/scales-of-layer-fp8", "which differ from those given to from_spec", own_scales=lambda right, self, layer, stored: right(None, stored))
 # fmt: on
 
 
-@scales("layers/unlike", "the layer with kv_cache_dtype=fp8", state={"kept": []})
+@impl._scales("layers/unlike", "the layer with kv_cache_dtype=fp8", state={"kept": []})
 def first_scales(right, self, layer, stored):
     """All layers have the scales of the first one."""
     if stored.itemsize > 1:

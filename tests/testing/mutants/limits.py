@@ -17,9 +17,8 @@ from attnplug.core.errors import BatchError
 from mutants.table import Table
 
 table = Table("limits")
-build = table.method(TorchMetadataBuilder, "build")
-attend = table.method(TorchImpl, "attend")
-written = table.method(TorchImpl, "update_kv_cache")
+builder = table.on(TorchMetadataBuilder)
+impl = table.on(TorchImpl)
 
 
 def refuses(step: Callable[[CommonAttentionMetadata], bool]) -> type[TorchMetadataBuilder]:
@@ -34,7 +33,7 @@ def refuses(step: Callable[[CommonAttentionMetadata], bool]) -> type[TorchMetada
     return Refuses
 
 
-@build("correct/far-decode", "output")
+@builder.build("correct/far-decode", "output")
 def short_lengths(right, self, prefix, common, fast_build=False):
     """Keeps lengths in 16 bits."""
     made = right(prefix, common, fast_build)
@@ -48,7 +47,7 @@ class SignedDistances(PlainImpl):
         return span.at[:, None] - span.held
 
 
-@attend("tensors/strided-inputs-mixed", "of one packed projection")
+@impl.attend("tensors/strided-inputs-mixed", "of one packed projection")
 def packed(right, self, layer, query, *rest, **options):
     """Takes the rows of a strided query for contiguous ones."""
     heads, size = query.shape[1:]
@@ -56,7 +55,7 @@ def packed(right, self, layer, query, *rest, **options):
     return right(layer, rows, *rest, **options)
 
 
-@attend("tensors/output-rows", "some rows of a longer tensor")
+@impl.attend("tensors/output-rows", "some rows of a longer tensor")
 def from_start(right, self, *given, **options):
     """Writes to the start of the tensor that the output is a part of."""
     *inputs, output = given
@@ -65,7 +64,7 @@ def from_start(right, self, *given, **options):
     return output
 
 
-@written("cache/stored-auto", "V of a cache of 'auto' gives back 65504")
+@impl.update_kv_cache("cache/stored-auto", "V of a cache of 'auto' gives back 65504")
 def half_values(right, self, layer, key, value, kv_cache, slot_mapping):
     """Stores no more than float16 holds."""
     most = torch.finfo(torch.float16).max

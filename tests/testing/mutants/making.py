@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from mutants.declared import ReferenceBackend
 from mutants.reference import Reference, ReferenceBuilder, Request, Tensor
-from mutants.table import MUTANTS, Mutant, bound
+from mutants.table import MUTANTS, Methods, Mutant, bound
 
 _Part = TypeVar("_Part", bound="type[Reference] | type[ReferenceBuilder]")
 
@@ -36,7 +36,7 @@ def mutant(check: str = "correct/*", says: str = "output") -> Callable[[_Part], 
     return keep
 
 
-def method(name: str, base: type = Reference) -> Callable[..., Callable[[Any], Any]]:
+def method(name: str, base: type) -> Callable[..., Callable[[Any], Any]]:
     """Mutants by one method, as `Table.method` makes them; they are named after their functions."""
 
     def rows(check: str = "correct/*", says: str = "output", **functions: Any) -> Any:
@@ -52,6 +52,11 @@ def method(name: str, base: type = Reference) -> Callable[..., Callable[[Any], A
         return keep
 
     return rows
+
+
+def on(base: type) -> Methods:
+    """As `Table.on`: `on(Reference).method(check, words, ...)`."""
+    return Methods(lambda name: method(name, base))
 
 
 def add(

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from attnplug.core.selection import Selection
-from mutants.making import method, mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
 
-windowed_by = method("windowed")
+reference = on(Reference)
 
 
 def windowed(name: str, change: Any) -> None:
@@ -56,7 +56,7 @@ windowed("WindowNotForNarrowedSteps", lambda impl, r, left, right: (left if impl
 # fmt: on
 
 
-@windowed_by()
+@reference.windowed()
 def window_of_whole_pages(right, self, request, at, held):
     """The window begins at a page."""
     left, _ = self.spec.window
@@ -66,7 +66,7 @@ def window_of_whole_pages(right, self, request, at, held):
     return (held >= (at - left).clamp(min=0) // 16 * 16) & (held <= at)
 
 
-@windowed_by()
+@reference.windowed()
 def window_of_the_last_query(right, self, request, at, held):
     """All queries of a request see the keys of the last query's window."""
     left, _ = self.spec.window
@@ -76,7 +76,7 @@ def window_of_the_last_query(right, self, request, at, held):
     return (held >= at[-1] - left) & (held <= at)
 
 
-@windowed_by()
+@reference.windowed()
 def window_of_the_first_query(right, self, request, at, held):
     """The window of all queries begins where that of the first one does."""
     left, _ = self.spec.window
@@ -86,7 +86,7 @@ def window_of_the_first_query(right, self, request, at, held):
     return (held >= at[0] - left) & (held <= at)
 
 
-@windowed_by()
+@reference.windowed()
 def causal_tiles_of_rows(right, self, request, at, held):
     """Later rows of a tile of 128 see the keys up to the tile's end."""
     seen = right(request, at, held)
@@ -96,13 +96,13 @@ def causal_tiles_of_rows(right, self, request, at, held):
     return seen | ((row >= 128) & (held <= at + 1))
 
 
-@windowed_by()
+@reference.windowed()
 def causal_from_the_first_key(right, self, request, at, held):
     """Aligns queries with the first keys where keys are fewer than tokens."""
     return right(request, at - request.held[:1].sum(), held)
 
 
-@windowed_by("correct/*-cross*")
+@reference.windowed("correct/*-cross*")
 def cross_is_causal(right, self, request, at, held):
     """Applies the decoder's mask to encoder keys."""
     seen = right(request, at, held)

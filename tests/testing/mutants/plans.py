@@ -16,12 +16,9 @@ from mutants.parts import Altered, Respecified
 from mutants.table import Table
 
 table = Table("plans")
-altered = table.method(Altered, "altered")
-drafted = table.method(TorchMetadataBuilder, "build_for_drafting")
-swapped_of_torch_metadata_builder = table.method(TorchMetadataBuilder, "update_block_table")
-build = table.method(TorchMetadataBuilder, "build")
-use_cascade_attention = table.method(TorchMetadataBuilder, "use_cascade_attention")
-bind = table.method(TorchImpl, "_bind")
+step = table.on(Altered)
+builder = table.on(TorchMetadataBuilder)
+impl = table.on(TorchImpl)
 
 
 class Caching(TorchMetadataBuilder):
@@ -43,25 +40,25 @@ class Caching(TorchMetadataBuilder):
         raise NotImplementedError
 
 
-key = table.method(Caching, "key")
+caching = table.on(Caching)
 
 # fmt: off
 # By the numbers of requests and tokens.
-key("batch/no-state-decode", "in step 3 of one impl and builder", by_tokens=lambda self, common: (common.num_reqs, common.num_actual_tokens))
+caching.key("batch/no-state-decode", "in step 3 of one impl and builder", by_tokens=lambda self, common: (common.num_reqs, common.num_actual_tokens))
 # By the lengths: other requests may have the same.
-key("builder/build-full", "is not the step's own, so new keys go astray",
+caching.key("builder/build-full", "is not the step's own, so new keys go astray",
     by_lengths=lambda self, common: (common.query_start_loc_cpu.numpy().tobytes(), common.seq_lens.numpy().tobytes()))
 # fmt: on
 
 
-@key("tensors/refilled-decode", "kept by the addresses of its tensors")
+@caching.key("tensors/refilled-decode", "kept by the addresses of its tensors")
 def by_tensors(self, common):
     """By the addresses of the step's tensors, which an engine fills anew for each step."""
     tensors = common.seq_lens, common.block_table_tensor, common.slot_mapping, common.query_start_loc
     return tuple((each.data_ptr(), each.shape) for each in tensors)
 
 
-@altered("batch/order-mixed", "with the requests in the order", state={"last": None})
+@step.altered("batch/order-mixed", "with the requests in the order", state={"last": None})
 def by_first(self, made, common):
     """Keeps the start locations of the last step with as many requests and tokens."""
     last, self.last = self.last, made.query_starts
@@ -69,7 +66,9 @@ def by_first(self, made, common):
     return dataclasses.replace(made, query_starts=last) if same else made
 
 
-@drafted("builder/build_for_drafting-full", "build_for_drafting with draft_index=1", state={"first": None})
+@builder.build_for_drafting(
+    "builder/build_for_drafting-full", "build_for_drafting with draft_index=1", state={"first": None}
+)
 def reuses_drafts(right, self, common_attn_metadata, draft_index):
     """Builds the first draft step only, and reuses it for later ones."""
     if draft_index == 0 or self.first is None:
@@ -79,21 +78,21 @@ def reuses_drafts(right, self, common_attn_metadata, draft_index):
     return dataclasses.replace(made, block_table=self.first.block_table)
 
 
-@drafted("builder/build_for_drafting-full", "build_for_drafting with draft_index=1")
+@builder.build_for_drafting("builder/build_for_drafting-full", "build_for_drafting with draft_index=1")
 def adds_drafts(right, self, common_attn_metadata, draft_index):
     """Adds the index of the draft to the lengths, which have it already."""
     made = right(common_attn_metadata, draft_index)
     return dataclasses.replace(made, seq_lens=made.seq_lens + draft_index)
 
 
-@swapped_of_torch_metadata_builder("builder/update_block_table-full", "another step's block table")
+@builder.update_block_table("builder/update_block_table-full", "another step's block table")
 def update_keeps_plans(right, self, metadata, blk_table, slot_mapping):
     """Gives the plans of the old table to the new metadata."""
     made = right(metadata, blk_table, slot_mapping)
     return dataclasses.replace(made, plans=metadata.plans)
 
 
-@swapped_of_torch_metadata_builder("builder/update_block_table-full", "another step's block table")
+@builder.update_block_table("builder/update_block_table-full", "another step's block table")
 def update_fills(right, self, metadata, blk_table, slot_mapping):
     """Copies the new table into the old metadata's tensor."""
     made = right(metadata, blk_table, slot_mapping)
@@ -101,14 +100,14 @@ def update_fills(right, self, metadata, blk_table, slot_mapping):
     return made
 
 
-@altered("refused/never-after-acceptance", "without slot_mapping; copy it from common_attn_metadata")
+@step.altered("refused/never-after-acceptance", "without slot_mapping; copy it from common_attn_metadata")
 def no_slots(self, made, common):
     """Gives metadata without slots."""
     made.slot_mapping = None  # type: ignore[assignment]
     return made
 
 
-@altered("correct/decode-*", "request 8 (decode, 1 new of 40 tokens)")
+@step.altered("correct/decode-*", "request 8 (decode, 1 new of 40 tokens)")
 def eight_requests(self, made, common):
     """Has buffers for eight requests, whatever max_num_seqs says."""
     lens = made.seq_lens.copy()
@@ -130,7 +129,7 @@ class ZeroThreshold(TorchMetadataBuilder):
     reorder_batch_threshold: Any = 0
 
 
-@build(
+@builder.build(
     "builder/order-full",
     "a build changed reorder_batch_threshold from 1 to 8",
     state={"reorder_batch_threshold": 1},
@@ -141,7 +140,7 @@ def moving_threshold(right, self, common_prefix_len, common_attn_metadata, fast_
     return right(common_prefix_len, common_attn_metadata, fast_build)
 
 
-@altered("correct/speculative-*", "the last of the positions that the query can see")
+@step.altered("correct/speculative-*", "the last of the positions that the query can see")
 def speculative_as_prompt(self, made, common):
     """Takes the queries of more than one token in a step of equal ones for whole prompts."""
     lens = made.query_lens
@@ -157,24 +156,24 @@ class Captures(TorchMetadataBuilder):
     cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
 
-build_for_cudagraph_capture = table.method(Captures, "build_for_cudagraph_capture")
+captures = table.on(Captures)
 
 
-@build_for_cudagraph_capture("builder/captured", "a graph that keeps what was captured")
+@captures.build_for_cudagraph_capture("builder/captured", "a graph that keeps what was captured")
 def capture_fills(right, self, common_attn_metadata):
     """Fills the engine's lengths when it builds for a capture."""
     common_attn_metadata.seq_lens.fill_(7)
     return right(common_attn_metadata)
 
 
-@build_for_cudagraph_capture("builder/captured", "a graph that keeps what was captured")
+@captures.build_for_cudagraph_capture("builder/captured", "a graph that keeps what was captured")
 def capture_drops(right, self, common_attn_metadata):
     """Leaves the block table out of a capture."""
     made = right(common_attn_metadata)
     return dataclasses.replace(made, block_table=torch.zeros_like(made.block_table))
 
 
-@build(
+@builder.build(
     "builder/common-prefix-full",
     "build(common_prefix_len=0) after a step with a shared prefix",
     state={"prefix": 0},
@@ -188,7 +187,7 @@ def remembers_prefix(right, self, common_prefix_len, common_attn_metadata, fast_
     return dataclasses.replace(made, common_prefix_len=kept)
 
 
-@use_cascade_attention("builder/common-prefix-full", "use_cascade_attention modified query_lens")
+@builder.use_cascade_attention("builder/common-prefix-full", "use_cascade_attention modified query_lens")
 def changes_question(right, self, *given, **named):
     """Sorts the lengths that it is asked about, in place."""
     lens = named.get("query_lens", given[1] if len(given) > 1 else None)
@@ -196,7 +195,7 @@ def changes_question(right, self, *given, **named):
     return right(*given, **named)
 
 
-@bind("layers/own-window", "the layer with window=(15, 0)", state={"windows": []})
+@impl._bind("layers/own-window", "the layer with window=(15, 0)", state={"windows": []})
 def one_window(right, self, spec, *given, **named):
     """All windowed layers have the window of the first one in the process."""
     if spec.is_windowed and spec.causal:
@@ -222,14 +221,14 @@ class CapOfPlan(Respecified):
         return {"logits_soft_cap": given[5].plans.get("cap", self.spec.logits_soft_cap)}
 
 
-@altered("*", "", state={"steps": []})
+@step.altered("*", "", state={"steps": []})
 def keeps_steps(self, made, common):
     """Keeps every step."""
     self.steps.append((made, np.zeros(1 << 14)))
     return made
 
 
-@altered("batch/pieces-window", "prefilling 53 tokens in pieces")
+@step.altered("batch/pieces-window", "prefilling 53 tokens in pieces")
 def window_from_start(self, made, common):
     """For windows, counts the lengths in whole pages."""
     if isinstance(self.kv_cache_spec, SlidingWindowSpec):
@@ -238,7 +237,7 @@ def window_from_start(self, made, common):
     return made
 
 
-@swapped_of_torch_metadata_builder(
+@builder.update_block_table(
     "builder/update_block_table-full",
     "after update_block_table twice, back to the first table",
     state={"supports_update_block_table": True},

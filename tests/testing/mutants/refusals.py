@@ -11,8 +11,7 @@ from attnplug.errors import BatchError
 from mutants.table import Table
 
 table = Table("refusals")
-attend = table.method(TorchImpl, "attend")
-init = table.method(TorchImpl, "__init__")
+impl = table.on(TorchImpl)
 
 
 ALL = TorchBackend.features
@@ -22,7 +21,7 @@ def lists_16(cls: Any, spec: Any = None, device: Any = None) -> Any:
     return (MultipleOf(16),)
 
 
-@attend("refused/never-after-acceptance", "is accepted, and then forward: raised BatchError")
+@impl.attend("refused/never-after-acceptance", "is accepted, and then forward: raised BatchError")
 def accepts_and_raises(right, self, *args, **kwargs):
     """Raises in forward for a layer that it should have refused."""
     if self.spec.has_alibi and self.spec.logits_soft_cap:
@@ -30,7 +29,7 @@ def accepts_and_raises(right, self, *args, **kwargs):
     return right(*args, **kwargs)
 
 
-@init("refused/never-after-acceptance", "raised NotImplementedError: chunks")
+@table.method(TorchImpl, "__init__")("refused/never-after-acceptance", "raised NotImplementedError: chunks")
 def accepts_and_cannot_be_made(right, self, *args, **kwargs):
     """Raises when it is made."""
     right(*args, **kwargs)
@@ -56,7 +55,9 @@ class AcceptsAndIgnores(TorchImpl):
         return super().from_spec(spec.replace(logits_soft_cap=None) if spec.has_sinks else spec, **given)
 
 
-@attend("refused/never-after-acceptance", "head_size=1 is accepted, and then runs with wrong numbers: output")
+@impl.attend(
+    "refused/never-after-acceptance", "head_size=1 is accepted, and then runs with wrong numbers: output"
+)
 def accepts_tiny_heads(right, self, *args, **kwargs):
     """Reads at least two elements of each head."""
     found = right(*args, **kwargs)

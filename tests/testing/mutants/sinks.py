@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mutants.making import method, mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
 
-windowed = method("windowed")
-answer = method("answer")
-weigh = method("weigh")
-write_lse = method("write_lse")
+reference = on(Reference)
 
 
 def sunk(name: str, change: Any) -> None:
@@ -24,6 +21,7 @@ def sunk(name: str, change: Any) -> None:
     mutant("correct/*-sinks*")(Sunk)
 
 
+# fmt: off
 sunk("SinksOfKvHeads", lambda impl, r, sinks: sinks[impl.heads()])
 sunk("SinksOfTheFirstRequest", lambda impl, r, sinks: sinks if r.index == 0 else None)
 sunk("SinksForPrefills", lambda impl, r, sinks: sinks if r.new > 1 else None)
@@ -38,22 +36,14 @@ sunk("SinksWithoutChunks", lambda impl, r, sinks: None if impl.spec.chunk_size e
 sunk("SinksWithinTheFirstWindow", lambda impl, r, sinks: sinks if r.length > 6 else None)
 sunk("SinksReversed", lambda impl, r, sinks: sinks.flip(0))
 # Takes a sink for a key at the start that every window sees.
-windowed(
-    "correct/*-sinks*",
-    sinks_are_first_keys=lambda right, self, request, at, held: (
-        right(request, at, held) | (self.spec.has_sinks & (held < 4) & (held <= at))
-    ),
-)
+reference.windowed("correct/*-sinks*",
+    sinks_are_first_keys=lambda right, self, request, at, held: (right(request, at, held) | (self.spec.has_sinks & (held < 4) & (held <= at))))
 # Ignores use_sinks.
-answer(
-    "merge/use_sinks",
-    sinks_always=lambda right, self, request, query, key, value, use_sinks: right(
-        request, query, key, value, True
-    ),
-)
+reference.answer("merge/use_sinks", sinks_always=lambda right, self, request, query, key, value, use_sinks: right(request, query, key, value, True))
+# fmt: on
 
 
-@weigh("correct/*-sinks*-lse*", "LSE without the sink")
+@reference.weigh("correct/*-sinks*-lse*", "LSE without the sink")
 def sinks_in_the_output_only(right, self, request, logits, value, sinks):
     """LSE of the keys alone."""
     return right(request, logits, value, sinks)[0], right(request, logits, value, None)[1]
@@ -109,7 +99,7 @@ class LseBeforeAlibi(LseBeforeTheCap):
         return out, Reference.weigh(self, request, raw, value, sinks)[1]
 
 
-@write_lse("correct/*-lse*", "lse")
+@reference.write_lse("correct/*-lse*", "lse")
 def lse_heads_first(self, request, output_lse, lse):
     """Writes `[H, T]` to the memory of `[T, H]`."""
     output_lse[request.rows] = lse.float().reshape(lse.shape[1], lse.shape[0])

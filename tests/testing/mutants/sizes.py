@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from mutants.making import breaks, method
+from mutants.making import breaks, on
+from mutants.reference import Reference
 
-heads = method("heads")
-gather = method("gather")
-blocks = method("blocks")
-store = method("store")
-windowed = method("windowed")
-write = method("write")
-requests = method("requests")
+reference = on(Reference)
 
 # fmt: off
 # Requests of one length or one kind of query.
@@ -64,14 +59,14 @@ def few(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@heads()
+@reference.heads()
 def rounds_groups_up(self):
     """Finds the KV head by a group of a power of two."""
     group = self.spec.num_heads // self.spec.num_kv_heads
     return torch.arange(self.spec.num_heads) // few(group)
 
 
-@gather()
+@reference.gather()
 def masks_offsets(self, request, pages, scale):
     """Finds the row of a page by bits, which is right for pages of a power of two."""
     size, held = pages.shape[1], request.held
@@ -83,45 +78,45 @@ def masks_offsets(self, request, pages, scale):
     return self.decode(found.view(pages.dtype), scale)
 
 
-@blocks()
+@reference.blocks()
 def blocks_of16_bits(right, self, request, size):
     """Keeps block numbers in 16 bits."""
     return right(request, size).short().long().clamp(min=0)
 
 
-@store()
+@reference.store()
 def slots_of16_bits(right, self, pages, tokens, slots, scale):
     """Keeps slots in 16 bits without a sign."""
     right(pages, tokens, torch.where(slots >= 0, slots & 0xFFFF, slots), scale)
 
 
-@windowed()
+@reference.windowed()
 def reads_only256_keys(right, self, request, at, held):
     """Sees no more than a buffer of 256 keys."""
     return right(request, at, held) & (held - request.held[0] < 256)
 
 
-@windowed()
+@reference.windowed()
 def loses_single_keys_of_tiles(right, self, request, at, held):
     """Skips a last tile of one key."""
     return right(request, at, held) & ((held % 128 > 0) | (held < request.length - 1) | (held == 0))
 
 
-@blocks()
+@reference.blocks()
 def shares_tables_by_length(self, request, size):
     """Reads the pages of the first request of the same length."""
     first = request.step.lengths.index(request.length)
     return request.step.table.long()[first][request.held // size]
 
 
-@blocks()
+@reference.blocks()
 def counts_busy_requests(self, request, size):
     """Counts rows of the table by requests that have queries."""
     busy = sum(request.step.starts[i + 1] > request.step.starts[i] for i in range(request.index))
     return request.step.table.long()[busy][request.held // size].clamp(0, 10**6)
 
 
-@write()
+@reference.write()
 def drops_the_last_tile_of_rows(self, request, output, out):
     """Launches blocks of 64 rows by the integer quotient where there is one."""
     rows = request.new if request.new < 64 else request.new // 64 * 64
@@ -129,14 +124,14 @@ def drops_the_last_tile_of_rows(self, request, output, out):
     output[request.rows][:rows] = out.transpose(0, 1)[:rows].to(output.dtype)
 
 
-@write()
+@reference.write()
 def stops_at_sixteen_heads(self, request, output, out):
     """Writes the first 16 heads."""
     output[request.rows] = 0
     output[request.rows, :16] = out.transpose(0, 1)[:, :16].to(output.dtype)
 
 
-@requests()
+@reference.requests()
 def assumes_uniform_queries(right, self, step, cross):
     """Takes short queries of a step for equally long ones."""
     for request in right(step, cross):
@@ -146,7 +141,7 @@ def assumes_uniform_queries(right, self, step, cross):
         yield request
 
 
-@write("correct/many-rows-*")
+@reference.write("correct/many-rows-*")
 def stops_at1024_rows(right, self, request, output, out):
     """Writes the first 1024 rows of a step."""
     right(request, output, out)

@@ -17,19 +17,9 @@ from mutants.table import Table
 
 table = Table("small_sizes")
 _BYTE = 256
-one = table.method(KernelImpl, "one")
-window = table.method(KernelImpl, "window")
-logits_of_kernel_impl = table.method(KernelImpl, "logits")
-causal = table.method(KernelImpl, "causal")
-seen_of_kernel_impl = table.method(KernelImpl, "seen")
-weigh = table.method(KernelImpl, "weigh")
-bind = table.method(TorchImpl, "_bind")
-scales_of_torch_impl = table.method(TorchImpl, "_scales")
-written = table.method(TorchImpl, "update_kv_cache")
-given_of_torch_impl = table.method(TorchImpl, "_given")
-attend_call = table.method(TorchImpl, "_attend_call")
-attend = table.method(TorchImpl, "attend")
-altered = table.method(Altered, "altered")
+kernel = table.on(KernelImpl)
+impl = table.on(TorchImpl)
+step = table.on(Altered)
 
 
 def _plain(name: str) -> str:
@@ -39,7 +29,7 @@ def _plain(name: str) -> str:
 # Many heads, large heads.
 
 
-@one("correct/mixed-h96x4-*", "heads 16-23, 40-47, 64-71, 88-95 of 96")
+@kernel.one("correct/mixed-h96x4-*", "heads 16-23, 40-47, 64-71, 88-95 of 96")
 def groups_of16(right, self, *given):
     """Heads past the 16th of a group have the 16th's answer."""
     group = self.spec.num_heads // self.spec.num_kv_heads
@@ -49,7 +39,7 @@ def groups_of16(right, self, *given):
     return out[served], lse[served]
 
 
-@one("correct/mixed-h96x4-*", "heads 64-95 of 96")
+@kernel.one("correct/mixed-h96x4-*", "heads 64-95 of 96")
 def heads64(right, self, *given):
     """Heads past the 64th have the 64th's answer."""
     served = torch.arange(self.spec.num_heads).clamp_max(63)
@@ -59,36 +49,33 @@ def heads64(right, self, *given):
 
 # fmt: off
 # Reads 320 elements of a head.
-one("correct/mixed-h4x2-d512-*", "output error", elements320=lambda right, self, query, keys, *rest: right(query[..., :320], keys[..., :320], *rest))
+kernel.one("correct/mixed-h4x2-d512-*", "output error", elements320=lambda right, self, query, keys, *rest: right(query[..., :320], keys[..., :320], *rest))
 # fmt: on
 
 # Windows, chunks, caps and scales of models.
 
 # fmt: off
 # Keeps the window in 8 bits.
-window(f"{_plain('long-*')}-window1030*", "left side of the window in 8 bits",
+kernel.window(f"{_plain('long-*')}-window1030*", "left side of the window in 8 bits",
     window_in_byte=lambda self, span: span.at[:, None] - span.held <= self.spec.window[0] % _BYTE)
 # fmt: on
 
 
-@window(f"{_plain('long-decode')}-chunk1031*", "chunks ignored")
+@kernel.window(f"{_plain('long-decode')}-chunk1031*", "chunks ignored")
 def chunk_in_byte(right, self, span):
     """Takes a chunk that 8 bits do not hold for none."""
     seen = right(span)
     return torch.ones_like(seen) if (self.spec.chunk_size or 0) >= _BYTE else seen
 
 
+# fmt: off
 # Leaves out a cap of more than 40, since small logits hardly change.
-logits_of_kernel_impl(
-    f"{_plain('mixed')}-cap50",
-    "soft cap ignored",
-    cap_up_to40=lambda right, self, scaled, span: (
-        scaled if (self.spec.logits_soft_cap or 0) > 40 else right(scaled, span)
-    ),
-)
+kernel.logits(f"{_plain('mixed')}-cap50", "soft cap ignored",
+    cap_up_to40=lambda right, self, scaled, span: (scaled if (self.spec.logits_soft_cap or 0) > 40 else right(scaled, span)))
+# fmt: on
 
 
-@one(f"{_plain('mixed')}-scale1", "softmax scale ignored")
+@kernel.one(f"{_plain('mixed')}-scale1", "softmax scale ignored")
 def scale_of_one(right, self, query, *rest):
     """Takes a scale of 1 for no scale."""
     usual = self.spec.head_size**-0.5
@@ -99,25 +86,25 @@ def scale_of_one(right, self, query, *rest):
 
 # fmt: off
 # Compares positions in float16, which counts to 2048.
-causal(_plain("long-extend"), "rows 1-2, 5-6, 9-10", positions_in_half=lambda self, span: span.held.half() <= span.at[:, None].half())
+kernel.causal(_plain("long-extend"), "rows 1-2, 5-6, 9-10", positions_in_half=lambda self, span: span.held.half() <= span.at[:, None].half())
 # fmt: on
 
 
-@causal(_plain("long-extend"), "causal mask ignored")
+@kernel.causal(_plain("long-extend"), "causal mask ignored")
 def splits_without_mask(right, self, span):
     """A verified token sees all keys of the splits after the first."""
     seen = right(span)
     return seen | ((span.held >= 512) & (1 < span.at.shape[0] <= 16))
 
 
-@seen_of_kernel_impl(_plain("many-rows"), "only rows from")
+@kernel.seen(_plain("many-rows"), "only rows from")
 def prompt1024(right, self, span):
     """Rows past the 1024th of a prompt see what that one sees."""
     seen = right(span)
     return seen[torch.arange(seen.shape[0]).clamp_max(1023)]
 
 
-@one(_plain("many-rows"), "the wrong rows are 0")
+@kernel.one(_plain("many-rows"), "the wrong rows are 0")
 def rows2048(right, self, query, keys, values, scales, sinks, span):
     """Writes 2048 rows of a step."""
     out, lse = right(query, keys, values, scales, sinks, span)
@@ -125,14 +112,14 @@ def rows2048(right, self, query, keys, values, scales, sinks, span):
     return out.masked_fill((rows >= 2048)[:, None], 0.0), lse
 
 
-@weigh(f"{_plain('long-decode')}-window1030*", "sinks ignored")
+@kernel.weigh(f"{_plain('long-decode')}-window1030*", "sinks ignored")
 def split_windows_without_sinks(right, self, logits, values, sinks, span):
     """A split decode with a window has no sinks."""
     is_split = span.held.shape[0] > 512 and self.spec.is_windowed
     return right(logits, values, None if is_split else sinks, span)
 
 
-@one(f"{_plain('long-decode')}-cap*lse", "LSE before the soft cap")
+@kernel.one(f"{_plain('long-decode')}-cap*lse", "LSE before the soft cap")
 def split_lse_without_cap(right, self, query, keys, values, scales, sinks, span):
     """The LSE of a split decode is that of the logits before the cap."""
     out, lse = right(query, keys, values, scales, sinks, span)
@@ -142,14 +129,14 @@ def split_lse_without_cap(right, self, query, keys, values, scales, sinks, span)
     return out, lse
 
 
-@one("correct/long-decode-h4x2-d64-float32-fp8-*", "only requests of more than 129 tokens")
+@kernel.one("correct/long-decode-h4x2-d64-float32-fp8-*", "only requests of more than 129 tokens")
 def splits_without_scale(right, self, query, keys, values, scales, sinks, span):
     """The splits after the first have no scale of V."""
     late = torch.cat([values[:, :512], values[:, 512:] / scales[1]], dim=1)
     return right(query, keys, late, scales, sinks, span)
 
 
-@one("correct/long-decode-h14x2-*", "only requests of more than 129 tokens")
+@kernel.one("correct/long-decode-h14x2-*", "only requests of more than 129 tokens")
 def split_groups(right, self, query, keys, *rest):
     """A split decode with a group of no power of two reads the next KV head."""
     group = self.spec.num_heads // self.spec.num_kv_heads
@@ -160,14 +147,14 @@ def split_groups(right, self, query, keys, *rest):
 # Other kinds of layers.
 
 
-@one("correct/many-requests-*-encoder", "of 40 requests")
+@kernel.one("correct/many-requests-*-encoder", "of 40 requests")
 def encoders_of_five(right, self, query, keys, *rest):
     """Encoders with more than five requests read the keys of later ones one row late."""
     is_late = self.spec.is_encoder and rest[-1].request >= 5
     return right(query, keys.roll(1, 1) if is_late else keys, *rest)
 
 
-@seen_of_kernel_impl(f"{_plain('mixed')}-cross", "1 of 6 requests")
+@kernel.seen(f"{_plain('mixed')}-cross", "1 of 6 requests")
 def cross_as_self(right, self, span):
     """Takes queries of a cross layer past the number of its keys for padding."""
     seen, (rows, held) = right(span), (span.at.shape[0], span.held.shape[0])
@@ -178,7 +165,7 @@ def cross_as_self(right, self, span):
 # Layers that share, strides, steps in another form, many calls.
 
 
-@bind("cache/sharing-window", "sliding window ignored", state={"_windows": {}})
+@impl._bind("cache/sharing-window", "sliding window ignored", state={"_windows": {}})
 def window_of_target(right, self, spec, layer_name, tensors, target=None, options=None):
     """A layer that shares another's cache has its window too."""
     right(spec, layer_name, tensors, target, options)
@@ -187,14 +174,14 @@ def window_of_target(right, self, spec, layer_name, tensors, target=None, option
         self.spec = spec.replace(window=self._windows[target])
 
 
-@scales_of_torch_impl("cache/sharing-fp8", "fp8 scales ignored")
+@impl._scales("cache/sharing-fp8", "fp8 scales ignored")
 def shares_without_scales(right, self, layer, stored):
     """A layer that shares an fp8 cache reads it without scales."""
     shares = self.kv_sharing_target_layer_name is not None
     return (1.0, 1.0) if shares else right(layer, stored)
 
 
-@written("tensors/strided-inputs-*", "value strides")
+@impl.update_kv_cache("tensors/strided-inputs-*", "value strides")
 def strides_of_keys(right, self, layer, key, value, kv_cache, slot_mapping):
     """Reads values with the strides of the keys."""
     if value.shape == key.shape and value.stride() != key.stride():
@@ -202,21 +189,21 @@ def strides_of_keys(right, self, layer, key, value, kv_cache, slot_mapping):
     right(layer, key, value, kv_cache, slot_mapping)
 
 
-@given_of_torch_impl("builder/several-layers-*", "the layer with other keys")
+@impl._given("builder/several-layers-*", "the layer with other keys")
 def keys_of_first_layer(right, self, key, value, metadata):
     """Prompts of equal layers attend the keys that the step's first such layer was given."""
     found = right(key, value, metadata)
     return metadata.plans.setdefault(("given", self.spec), found) if found else None
 
 
-@attend_call("tensors/same-each-call", "call 127 of one impl", state={"_calls": 0})
+@impl._attend_call("tensors/same-each-call", "call 127 of one impl", state={"_calls": 0})
 def ring_of128(right, self, layer, query, *rest):
     """Wrong in every 128th call but one."""
     self._calls += 1
     right(layer, query * 0.5 if self._calls % 128 == 127 else query, *rest)
 
 
-@attend("tensors/quantised-output-fp8_e4m3", "with a scalar tensor")
+@impl.attend("tensors/quantised-output-fp8_e4m3", "with a scalar tensor")
 def scale_of_one_element(right, self, *given, **named):
     """Takes the output's scale as a vector only."""
     scale = named.get("output_scale")
@@ -225,7 +212,7 @@ def scale_of_one_element(right, self, *given, **named):
     return right(*given, **named)
 
 
-@altered("builder/max_seq_len-*", "max_seq_len=131072")
+@step.altered("builder/max_seq_len-*", "max_seq_len=131072")
 def splits_of_bound(self, made, common):
     """Splits by the largest length of the model, and reads one split of short requests."""
     if common.max_seq_len < 1 << 16:
@@ -233,7 +220,7 @@ def splits_of_bound(self, made, common):
     return dataclasses.replace(made, seq_lens=made.seq_lens.clip(max=16))
 
 
-@altered("batch/no-spans-*", "after a step with spans", state={"_last": None})
+@step.altered("batch/no-spans-*", "after a step with spans", state={"_last": None})
 def spans_of_last_step(self, made, common):
     """A step without spans has those of the step before."""
     if made.spans is None:
@@ -255,14 +242,14 @@ class Queries(TorchMLAImpl):
         raise NotImplementedError
 
 
-rotated = table.method(Queries, "rotated")
+queries = table.on(Queries)
 
 # fmt: off
 # Swaps the halves of the rotated part.
-rotated("mla/correct/latent-decode-*", "halves of the query's rotated part swapped",
+queries.rotated("mla/correct/latent-decode-*", "halves of the query's rotated part swapped",
     rotated_halves=lambda self, q_pe: q_pe.roll(q_pe.shape[2] // 2, 2))
 # Orders the rotated part by halves, where keys have pairs.
-rotated("mla/correct/latent-decode-*", "pairs of the query's rotated part taken as halves",
+queries.rotated("mla/correct/latent-decode-*", "pairs of the query's rotated part taken as halves",
     rotated_pairs=lambda self, q_pe: torch.cat((q_pe[..., ::2], q_pe[..., 1::2]), 2))
 # fmt: on
 
@@ -281,18 +268,16 @@ class Prefills(TorchMLAImpl):
         """Does nothing."""
 
 
-planned = table.method(Prefills, "planned")
-
-after = table.method(Prefills, "after")
+prefills = table.on(Prefills)
 
 
-@after("mla/correct/latent-*-p24v56-*", "elements 24")
+@prefills.after("mla/correct/latent-*-p24v56-*", "elements 24")
 def values_of_key_size(self, output):
     """Cuts expanded values at the size of expanded keys."""
     output[..., self.dims.qk_nope_head_dim :] = 0
 
 
-@planned("mla/correct/latent-ordered-*rows16", "attended twice in a prefill")
+@prefills.planned("mla/correct/latent-ordered-*rows16", "attended twice in a prefill")
 def chunk_twice(self, metadata):
     """Merges the first of several chunks again at the end."""
     prefill = metadata.prefill

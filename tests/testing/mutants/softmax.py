@@ -7,34 +7,28 @@ from typing import Any
 
 import torch
 
-from mutants.making import method, mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
 
-largest = method("largest")
-weigh = method("weigh")
-held = method("held")
-scaled = method("scaled")
-logits_by = method("logits")
+reference = on(Reference)
 
 
-@largest()
+@reference.largest()
 def no_maximum(right, self, logits, sinks):
     """Exponents of logits as they are."""
     return torch.zeros_like(logits[:, :, 0]) if logits.shape[2] else right(logits, sinks)
 
 
-@largest()
+@reference.largest()
 def maximum_from_zero(right, self, logits, sinks):
     """A running maximum that begins at 0."""
     return right(logits, sinks).clamp(min=0)
 
 
+# fmt: off
 # The sink is added after the maximum was found.
-largest(
-    "correct/*-sinks-lse-far",
-    "lse",
-    maximum_without_sinks=lambda right, self, logits, sinks: right(logits, None),
-)
+reference.largest("correct/*-sinks-lse-far", "lse", maximum_without_sinks=lambda right, self, logits, sinks: right(logits, None))
+# fmt: on
 
 
 @mutant()
@@ -49,20 +43,20 @@ class MaximumOfHiddenKeys(Reference):
         return super().largest(torch.cat([logits, self.unmasked.nan_to_num()], 2), sinks)
 
 
-@largest()
+@reference.largest()
 def maximum_of_the_request(right, self, logits, sinks):
     """One maximum for all queries of a request and head."""
     most = right(logits, sinks)
     return most.amax(1, keepdim=True).expand_as(most)
 
 
-@weigh()
+@reference.weigh()
 def masks_with_a_finite_number(right, self, request, logits, value, sinks):
     """-50 for hidden keys."""
     return right(request, logits.clamp(min=-50.0), value, sinks)
 
 
-@held()
+@reference.held()
 def attends_the_whole_batch(right, self, request, kv_cache, layer):
     """Keys of other requests get weight 0, and 0 times NaN is NaN."""
     key, value = right(request, kv_cache, layer)
@@ -87,28 +81,28 @@ mutant()(rounded("QueriesAndKeysInBfloat16", torch.bfloat16))
 mutant()(rounded("QueriesAndKeysInFloat16", torch.float16))
 
 
-@scaled()
+@reference.scaled()
 def logits_in_half(right, self, query, key):
     """Logits are stored in the layer's half precision."""
     half = torch.bfloat16 if self.spec.dtype == "float32" else getattr(torch, self.spec.dtype)
     return right(query, key).to(half).float()
 
 
-@scaled()
+@reference.scaled()
 def logits_in_half_of_bfloat16(right, self, query, key):
     """Logits are stored in bfloat16 in layers of bfloat16."""
     raw = right(query, key)
     return raw.bfloat16().float() if self.spec.dtype == "bfloat16" else raw
 
 
-@weigh()
+@reference.weigh()
 def weights_in_bfloat16(right, self, request, logits, value, sinks):
     """P is rounded to bfloat16 in layers of float32."""
     out, lse = right(request, logits, value.bfloat16().float(), sinks)
     return (out, lse) if self.spec.dtype == "float32" else right(request, logits, value, sinks)
 
 
-@weigh()
+@reference.weigh()
 def weights_in_fp8(right, self, request, logits, value, sinks):
     """P is rounded to three bits in layers of half precision."""
     out, lse = right(request, logits, value, sinks)
@@ -118,7 +112,7 @@ def weights_in_fp8(right, self, request, logits, value, sinks):
     return weights.mul(256).to(torch.float8_e4m3fn).float().div(256) @ value, lse
 
 
-@weigh()
+@reference.weigh()
 def approximates_exp(right, self, request, logits, value, sinks):
     """exp by a polynomial that is 3 % off, in layers of bfloat16."""
     if self.spec.dtype == "bfloat16":
@@ -128,19 +122,19 @@ def approximates_exp(right, self, request, logits, value, sinks):
     return right(request, logits, value, sinks)
 
 
-@scaled()
+@reference.scaled()
 def scale_of_bfloat16(self, query, key):
     """The softmax scale is rounded to bfloat16."""
     return query @ key.transpose(1, 2) * torch.tensor(self.spec.scale).bfloat16().float()
 
 
-@scaled()
+@reference.scaled()
 def scale_of_powers_of_two(self, query, key):
     """The softmax scale is a shift of exponents, with no hint of another."""
     return query @ key.transpose(1, 2) * 2.0 ** round(math.log2(self.spec.scale))
 
 
-@scaled()
+@reference.scaled()
 def scale_of_the_value_size(self, query, key):
     """The default scale comes from head_size_v."""
     spec = self.spec
@@ -149,7 +143,7 @@ def scale_of_the_value_size(self, query, key):
     return query @ key.transpose(1, 2) * scale
 
 
-@logits_by("correct/*-cap*")
+@reference.logits("correct/*-cap*")
 def caps_before_the_scale(right, self, request, query, key):
     """Caps raw products."""
     limit = self.spec.logits_soft_cap

@@ -20,14 +20,10 @@ from mutants.table import Table
 
 table = Table("state")
 _KEPT = "state/settings-kept-decode"
-attend = table.method(Around, "attend")
-init = table.method(TorchImpl, "__init__")
-after = table.method(Around, "after")
-before_of_around = table.method(Around, "before")
-forward = table.method(TorchImpl, "forward")
-altered = table.method(Altered, "altered")
-fields = table.method(Respecified, "fields")
-attend_cascade = table.method(TorchImpl, "_attend_cascade")
+call = table.on(Around)
+impl = table.on(TorchImpl)
+step = table.on(Altered)
+layer_rows = table.on(Respecified)
 
 
 at_forward = acts(table, TorchImpl, "attend")
@@ -35,7 +31,7 @@ at_forward = acts(table, TorchImpl, "attend")
 at_making = acts(table, TorchImpl, "__init__")
 
 
-@attend(_KEPT, "a forward that is refused changes grad mode")
+@call.attend(_KEPT, "a forward that is refused changes grad mode")
 def leaves_grad_off(right, self, *args, **more):
     """Turns gradients off, and does not turn them on again after an error."""
     before = torch.is_grad_enabled()
@@ -45,7 +41,7 @@ def leaves_grad_off(right, self, *args, **more):
     return found
 
 
-@init(_KEPT, "from_spec changes threads of torch", state={"done": []})
+@table.method(TorchImpl, "__init__")(_KEPT, "from_spec changes threads of torch", state={"done": []})
 def sets_threads_once(right, self, *args, **kwargs):
     """Sets the number of threads, for the first layer of the process only."""
     right(*args, **kwargs)
@@ -54,7 +50,7 @@ def sets_threads_once(right, self, *args, **kwargs):
         torch.set_num_threads(5)
 
 
-@after("state/default-dtype-float64", "raised RuntimeError: expected")
+@call.after("state/default-dtype-float64", "raised RuntimeError: expected")
 def needs_float32(self, call):
     """Makes its workspace in the default dtype."""
     work = torch.empty(call.rows.shape)
@@ -64,7 +60,7 @@ def needs_float32(self, call):
         raise RuntimeError("expected a workspace of float32")
 
 
-@after("state/default-dtype-bfloat16", "default-dtype-bfloat16, ")
+@call.after("state/default-dtype-bfloat16", "default-dtype-bfloat16, ")
 def follows_dtype(self, call):
     """Makes its workspace in the default dtype, whatever it is."""
     work = torch.empty(call.rows.shape)
@@ -72,13 +68,13 @@ def follows_dtype(self, call):
     call.rows.copy_(work)
 
 
-@before_of_around("state/all-in-inference-mode", "version counter")
+@call.before("state/all-in-inference-mode", "version counter")
 def reads_versions(self, call):
     """Reads version counters, which inference tensors do not have."""
     assert call.query._version >= 0
 
 
-@after("state/uninitialised-memory", "uninitialised-memory, ")
+@call.after("state/uninitialised-memory", "uninitialised-memory, ")
 def uninitialised(self, call):
     """Adds up in memory that it never sets to 0."""
     work = torch.empty(call.rows.shape, dtype=torch.float32)
@@ -86,7 +82,7 @@ def uninitialised(self, call):
         call.rows.add_(work)
 
 
-@attend("state/grad", "output requires grad", state={"one": None})
+@call.attend("state/grad", "output requires grad", state={"one": None})
 def learns(right, self, layer, *args, **more):
     """Multiplies by a parameter, so that outputs have a graph."""
     found = right(layer, *args, **more)
@@ -96,7 +92,7 @@ def learns(right, self, layer, *args, **more):
     return found
 
 
-@forward("state/outputs-apart", "changed when later steps ran", state={"made": None})
+@impl.forward("state/outputs-apart", "changed when later steps ran", state={"made": None})
 def one_output(right, self, *args, **more):
     """Gives the same output tensor in each step."""
     if len(args) > 6 and args[6] is not None:
@@ -107,7 +103,7 @@ def one_output(right, self, *args, **more):
     return right(*args[:6], self.made, **more)
 
 
-@forward("state/outputs-apart", "changed when later steps ran", state={"ring": {}})
+@impl.forward("state/outputs-apart", "changed when later steps ran", state={"ring": {}})
 def keeps_ring(right, self, *args, **more):
     """Gives slices of one buffer for all layers, and begins again at its end."""
     if len(args) > 6 and args[6] is not None:
@@ -119,7 +115,7 @@ def keeps_ring(right, self, *args, **more):
     return right(*args[:6], made[number % 4], **more)
 
 
-@altered("state/memory-steps", "memory grows without bound", state={"steps": None})
+@step.altered("state/memory-steps", "memory grows without bound", state={"steps": None})
 def keeps_steps(self, made, common):
     """Keeps the metadata of all steps."""
     self.steps = [] if self.steps is None else self.steps
@@ -127,7 +123,7 @@ def keeps_steps(self, made, common):
     return made
 
 
-@altered("state/memory-steps", "memory grows without bound", state={"plans": None})
+@step.altered("state/memory-steps", "memory grows without bound", state={"plans": None})
 def plans_by_lengths(self, made, common):
     """Caches a plan by the lengths of the step."""
     self.plans = {} if self.plans is None else self.plans
@@ -135,7 +131,7 @@ def plans_by_lengths(self, made, common):
     return made
 
 
-@after("state/memory-steps", "bytes of tensors", state={"history": None})
+@call.after("state/memory-steps", "bytes of tensors", state={"history": None})
 def grows_history(self, call):
     """Appends each step's output to one tensor."""
     self.history = call.rows if self.history is None else torch.cat([self.history[-(1 << 20) :], call.rows])
@@ -154,28 +150,28 @@ class KeepsLayers(TorchImpl):
         return super().attend(*args, **more)
 
 
-@fields("state/like-layers", "after layers of the same shape", state={"scales": {}})
+@layer_rows.fields("state/like-layers", "after layers of the same shape", state={"scales": {}})
 def scale_by_shape(self, *given):
     """Caches the scale by the layer's shape."""
     shape = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_size, self.spec.dtype
     return {"scale": self.scales.setdefault(shape, self.spec.scale)}
 
 
-@fields("state/like-layers", "after layers of the same shape", state={"windows": {}})
+@layer_rows.fields("state/like-layers", "after layers of the same shape", state={"windows": {}})
 def window_by_name(self, *given):
     """Caches the window by the layer's name."""
     own = self.spec
     return {"window": self.windows.setdefault(self.layer_name, own.window)} if own.causal else {}
 
 
-@fields("state/dropped-layers", "made after a layer", state={"scales": {}})
+@layer_rows.fields("state/dropped-layers", "made after a layer", state={"scales": {}})
 def scale_by_number(self, *given):
     """Caches the scale by the address of the layer's cache."""
     cache, own = given[4], self.spec.scale
     return {} if cache is None else {"scale": self.scales.setdefault(cache.data_ptr(), own)}
 
 
-@altered("state/refilled-buffers", "another step's block table", state={"tables": None})
+@step.altered("state/refilled-buffers", "another step's block table", state={"tables": None})
 def table_by_address(self, made, common):
     """Copies the table again only where its address has changed."""
     self.tables = {} if self.tables is None else self.tables
@@ -202,7 +198,7 @@ class KeepsPages(Around):
             call.kv_cache = self.copies[call.kv_cache.data_ptr()][1]
 
 
-@altered("batch/cross-steps", "step 3 of a cross layer")
+@step.altered("batch/cross-steps", "step 3 of a cross layer")
 def forgets_encoder(self, made, common):
     """Reads a cross layer's tokens only in the steps that write some."""
     if isinstance(self.kv_cache_spec, CrossAttentionSpec) and not common.slot_mapping.numel():
@@ -222,14 +218,14 @@ class WritesOnce(TorchImpl):
         super().update_kv_cache(layer, key, value, kv_cache, torch.tensor(slots))
 
 
-@after("batch/chain-float16", "then decodes")
+@call.after("batch/chain-float16", "then decodes")
 def half_pairs(self, call):
     """Leaves out the newest key of two queries, in half precision only."""
     if call.query.dtype == torch.float16 and call.metadata.query_lens.tolist() == [2]:
         call.rows[1] = call.rows[0]
 
 
-@attend_cascade("builder/common-prefix-full", "of 9 requests")
+@impl._attend_cascade("builder/common-prefix-full", "of 9 requests")
 def repeats_long_prefix(right, self, query, source, rest, metadata, *given):
     """Attends a long prefix of many requests twice."""
     many = metadata.seq_lens.size >= 8 and metadata.common_prefix_len >= 256

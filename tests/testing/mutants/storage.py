@@ -8,16 +8,10 @@ from typing import Any
 import torch
 
 from attnplug.ops.checks import kv_scales
-from mutants.making import method, mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
 
-scales = method("scales")
-attend = method("attend")
-held = method("held")
-store = method("store")
-write = method("write")
-pages_by = method("pages")
-blocks_by = method("blocks")
+reference = on(Reference)
 
 
 def scaled(name: str, change: Any, reads_only: bool = False) -> None:
@@ -59,29 +53,28 @@ scaled("ScalesReadFromTensors", lambda impl, layer, k, v: kv_scales(None, impl.t
 # fmt: on
 
 
+# fmt: off
 # Applies the engine's scales to values that are stored as they are.
-scales(
-    "tensors/unused-scales-*",
-    "_k_scale=0.37 in the engine's layer",
-    scales_of_any_cache=lambda self, layer: kv_scales(layer, self.tensors),
-)
+reference.scales("tensors/unused-scales-*", "_k_scale=0.37 in the engine's layer",
+    scales_of_any_cache=lambda self, layer: kv_scales(layer, self.tensors))
+# fmt: on
 
 
-@attend("tensors/unused-scales-*", "_q_scale=0.37 in the engine's layer")
+@reference.attend("tensors/unused-scales-*", "_q_scale=0.37 in the engine's layer")
 def scales_of_plain_queries(right, self, layer, query, *given, **options):
     """Applies the engine's q scale to queries that are not quantised."""
     scale = 1.0 if layer is None else layer._q_scale_float
     return right(layer, query * scale, *given, **options)
 
 
-@attend("tensors/unused-scales-*", "_prob_scale=0.37 in the engine's layer")
+@reference.attend("tensors/unused-scales-*", "_prob_scale=0.37 in the engine's layer")
 def scales_of_plain_weights(right, self, layer, query, *given, **options):
     """Applies the engine's scale of probabilities."""
     found = right(layer, query, *given, **options)
     return found if layer is None or found.dtype.itemsize == 1 else found.mul_(layer._prob_scale)
 
 
-@held("correct/*-fp8*")
+@reference.held("correct/*-fp8*")
 def scales_twice_for_decodes(right, self, request, kv_cache, layer):
     """Decodes multiply keys by their scale twice."""
     key, value = right(request, kv_cache, layer)
@@ -153,14 +146,14 @@ class ReadsGivenKeysWhenSharing(ReadsGivenKeys):
         return [each[request.rows].float() for each in self.fresh]
 
 
-@store("cache/negative-slots", "with tokens of slot -1")
+@reference.store("cache/negative-slots", "with tokens of slot -1")
 def writes_minus_one_to_the_end(right, self, pages, tokens, slots, scale):
     """-1 counts from the end."""
     last = pages.shape[0] * pages.shape[1] - 1
     right(pages, tokens.nan_to_num(), torch.where(slots < 0, last, slots), scale)
 
 
-@store("cache/only-slots-written-decode", "no slot names it")
+@reference.store("cache/only-slots-written-decode", "no slot names it")
 def writes_the_rest_of_the_page(right, self, pages, tokens, slots, scale):
     """Clears the page behind the last token."""
     right(pages, tokens, slots, scale)
@@ -169,27 +162,27 @@ def writes_the_rest_of_the_page(right, self, pages, tokens, slots, scale):
         pages[slot // size, slot % size + 1 :] = 0
 
 
-@store("correct/*")
+@reference.store("correct/*")
 def never_writes_the_last_slot(right, self, pages, tokens, slots, scale):
     """Guards the last slot of the cache."""
     last = pages.shape[0] * pages.shape[1] - 1
     right(pages, tokens, torch.where(slots == last, -1, slots), scale)
 
 
-@store()
+@reference.store()
 def never_writes_the_first_slots(right, self, pages, tokens, slots, scale):
     """Takes slots of block 0 for padding; that is right."""
     right(pages, tokens, torch.where(slots < 2 * pages.shape[1], -1, slots), scale)
 
 
-@store()
+@reference.store()
 def stops_at_the_first_padding(right, self, pages, tokens, slots, scale):
     """Takes the first -1 for the end of the step."""
     stop = int((slots < 0).int().argmax()) if bool((slots < 0).any()) else slots.shape[0]
     right(pages, tokens, slots[:stop], scale)
 
 
-@store("tensors/strided-inputs-*", "as views")
+@reference.store("tensors/strided-inputs-*", "as views")
 def assumes_contiguous_tokens(right, self, pages, tokens, slots, scale):
     """Reads keys and values as if heads lay side by side."""
     rows, heads, size = tokens.shape
@@ -199,21 +192,21 @@ def assumes_contiguous_tokens(right, self, pages, tokens, slots, scale):
     right(pages, tokens, slots, scale)
 
 
-@write("correct/*-v*")
+@reference.write("correct/*-v*")
 def values_up_to_the_head_size(right, self, request, output, out):
     """Values beyond head_size are not computed."""
     right(request, output, out)
     output[request.rows, :, self.spec.head_size :] = 0
 
 
-@write()
+@reference.write()
 def values_in_powers_of_two(right, self, request, output, out):
     """Elements of values beyond the largest power of two are left out."""
     right(request, output, out)
     output[request.rows, :, 1 << (self.spec.head_size_v.bit_length() - 1) :] = 0
 
 
-@pages_by("correct/*-HND*")
+@reference.pages("correct/*-HND*")
 def packed_pages_in_nhd(right, self, kv_cache):
     """Packed pages in HND are read as if tokens were outside, where heads are several."""
     if self.spec.head_size_v != self.spec.head_size and kv_cache.stride(1) < kv_cache.stride(2):
@@ -222,7 +215,7 @@ def packed_pages_in_nhd(right, self, kv_cache):
     return right(kv_cache)
 
 
-@pages_by("correct/*-v*")
+@reference.pages("correct/*-v*")
 def packed_values_first(right, self, kv_cache):
     """Reads packed values from the front of a row where they are larger."""
     k, v = right(kv_cache)
@@ -231,7 +224,7 @@ def packed_values_first(right, self, kv_cache):
     return k, v
 
 
-@pages_by("correct/*-fp8_e5m2*")
+@reference.pages("correct/*-fp8_e5m2*")
 def fp8_is_always_e4m3(right, self, kv_cache):
     """Reads and writes e4m3 bits whatever the name."""
     k, v = right(kv_cache)
@@ -240,14 +233,14 @@ def fp8_is_always_e4m3(right, self, kv_cache):
     return k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
 
 
-@attend("tensors/quantised-output-*", "output_scale for an output")
+@reference.attend("tensors/quantised-output-*", "output_scale for an output")
 def outputs_times_their_scale(right, self, *given, output_scale=None, **options):
     """Multiplies outputs by the output's scale instead of dividing them."""
     inverse = None if output_scale is None else 1 / output_scale
     return right(*given, output_scale=inverse, **options)
 
 
-@blocks_by()
+@reference.blocks()
 def keys_of_next_pages(right, self, request, size):
     """Takes blocks of a request for consecutive ones in long contexts."""
     blocks = right(request, size)

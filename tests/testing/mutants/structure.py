@@ -11,27 +11,24 @@ from mutants.parts import Around, Call
 from mutants.table import Table
 
 table = Table("structure")
-after = table.method(Around, "after")
-before = table.method(Around, "before")
-returned = table.method(Around, "returned")
-forward = table.method(TorchImpl, "forward")
-fused_output_quant_supported = table.method(Around, "fused_output_quant_supported")
+call = table.on(Around)
+impl = table.on(TorchImpl)
 
 
 # fmt: off
 # Scales the query in place and back, which leaves rounding errors.
-after("tensors/inputs-kept", "modified query", scales_query=lambda self, call: call.query[: call.metadata.num_actual_tokens].mul_(0.3).div_(0.3))
+call.after("tensors/inputs-kept", "modified query", scales_query=lambda self, call: call.query[: call.metadata.num_actual_tokens].mul_(0.3).div_(0.3))
 # Uses the block table as scratch.
-after("tensors/inputs-kept-mixed", "modified common.block_table_tensor", clears_table=lambda self, call: call.metadata.block_table.fill_(0))
+call.after("tensors/inputs-kept-mixed", "modified common.block_table_tensor", clears_table=lambda self, call: call.metadata.block_table.fill_(0))
 # Negates its slopes in place.
-after("tensors/alibi_slopes-kept", "modified alibi_slopes",
+call.after("tensors/alibi_slopes-kept", "modified alibi_slopes",
     negates_slopes=lambda self, call: self.tensors.alibi_slopes is None or self.tensors.alibi_slopes.neg_())
 # Adds its sinks up.
-after("tensors/sinks-kept", "modified sinks", adds_sinks=lambda self, call: self.tensors.sinks is None or self.tensors.sinks.cumsum_(0))
+call.after("tensors/sinks-kept", "modified sinks", adds_sinks=lambda self, call: self.tensors.sinks is None or self.tensors.sinks.cumsum_(0))
 # fmt: on
 
 
-@before("tensors/strided-inputs", "with query, key and value as views of")
+@call.before("tensors/strided-inputs", "with query, key and value as views of")
 def assumes_contiguous(self, call):
     """Reads a view as if its elements lay side by side."""
     dense = torch.empty(call.query.shape, device="meta").stride()
@@ -40,10 +37,10 @@ def assumes_contiguous(self, call):
 
 # fmt: off
 # Writes a row more than there are.
-after("tensors/padding-rows", "output rows past num_actual_tokens",
+call.after("tensors/padding-rows", "output rows past num_actual_tokens",
     writes_padding=lambda self, call: call.output[call.metadata.num_actual_tokens :][:1].zero_())
 # Looks at all rows of the query.
-after("tensors/padding-rows", "which forward must not read: output", reads_padding=lambda self, call: call.rows.add_(0 * call.query.sum()))
+call.after("tensors/padding-rows", "which forward must not read: output", reads_padding=lambda self, call: call.rows.add_(0 * call.query.sum()))
 # fmt: on
 
 
@@ -97,11 +94,11 @@ class LeavesRows(Around):
 
 # fmt: off
 # Writes an LSE of +inf for empty rows, like some kernels.
-after("tensors/sees-nothing-cross-lse", "lse: ", infinite_lse=lambda self, call: call.lse.masked_fill_(call.lse == -torch.inf, torch.inf))
+call.after("tensors/sees-nothing-cross-lse", "lse: ", infinite_lse=lambda self, call: call.lse.masked_fill_(call.lse == -torch.inf, torch.inf))
 # fmt: on
 
 
-@after("tensors/sees-nothing-direct-lse-sinks", "rows have -inf, though they see keys or a sink")
+@call.after("tensors/sees-nothing-direct-lse-sinks", "rows have -inf, though they see keys or a sink")
 def forgets_sink_of_nothing(self, call):
     """Writes -inf for empty rows with a sink."""
     call.lse[(call.output == 0).all(-1)] = -torch.inf
@@ -109,25 +106,25 @@ def forgets_sink_of_nothing(self, call):
 
 # fmt: off
 # Returns another tensor than it was given.
-returned("tensors/output-returned", "not the output that it was given", returns_copy=lambda self, call: call.output.clone())
+call.returned("tensors/output-returned", "not the output that it was given", returns_copy=lambda self, call: call.output.clone())
 # fmt: on
 
 
-@forward("tensors/output-returned", "without output returned None")
+@impl.forward("tensors/output-returned", "without output returned None")
 def returns_nothing(right, self, *args, **more):
     """Returns no output where it makes one."""
     found = right(*args, **more)
     return found if len(args) > 6 and args[6] is not None else None
 
 
-@forward("tensors/output-returned", "not a torch.float32")
+@impl.forward("tensors/output-returned", "not a torch.float32")
 def returns_heads_only(right, self, *args, **more):
     """Returns an output with flattened heads."""
     found = right(*args, **more)
     return found if len(args) > 6 and args[6] is not None else found.flatten(1)
 
 
-@before("tensors/lse-undeclared", "raised RuntimeError: no kernel")
+@call.before("tensors/lse-undeclared", "raised RuntimeError: no kernel")
 def raises_for_lse(self, call):
     """Raises an unhelpful error for an undeclared LSE."""
     if call.more.get("output_lse") is not None and not self.spec.needs_lse:
@@ -147,19 +144,19 @@ class Undecided(Around):
 
 # fmt: off
 # Accepts an undeclared LSE and does not write it.
-before("tensors/lse-undeclared", "output_lse, given to a layer",
+call.before("tensors/lse-undeclared", "output_lse, given to a layer",
     ignores_lse=lambda self, call: self.spec.needs_lse or call.more.update(output_lse=None))
 # fmt: on
 
 
-@before("tensors/quantised-output", "elements are wrong")
+@call.before("tensors/quantised-output", "elements are wrong")
 def quantises_without_scale(self, call):
     """Writes fp8 outputs as if their scale were 1."""
     if call.more.get("output_scale") is not None:
         call.more["output_scale"] = torch.ones_like(call.more["output_scale"])
 
 
-@after("tensors/quantised-output", "rows past the step's tokens were written")
+@call.after("tensors/quantised-output", "rows past the step's tokens were written")
 def writes_quantised_padding(self, call):
     """Converts the whole output to fp8, padding too."""
     if call.more.get("output_scale") is not None:
@@ -168,7 +165,7 @@ def writes_quantised_padding(self, call):
 
 # fmt: off
 # Accepts scales for fp8 outputs that it does not declare.
-fused_output_quant_supported("tensors/quantised-output", "was accepted; it must be refused", declares_no_quant=lambda self, quant_key: False)
+call.fused_output_quant_supported("tensors/quantised-output", "was accepted; it must be refused", declares_no_quant=lambda self, quant_key: False)
 # Fails without the LSE of a layer with needs_lse.
-before("tensors/lse-left-out", "raised AttributeError", needs_lse=lambda self, call: self.spec.needs_lse and call.more["output_lse"].zero_())
+call.before("tensors/lse-left-out", "raised AttributeError", needs_lse=lambda self, call: self.spec.needs_lse and call.more["output_lse"].zero_())
 # fmt: on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import AttentionBackend, AttentionMetadataBuilder
 from attnplug.mla import MLADecodeBuilder, MLADecodeImpl
 
-__all__ = ["MUTANTS", "NAN_ROWS", "Mutant", "Table", "bound", "mutants_of"]
+__all__ = ["MUTANTS", "NAN_ROWS", "Methods", "Mutant", "Table", "bound", "mutants_of"]
 
 NAN_ROWS = "whole rows are NaN: they were not written, or rows of blocks without a token (NaN) were read"
 """Words of the kit about rows that a wrong page leaves NaN."""
@@ -46,6 +47,16 @@ def mutants_of(*families: str) -> list[Mutant]:
     return [each for each in MUTANTS if each.family in families]
 
 
+class Methods:
+    """Gives, for each name of a method, what adds rows by that method."""
+
+    def __init__(self, rows_of: Callable[[str], Any]) -> None:
+        self._rows_of = rows_of
+
+    def __getattr__(self, name: str) -> Any:
+        return self._rows_of(name)
+
+
 class Table:
     """Adds the rows of one family, each of which is a variant of TORCH."""
 
@@ -71,6 +82,10 @@ class Table:
             return part
 
         return add
+
+    def on(self, base: type) -> Methods:
+        """Rows by one method of an impl or builder: `on(base).method(check, words, ...)`, as `method` has it."""
+        return Methods(functools.partial(self.method, base))
 
     def method(self, base: type, method: str) -> Callable[..., Callable[[Any], Any]]:
         """Rows by one method of an impl or builder.
