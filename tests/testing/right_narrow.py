@@ -104,10 +104,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "NHD": {"supported_kv_cache_layouts": lambda cls: ("NHD",)},
     "PREFILL": {"supported_phases": (Phase.PREFILL,)},
     "DECODE": {"supported_phases": (Phase.DECODE,)},
-    "NO_LSE_NO_FP8": {
-        "features": TorchBackend.features & ~Feature.LSE & ~Feature.FP8_KV,
-        "supported_kv_cache_dtypes": ("auto",),
-    },
+    "NO_LSE_NO_FP8": {"features": TorchBackend.features & ~Feature.LSE & ~Feature.FP8_KV, "supported_kv_cache_dtypes": ("auto",)},
     "SPARSE_ONLY": plain(Feature.SPARSE, serves_dense=False),
     "SPARSE_BLOCKS_ONLY": plain(Feature.SPARSE, serves_dense=False, supported_sparse_kinds=("block",)),
     "SPARSE_DECODE": plain(Feature.SPARSE, serves_dense=False, supported_phases=(Phase.DECODE,)),
@@ -123,21 +120,10 @@ NARROW: dict[str, dict[str, Any]] = {
             attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         ),
     ),
-    "CROSS_ONLY": plain(
-        Feature.CROSS | Feature.NON_CAUSAL,
-        supports_attn_type=lambda cls, attn_type: attn_type == AttentionType.ENCODER_DECODER,
-    ),
-    "EIGHT_QUERIES_A_KV_HEAD": plain(
-        Feature.CHUNKED_LOCAL,
-        "at most 8 query heads per KV head",
-        lambda spec: spec.num_heads > 8 * spec.num_kv_heads,
-    ),
-    "EQUAL_HEADS": plain(
-        Feature.ALIBI, "as many KV heads as heads", lambda spec: spec.num_heads != spec.num_kv_heads
-    ),
-    "SHARED_HEADS": plain(
-        Feature.LSE, "fewer KV heads than heads", lambda spec: spec.num_heads == spec.num_kv_heads
-    ),
+    "CROSS_ONLY": plain(Feature.CROSS | Feature.NON_CAUSAL, supports_attn_type=lambda cls, attn_type: attn_type == AttentionType.ENCODER_DECODER),
+    "EIGHT_QUERIES_A_KV_HEAD": plain(Feature.CHUNKED_LOCAL, "at most 8 query heads per KV head", lambda spec: spec.num_heads > 8 * spec.num_kv_heads),
+    "EQUAL_HEADS": plain(Feature.ALIBI, "as many KV heads as heads", lambda spec: spec.num_heads != spec.num_kv_heads),
+    "SHARED_HEADS": plain(Feature.LSE, "fewer KV heads than heads", lambda spec: spec.num_heads == spec.num_kv_heads),
     "WINDOW_OR_CAP": plain(
         Feature.SLIDING_WINDOW | Feature.SOFT_CAP,
         "a window or a soft cap",
@@ -153,14 +139,8 @@ NARROW: dict[str, dict[str, Any]] = {
             ),
         ),
     },
-    "ONE_KV_HEAD": plain(
-        Feature.LSE | Feature.SINKS, "one KV head only", lambda spec: spec.num_kv_heads != 1
-    ),
-    "GROUPS_OF_8": plain(
-        Feature.SOFT_CAP,
-        "8 query heads per KV head only",
-        lambda spec: spec.num_heads != 8 * spec.num_kv_heads,
-    ),
+    "ONE_KV_HEAD": plain(Feature.LSE | Feature.SINKS, "one KV head only", lambda spec: spec.num_kv_heads != 1),
+    "GROUPS_OF_8": plain(Feature.SOFT_CAP, "8 query heads per KV head only", lambda spec: spec.num_heads != 8 * spec.num_kv_heads),
     "WINDOWS_ONLY": plain(Feature.SLIDING_WINDOW, "windows only", lambda spec: not spec.is_windowed),
     "SINKS_ONLY": plain(Feature.SINKS, "sinks only", lambda spec: not spec.has_sinks),
     "CAPS_ONLY": plain(Feature.SOFT_CAP, "soft caps only", lambda spec: spec.logits_soft_cap is None),
@@ -168,12 +148,8 @@ NARROW: dict[str, dict[str, Any]] = {
     "SLOPES_ONLY": plain(Feature.ALIBI, "slopes only", lambda spec: not spec.has_alibi),
     "SPANS_ONLY": plain(Feature.MM_PREFIX, "spans only", lambda spec: not spec.mm_prefix),
     "LSE_ONLY": plain(Feature.LSE, "with the LSE only", lambda spec: not spec.needs_lse),
-    "NON_CAUSAL_ONLY": plain(
-        Feature.NON_CAUSAL, "layers without a causal mask only", lambda spec: spec.causal
-    ),
-    "OTHER_VALUES_ONLY": plain(
-        Feature.HEAD_SIZE_V, "values of another size only", lambda spec: spec.head_size == spec.head_size_v
-    ),
+    "NON_CAUSAL_ONLY": plain(Feature.NON_CAUSAL, "layers without a causal mask only", lambda spec: spec.causal),
+    "OTHER_VALUES_ONLY": plain(Feature.HEAD_SIZE_V, "values of another size only", lambda spec: spec.head_size == spec.head_size_v),
     "HALF_OF_ENCODERS_ONLY": plain(
         Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
         supports_attn_type=lambda cls, attn_type: attn_type == AttentionType.ENCODER,
@@ -237,6 +213,6 @@ NARROW: dict[str, dict[str, Any]] = {
         "get_supported_kernel_block_sizes": blocks(128),
     },
     "FP8_ONLY": {"supported_kv_cache_dtypes": ("fp8_e4m3",), "features": Feature.FP8_KV},
-}
+}  # fmt: skip
 NARROWS = {name: variant(name, **declared) for name, declared in NARROW.items()}
 NARROWS |= {f"ONLY_{each.name}": alone(each) for each in TorchBackend.features}
