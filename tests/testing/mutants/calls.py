@@ -194,7 +194,11 @@ def stops_at_one(self, call):
 
 
 # Says True to each name of a quantised output.
-impl.fused_output_quant_supported("*", "", any_quant=lambda self, quant_key: True)
+impl.fused_output_quant_supported(
+    "tensors/quantised-output-others",
+    "the kit has no numeric case for it",
+    any_quant=lambda self, quant_key: True,
+)
 
 
 @call.after("tensors/quantised-output-fp8_e5m2", "output_scale for an output of torch.float8_e5m2")
