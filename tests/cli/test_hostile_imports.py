@@ -219,21 +219,10 @@ for own in (False, True):
     [
         ("doctor", "NOISY"),
         ("conformance", "NOISY", "--only", "declaration/light-*", "--jobs", "1"),
-        (
-            "matrix",
-            "--verify",
-            "--device",
-            "cpu",
-            "--backend",
-            "NOISY",
-            "--only",
-            "plain/*/d64/*",
-            "--jobs",
-            "1",
-        ),
+        ("matrix", "--verify", "--device", "cpu", "--backend", "NOISY", "--only", "plain/*/d64/*", "--jobs", "1"),
     ],
     ids=lambda command: command[0],
-)
+)  # fmt: skip
 def test_processes_that_a_part_starts_in_a_child_of_a_command_end_with_it(attnplug, command, tmp_path):
     """In groups of their own too. The command itself imports no part of a backend."""
     pids = tmp_path / "pids"

@@ -144,18 +144,9 @@ def test_a_full_file_system_is_told_by_its_path(run, tmp_path, monkeypatch):
 NO_ROOM = {
     "doctor": ("doctor", "TORCH"),
     "conformance": ("conformance", "TORCH", "--list"),
-    "matrix --verify": (
-        "matrix",
-        "--verify",
-        "--device",
-        "cpu",
-        "--backend",
-        "TORCH",
-        "--only",
-        "plain/*/d64/*",
-    ),
+    "matrix --verify": ("matrix", "--verify", "--device", "cpu", "--backend", "TORCH", "--only", "plain/*/d64/*"),
     "tune": ("tune", MODEL, "--device", "cpu", "--batch", "1", "--context", "64"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("full", ["no folder", "no bytes"])

@@ -21,15 +21,7 @@ DOCUMENTS = {
     ("select", GPT, "--device", "h100", "--per-phase", "--json"): "attnplug.select",
     ("select", MODELS / "deepseek-v3.json", "--device", "a100", "--json"): "attnplug.select",
     ("explain", "--device", "h100", "--json"): "attnplug.decision",
-    (
-        "explain",
-        "--device",
-        "h100",
-        "--assume-installed",
-        "triton=3.6",
-        "--sinks",
-        "--json",
-    ): "attnplug.decision",
+    ("explain", "--device", "h100", "--assume-installed", "triton=3.6", "--sinks", "--json"): "attnplug.decision",
     ("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "h100", "--json"): "attnplug.decision",
     ("explain-code", "head_size", "--json"): "attnplug.explain-code",
     ("explain-code", "--json"): "attnplug.reason-codes",
@@ -37,7 +29,7 @@ DOCUMENTS = {
     ("matrix", "--json", *CELLS): "attnplug.matrix",
     ("list", "--json", "-"): "attnplug.list",
     ("show", "--json=-", "TORCH"): "attnplug.show",
-}
+}  # fmt: skip
 MODEL = "a model of few heads"
 SLOW = {
     (*CHECKS, "--list", "--json"): "attnplug.checks",

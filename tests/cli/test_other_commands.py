@@ -109,29 +109,20 @@ def test_explain_asks_for_chosen_keys(run, text, sparse):
     ("flags", "said"),
     [
         (("--window", "3"), "--window='3' must be 2 integers"),
-        (
-            ("--sparse", "2048"),
-            "--sparse='2048' must have the form KIND,TOPK[,BLOCK] with commas between them",
-        ),
+        (("--sparse", "2048"), "--sparse='2048' must have the form KIND,TOPK[,BLOCK] with commas between them"),
         (("--sparse", "token_topk,many"), "--sparse='token_topk,many' must have the form"),
         (("--sparse", "block,16,64,2"), "--sparse='block,16,64,2' must have the form"),
         (("--sparse", "tokens,16"), "sparse.kind='tokens' must be one of token_topk, block"),
         (("--num-heads", "7", "--num-kv-heads", "2"), "num_heads=7 must be a multiple of num_kv_heads=2"),
-        (
-            ("--mla", "0,512,128,64,128", "--head-size", "128"),
-            "head_size=128 must be kv_lora_rank + qk_rope_head_dim = 576 with mla",
-        ),
+        (("--mla", "0,512,128,64,128", "--head-size", "128"), "head_size=128 must be kv_lora_rank + qk_rope_head_dim = 576 with mla"),
         (("--soft-cap", "-1"), "logits_soft_cap=-1.0 must be a finite number above 0"),
         (("--attn-type", "encoder_only", "--sliding-window", "8"), "sliding_window=8 is for causal layers"),
         (("--assume-installed", "flash-attn"), "must be all, or DISTRIBUTION=VERSION"),
         (("--assume-installed", "flashinfer=0.6.13"), "did you mean flashinfer-python"),
-        (
-            ("--assume-installed", "nosuch=1"),
-            "a distribution that no backend requires; they require flash-attn",
-        ),
+        (("--assume-installed", "nosuch=1"), "a distribution that no backend requires; they require flash-attn"),
         (("--dtype", "bf16"), "must be one of float16, bfloat16, float32"),
     ],
-)
+)  # fmt: skip
 def test_bad_flags_exit_with_2_and_say_the_limit(run, flags, said):
     outcome = run("explain", *flags, "--device", "cpu")
     assert outcome.code == 2

@@ -25,6 +25,15 @@ def _quiet() -> Iterator[None]:
 
 
 @pytest.fixture
+def no_grad() -> Iterator[None]:
+    """No step of the test records gradients."""
+    import torch
+
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def example() -> Callable[..., ModelSpec]:
     """Reads one of examples/models by name."""
     return lambda name, **options: read_config(MODELS / f"{name}.json", **options)

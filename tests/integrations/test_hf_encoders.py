@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +10,8 @@ from hf_models import ENCODERS, WHISPER, Family, assert_same_logits, prompts
 from transformers.generation import GenerationMixin
 
 from attnplug.integrations.transformers import attention_decisions
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 Pair = tuple[Any, Any]
 
@@ -29,12 +30,6 @@ BART = Family(
     },
     auto="AutoModelForSeq2SeqLM",
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,14 +13,10 @@ from attnplug.errors import BatchError
 from attnplug.integrations.attention import mask_functions
 from attnplug.integrations.transformers import attention_decisions
 
+pytestmark = pytest.mark.usefixtures("no_grad")
+
 Pair = tuple[Any, Any]
 LENGTHS = (WINDOW + 3, 1, 9)
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.fixture(scope="module")

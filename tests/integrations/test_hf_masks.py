@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,11 +19,7 @@ from attnplug.integrations.attention.registration import attention, attention_ma
 from attnplug.integrations.transformers import attention_decisions
 from attnplug.testing import assert_close, request_oracle
 
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Attention(torch.nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +12,8 @@ from transformers import DynamicCache, StaticCache, masking_utils
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.transformers import attention_decisions
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 Pair = tuple[Any, Any]
 
@@ -37,12 +38,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def pair(family: str) -> Pair:
     return DECODERS[family].pair()
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

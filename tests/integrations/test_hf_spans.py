@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -19,6 +18,8 @@ from attnplug.errors import BatchError, NoBackendError
 from attnplug.integrations.attention.registration import attention, attention_mask
 from attnplug.integrations.transformers import attention_decisions, set_attention
 from attnplug.testing import assert_close, request_oracle
+
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 IMAGE, IMAGE_TOKENS, LENGTH = 90, 4, 30
 TEXT = {
@@ -39,12 +40,6 @@ VISION = {
     "num_attention_heads": 2,
     "image_size": 16,
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
 
 
 def pair(cls: Any, config: Any) -> tuple[Any, Any]:

@@ -50,42 +50,21 @@ EXPECTED = {
         LayerSpec(**heads(32, 16, 128), scale=168**-0.5, window=(1023, 0)): 52,
         LayerSpec(**heads(32, 16, 128), scale=168**-0.5): 10,
     },
-    "gpt-oss-20b": {
-        LayerSpec(**heads(64, 8, 64), has_sinks=True, window=(127, 0)): 12,
-        LayerSpec(**heads(64, 8, 64), has_sinks=True): 12,
-    },
-    "llama-4-scout-text": {
-        LayerSpec(**heads(40, 8, 128), chunk_size=8192): 36,
-        LayerSpec(**heads(40, 8, 128)): 12,
-    },
-    "deepseek-v2-lite": {
-        LayerSpec(**heads(16, 1, 576), mla=latent_dims(None), scale=yarn_scale(40, 0.707)): 27
-    },
+    "gpt-oss-20b": {LayerSpec(**heads(64, 8, 64), has_sinks=True, window=(127, 0)): 12, LayerSpec(**heads(64, 8, 64), has_sinks=True): 12},
+    "llama-4-scout-text": {LayerSpec(**heads(40, 8, 128), chunk_size=8192): 36, LayerSpec(**heads(40, 8, 128)): 12},
+    "deepseek-v2-lite": {LayerSpec(**heads(16, 1, 576), mla=latent_dims(None), scale=yarn_scale(40, 0.707)): 27},
     "deepseek-v3": {LayerSpec(**heads(128, 1, 576), mla=latent_dims(1536), scale=yarn_scale(40, 1.0)): 61},
-    "deepseek-v3.2": {
-        LayerSpec(
-            **heads(128, 1, 576),
-            mla=latent_dims(1536),
-            sparse=SparseSpec("token_topk", 2048),
-            scale=yarn_scale(40, 1.0),
-        ): 61
-    },
-    "glm-4.7-flash": {
-        LayerSpec(
-            **heads(20, 1, 576), mla=latent_dims(768, qk_nope_head_dim=192, v_head_dim=256), scale=256**-0.5
-        ): 47
-    },
+    "deepseek-v3.2": {LayerSpec(**heads(128, 1, 576), mla=latent_dims(1536), sparse=SparseSpec("token_topk", 2048), scale=yarn_scale(40, 1.0)): 61},
+    "glm-4.7-flash": {LayerSpec(**heads(20, 1, 576), mla=latent_dims(768, qk_nope_head_dim=192, v_head_dim=256), scale=256**-0.5): 47},
     "kimi-k2": {LayerSpec(**heads(64, 1, 576), mla=latent_dims(1536), scale=yarn_scale(32, 1.0)): 61},
     "bloom-7b1": {LayerSpec(**heads(32, 32, 128), dtype="float16", scale=1 / 128**0.5, has_alibi=True): 30},
-    "bert-base-uncased": {
-        LayerSpec(**heads(12, 12, 64), dtype="float32", attn_type="encoder_only", direct_kv=True): 12
-    },
+    "bert-base-uncased": {LayerSpec(**heads(12, 12, 64), dtype="float32", attn_type="encoder_only", direct_kv=True): 12},
     "whisper-large-v3": {
         LayerSpec(**heads(20, 20, 64), dtype="float16", attn_type="encoder", direct_kv=True): 32,
         LayerSpec(**heads(20, 20, 64), dtype="float16"): 32,
         LayerSpec(**heads(20, 20, 64), dtype="float16", attn_type="encoder_decoder"): 32,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -63,16 +63,8 @@ EXPECTED = {
     "data2vec-audio": {encoder(12, 64): 12},
     "qwen2_audio_encoder": {encoder(20, 64): 32},
     "voxtral_encoder": {encoder(20, 64): 32},
-    "speech_to_text": {
-        encoder(4, 64, attn_type="encoder"): 12,
-        decoder(4, 4, 64): 6,
-        cross(4, 64, direct_kv=False): 6,
-    },
-    "moonshine": {
-        encoder(8, 36, attn_type="encoder"): 6,
-        decoder(8, 8, 36): 6,
-        cross(8, 36, direct_kv=False): 6,
-    },
+    "speech_to_text": {encoder(4, 64, attn_type="encoder"): 12, decoder(4, 4, 64): 6, cross(4, 64, direct_kv=False): 6},
+    "moonshine": {encoder(8, 36, attn_type="encoder"): 6, decoder(8, 8, 36): 6, cross(8, 36, direct_kv=False): 6},
     # Text with images or audio.
     "clip": {encoder(12, 64): 12, text_tower(8, 64): 12},
     "siglip": {encoder(12, 64): 24, cross(12, 64): 1},
@@ -82,7 +74,7 @@ EXPECTED = {
     "qwen2_vl": {decoder(64, 8, 128): 80, encoder(16, 80): 32},
     "audioflamingo3": {decoder(32, 32, 128): 32, encoder(20, 64): 32},
     "idefics2_vision": {encoder(12, 64): 12},
-}
+}  # fmt: skip
 
 
 # One of each four runs in a plain run; all of them run as slow tests.

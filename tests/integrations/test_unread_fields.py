@@ -70,21 +70,12 @@ def test_a_field_that_the_class_does_not_read_is_named(
 @pytest.mark.parametrize(
     ("model_type", "fields"),
     [
-        (
-            "llama",
-            {"sliding_window": None, "layer_types": [FULL] * 4, "alibi": False, "attn_type_list": [1] * 4},
-        ),
+        ("llama", {"sliding_window": None, "layer_types": [FULL] * 4, "alibi": False, "attn_type_list": [1] * 4}),
         ("llama", {"attention_dropout": 0.1, "attn_implementation": "sdpa", "use_flash_attention_2": True}),
-        (
-            "llama",
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e4, "a_new_field": 1},
-        ),
+        ("llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "rope_theta": 1e4, "a_new_field": 1}),
         ("llama", {"cross_attention_hidden_size": None, "output_attentions": False, "attn_pdrop": 0.5}),
         ("qwen3", {"sliding_window": 16, "use_sliding_window": False, "a_new_field": 1}),
-        (
-            "qwen3",
-            {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "a_new_field": 1},
-        ),
+        ("qwen3", {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2, "a_new_field": 1}),
         ("mistral", {"sliding_window": 16, "a_new_field": 1}),
         ("llama", {"sliding_window": 16, "use_sliding_window": False, "max_window_layers": 2}),
         ("llama", {"sliding_window": None, "max_window_layers": 28, "attention_softmax_in_fp32": True}),
@@ -92,7 +83,7 @@ def test_a_field_that_the_class_does_not_read_is_named(
         ("granite", {"attention_multiplier": 0.25, "a_new_field": 1}),
         ("bloom", {"alibi": True, "num_key_value_heads": None}),
     ],
-)
+)  # fmt: skip
 def test_fields_that_are_read_or_that_ask_for_nothing_are_not_named(
     read: Any, model_type: str, fields: dict[str, Any]
 ) -> None:
@@ -223,29 +214,16 @@ def test_a_field_that_the_layers_contradict_is_named(
         ("llama", {"causal": True, "bidirectional": False, "use_qk_norm": False, "alibi": False}),
         ("llama", {"is_causal": False}),
         ("llama", {"sliding_window_size": 0, "use_attn_soft_cap": False, "mla_scale_q_lora": False}),
-        (
-            "gptj",
-            {
-                "n_embd": 64,
-                "n_head": 4,
-                "n_layer": 2,
-                "rotary_dim": 8,
-                "scale_attn_weights": True,
-                "num_key_value_heads": None,
-            },
-        ),
+        ("gptj", {"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8, "scale_attn_weights": True, "num_key_value_heads": None}),
         ("starcoder2", {"scale_attn_weights": True}),
         ("apertus", {"qk_norm": True, "pad_token_id": 0}),
         ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "use_qk_norm": True}),
-        (
-            "longcat_flash",
-            {**LONGCAT, "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True},
-        ),
+        ("longcat_flash", {**LONGCAT, "attention_method": "MLA", "mla_scale_q_lora": True, "mla_scale_kv_lora": True}),
         ("stablelm", {"rotary_scaling_factor": 1.0}),
         ("mistral", {"sliding_window": 16, "use_sliding_window": True}),
         ("mimo_v2_flash", {**MIMO, "hybrid_layer_pattern": WINDOWS}),
     ],
-)
+)  # fmt: skip
 def test_a_field_that_the_layers_already_follow_is_not_named(
     read: Any, model_type: str, fields: dict[str, Any]
 ) -> None:

@@ -35,11 +35,13 @@ class Serves(AttentionBackend):
         return TorchBackend.get_builder_cls()
 
 
-def backend(name: str, priority: object = 50, **attributes: Any) -> type[AttentionBackend]:
+def backend(
+    name: str, priority: object = 50, *, base: type[AttentionBackend] = Serves, **attributes: Any
+) -> type[AttentionBackend]:
     """A backend called `name`; functions among its attributes are called without the class."""
     made = {key: _method(value) for key, value in attributes.items()}
     made.setdefault("get_priority", _method(lambda *asked: priority))
-    return type(name, (Serves,), {"get_name": staticmethod(lambda: name), **made})
+    return type(name, (base,), {"get_name": staticmethod(lambda: name), **made})
 
 
 def _method(value: Any) -> Any:

@@ -100,15 +100,9 @@ def test_a_priority_that_raises_is_a_reason() -> None:
 @pytest.mark.parametrize(
     ("attributes", "words"),
     [
-        (
-            {"get_preferred_block_size": raises(RuntimeError("?"))},
-            "raised RuntimeError: ? in get_preferred_block_size",
-        ),
+        ({"get_preferred_block_size": raises(RuntimeError("?"))}, "raised RuntimeError: ? in get_preferred_block_size"),
         ({"supported_kv_cache_layouts": lambda: ()}, "returned () from supported_kv_cache_layouts"),
-        (
-            {"supported_kv_cache_layouts": lambda: ("XYZ",)},
-            "returned ('XYZ',) from supported_kv_cache_layouts",
-        ),
+        ({"supported_kv_cache_layouts": lambda: ("XYZ",)}, "returned ('XYZ',) from supported_kv_cache_layouts"),
         *(
             (
                 {"get_preferred_block_size": lambda *asked, size=size: size},
@@ -116,13 +110,10 @@ def test_a_priority_that_raises_is_a_reason() -> None:
             )
             for size in (-16, "16", True, 16.0, 2**70 * 1.0)
         ),
-        (
-            {"get_supported_kernel_block_sizes": lambda *asked: ()},
-            "must name at least one size",
-        ),
+        ({"get_supported_kernel_block_sizes": lambda *asked: ()}, "must name at least one size"),
         ({"Options": int}, "has Options that cannot be made: PluginError: the Options of ODD cannot be read"),
     ],
-)
+)  # fmt: skip
 def test_a_declaration_that_cannot_be_used_is_a_reason(attributes: dict[str, Any], words: str) -> None:
     one = judged(backend("ODD", **attributes))
     assert one.codes == ("plugin_error",)

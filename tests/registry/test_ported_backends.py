@@ -52,43 +52,28 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"supports_sliding_window": method(lambda cls: True)},
         "Acme.supports_sliding_window is not read by attnplug; declare Feature.SLIDING_WINDOW in features",
     ),
-    "non-causal": (
-        {"supports_non_causal": method(lambda cls: True)},
-        "declare Feature.NON_CAUSAL in features",
-    ),
+    "non-causal": ({"supports_non_causal": method(lambda cls: True)}, "declare Feature.NON_CAUSAL in features"),
     "batch invariance": ({"supports_batch_invariance": method(lambda cls: True)}, "no layer can ask for it"),
-    "one forward": (
-        {"forward_includes_kv_cache_update": True},
-        "write update_kv_cache and attend on the impl",
-    ),
+    "one forward": ({"forward_includes_kv_cache_update": True}, "write update_kv_cache and attend on the impl"),
     "cascade": ({"use_cascade_attention": staticmethod(lambda *args: False)}, "a method of the builder"),
     "metadata class": ({"get_metadata_cls": staticmethod(lambda: dict)}, "build returns the metadata"),
     "dtypes method": ({"get_supported_dtypes": method(lambda cls: [])}, "set supported_dtypes"),
     "head size check": ({"validate_head_size": method(lambda cls, size: None)}, "get_supported_head_sizes"),
-    "singular": (
-        {"get_supported_kernel_block_size": staticmethod(lambda: [16])},
-        "get_supported_kernel_block_sizes(",
-    ),
+    "singular": ({"get_supported_kernel_block_size": staticmethod(lambda: [16])}, "get_supported_kernel_block_sizes("),
     "dcp": ({"supports_dcp": method(lambda cls: True)}, "set can_return_lse_for_decode on the impl"),
     "on the wrong class": ({"reorder_batch_threshold": 1}, "Acme.reorder_batch_threshold is not read"),
     "graphs on the wrong class": ({"_cudagraph_support": 3}, "set it on the builder"),
     "own buffer": ({"accept_output_buffer": False}, "attend always writes the output that it is given"),
     "misspelt attribute": ({"supported_dtype": ("float16",)}, "did you mean supported_dtypes?"),
     "misspelt method": ({"supports_sinks": method(lambda cls: True)}, "did you mean supports_sink?"),
-    "misspelt door": (
-        {"device_type": ("cpu",)},
-        "Acme.device_type is not read by attnplug; did you mean device_types?",
-    ),
+    "misspelt door": ({"device_type": ("cpu",)}, "Acme.device_type is not read by attnplug; did you mean device_types?"),
     "misspelt foreign": ({"supports_sliding_windows": True}, "declare Feature.SLIDING_WINDOW in features"),
     "unknown claim": ({"supports_tree_attention": True}, "begin the name of a helper with an underscore"),
     "older validate": (
         {"validate_configuration": method(old_validate)},
         "has vLLM's arguments; write def validate_configuration(cls, spec, device, phase=None)",
     ),
-    "older combination": (
-        {"supports_combination": method(old_validate)},
-        "write def supports_combination(cls, spec, device)",
-    ),
+    "older combination": ({"supports_combination": method(old_validate)}, "write def supports_combination(cls, spec, device)"),
     "keyword of vLLM": (
         {"supports_combination": method(lambda cls, spec, device_capability: None)},
         "has the parameter device_capability; read device.capability",
@@ -113,30 +98,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"get_preferred_block_size": method(lambda cls, default_block_size: 16)},
         "Acme.get_preferred_block_size does not take what attnplug gives",
     ),
-    "no class method": (
-        {"supports_head_size": lambda cls, size: True},
-        "write def supports_head_size(cls, head_size)",
-    ),
+    "no class method": ({"supports_head_size": lambda cls, size: True}, "write def supports_head_size(cls, head_size)"),
     "a value": ({"supports_sink": True}, "Acme.supports_sink is True; it must be a class method"),
-    "a property": (
-        {"is_mla": property(lambda self: True)},
-        "Acme.is_mla is a property; it must be a class method",
-    ),
+    "a property": ({"is_mla": property(lambda self: True)}, "Acme.is_mla is a property; it must be a class method"),
     "a method": ({"supported_dtypes": method(lambda cls: [])}, "Acme.supported_dtypes is a method"),
     "features": ({"features": ["sinks"]}, "Acme.features is ['sinks']; it must be a Feature"),
     "no truth": ({"step_safe": "yes"}, "Acme.step_safe is 'yes'; it must be True or False"),
-    "device objects": (
-        {"device_types": [torch.device("cpu")]},
-        "which is not a device type; write names such as 'cpu'",
-    ),
+    "device objects": ({"device_types": [torch.device("cpu")]}, "which is not a device type; write names such as 'cpu'"),
     "one device": ({"device_types": 7}, "Acme.device_types is 7; it must be a sequence"),
     "phases": ({"supported_phases": ("extend",)}, "which is not a phase; phases are decode, prefill"),
     "dtype names": ({"supported_dtypes": ["bfloat-16"]}, "did you mean bfloat16?"),
-    "one layout": (
-        {"get_required_kv_cache_layout": method(lambda cls: "HND")},
-        "follows from supported_kv_cache_layouts; override that",
-    ),
-}
+    "one layout": ({"get_required_kv_cache_layout": method(lambda cls: "HND")}, "follows from supported_kv_cache_layouts; override that"),
+}  # fmt: skip
 
 
 class TestBackend:
@@ -221,10 +194,7 @@ IMPL_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
     "fusion": ({"fused_rope_kvcache_supported": lambda self: True}, "keys come rotated"),
     "sparse": ({"is_sparse": True}, "declare Feature.SPARSE in the backend's features"),
     "misspelt": ({"support_quant_query_input": True}, "did you mean supports_quant_query_input?"),
-    "misspelt method": (
-        {"process_weight_after_loading": lambda self, dtype: None},
-        "did you mean process_weights",
-    ),
+    "misspelt method": ({"process_weight_after_loading": lambda self, dtype: None}, "did you mean process_weights"),
     "unknown claim": ({"supports_rope": True}, "begin the name of a helper with an underscore"),
     "no LSE": (
         {"attend": lambda self, layer, query, key, value, kv_cache, attn_metadata, output: output},
@@ -238,10 +208,7 @@ IMPL_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "Acme.forward does not take what attnplug gives",
     ),
-    "constructor": (
-        {"__init__": lambda self, q_lora_rank, **rest: None},
-        "Acme.__init__ requires q_lora_rank, which attnplug does not give",
-    ),
+    "constructor": ({"__init__": lambda self, q_lora_rank, **rest: None}, "Acme.__init__ requires q_lora_rank, which attnplug does not give"),
     "short constructor": (
         {
             "__init__": lambda self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window: (
@@ -250,12 +217,9 @@ IMPL_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "Acme.__init__ does not take kv_cache_dtype, logits_soft_cap, attn_type, kv_sharing_target_layer_name",
     ),
-}
+}  # fmt: skip
 BUILDER_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
-    "query lengths": (
-        {"query_len_support": 2},
-        "_init_reorder_batch_threshold(supports_spec_as_decode=True)",
-    ),
+    "query lengths": ({"query_len_support": 2}, "_init_reorder_batch_threshold(supports_spec_as_decode=True)"),
     "reordering": ({"reorder_batch": lambda self, *args: False}, "set reorder_batch_threshold"),
     "older graphs": ({"full_cudagraph_supported": True}, "set cudagraph_support"),
     "drafts": ({"update_draft_decode_metadata": lambda self, metadata: None}, "override build_for_drafting"),
@@ -269,10 +233,7 @@ BUILDER_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
         "Acme.get_cudagraph_support has the parameter vllm_config",
     ),
     "older build": ({"build": lambda self, common: None}, "Acme.build does not take what attnplug gives"),
-    "graph level": (
-        {"_cudagraph_support": 3},
-        "Acme.cudagraph_support is 3, which is not an AttentionCGSupport",
-    ),
+    "graph level": ({"_cudagraph_support": 3}, "Acme.cudagraph_support is 3, which is not an AttentionCGSupport"),
     "two levels": (
         {
             "cudagraph_support": AttentionCGSupport.NEVER,
@@ -280,7 +241,7 @@ BUILDER_TRAPS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "Acme._cudagraph_support is not its cudagraph_support; set that alone",
     ),
-}
+}  # fmt: skip
 
 
 class TestParts:

@@ -100,24 +100,12 @@ WRONG: dict[str, tuple[str, list[Any]]] = {
         "must be a tuple or list of integers and MultipleOf",
         [None, 16, MultipleOf(16), itertools.count(16), itertools.repeat(16), (None,), slow(), range(10**9)],
     ),
-    "get_preferred_block_size": (
-        "must be an integer of at least 1",
-        [None, 0, -16, 16.0, "16", True, (16,), MultipleOf(16)],
-    ),
-    "supported_kv_cache_layouts": (
-        "NHD",
-        [None, "NHD", (), ("XYZ",), (b"NHD",), itertools.repeat("NHD"), {"NHD"}, (Reason,), 5],
-    ),
-    "supports_combination": (
-        "must be None, or why the layer is not served",
-        [False, True, "", 0, (None, "why"), ["why"], b"why", Reason],
-    ),
+    "get_preferred_block_size": ("must be an integer of at least 1", [None, 0, -16, 16.0, "16", True, (16,), MultipleOf(16)]),
+    "supported_kv_cache_layouts": ("NHD", [None, "NHD", (), ("XYZ",), (b"NHD",), itertools.repeat("NHD"), {"NHD"}, (Reason,), 5]),
+    "supports_combination": ("must be None, or why the layer is not served", [False, True, "", 0, (None, "why"), ["why"], b"why", Reason]),
     "get_priority": ("must be an integer from 1 to 999", [None, "50", 50.0, True, (50,)]),
-    "validate_configuration": (
-        "must be a list of reasons",
-        [None, "no", True, {"no"}, itertools.repeat("no"), 3, {"no": "why"}, slow()],
-    ),
-}
+    "validate_configuration": ("must be a list of reasons", [None, "no", True, {"no"}, itertools.repeat("no"), 3, {"no": "why"}, slow()]),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from fake_plugins import backend as fake
+from fake_plugins import plugin
 
-from attnplug import AttentionBackend, Registry, hookimpl
+from attnplug import AttentionBackend, Registry
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core.features import Feature
 from attnplug.core.impl import AttentionImpl
 from attnplug.registry import default
 
+__all__ = ["backend", "layouts", "no", "offered", "plugin", "reads", "with_impl"]
+
 
 def backend(name: str, priority: int = 50, **attributes: Any) -> type[AttentionBackend]:
     """A backend that does what TORCH does; functions among its attributes are called without the class."""
-    made = {
-        key: staticmethod(value) if isinstance(value, types.FunctionType) else value
-        for key, value in attributes.items()
-    }
-    return type(
-        name,
-        (TorchBackend,),
-        {
-            "get_name": staticmethod(lambda: name),
-            "get_priority": staticmethod(lambda spec, device, phase: priority),
-            **made,
-        },
-    )
+    return fake(name, priority, base=TorchBackend, **attributes)
 
 
 def no(*features: Feature) -> Feature:
@@ -54,17 +45,6 @@ def layouts(*names: str) -> Callable[[], Sequence[str]]:
 def with_impl(impl: type[AttentionImpl[Any]]) -> dict[str, Any]:
     """The door to another impl, as an attribute of `backend`."""
     return {"get_impl_cls": lambda: impl}
-
-
-def plugin(*backends: type[AttentionBackend]) -> types.ModuleType:
-    module = types.ModuleType("fakes")
-
-    @hookimpl
-    def attnplug_backends() -> list[type[AttentionBackend]]:
-        return list(backends)
-
-    vars(module).update(ATTNPLUG_API=(1, 1), attnplug_backends=attnplug_backends)
-    return module
 
 
 @contextmanager

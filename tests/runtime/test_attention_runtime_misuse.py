@@ -78,19 +78,10 @@ def test_a_layer_that_is_none():
 Change = Callable[[Drawn], dict[str, Any]]
 
 WRONG: dict[str, tuple[Change, str]] = {
-    "fewer queries": (
-        lambda d: {"query": d.query[:2]},
-        r"query=\(2, 4, 8\) of layer 0 must have the shape \(at least 3, 4, 8\) in this step",
-    ),
-    "queries of another head count": (
-        lambda d: {"query": d.query[:, :2]},
-        r"query=\(3, 2, 8\) of layer 0 must have the shape \(at least 3, 4, 8\)",
-    ),
+    "fewer queries": (lambda d: {"query": d.query[:2]}, r"query=\(2, 4, 8\) of layer 0 must have the shape \(at least 3, 4, 8\) in this step"),
+    "queries of another head count": (lambda d: {"query": d.query[:, :2]}, r"query=\(3, 2, 8\) of layer 0 must have the shape \(at least 3, 4, 8\)"),
     "flat queries": (lambda d: {"query": d.query.flatten(1)}, r"query=\(3, 32\) of layer 0"),
-    "queries of another dtype": (
-        lambda d: {"query": d.query.half()},
-        r"query.dtype=torch.float16 of layer 0 must be torch.float32",
-    ),
+    "queries of another dtype": (lambda d: {"query": d.query.half()}, r"query.dtype=torch.float16 of layer 0 must be torch.float32"),
     "fewer keys": (lambda d: {"key": d.key[:1]}, r"key=\(1, 2, 8\) of layer 0 must have the shape"),
     "keys of another dtype": (lambda d: {"key": d.key.double()}, "key.dtype=torch.float64 of layer 0"),
     "fewer values": (lambda d: {"value": d.value[:2]}, r"value=\(2, 2, 8\) of layer 0"),
@@ -105,7 +96,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda d: {"output_lse": torch.zeros(3, 4)},
         r"output_lse=\(3, 4\) of layer 0 must be None; declare the layer with needs_lse=True",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -78,40 +78,16 @@ WRONG: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "an array": (lambda: floats(*SHAPE).numpy(), ("type(kv_caches['b'])='ndarray'",)),
     "a subclass": (lambda: floats(*SHAPE).as_subclass(Wrapped), ("type(kv_caches['b'])='Wrapped'", "plain")),
     "a sparse tensor": (lambda: torch.zeros(SHAPE).to_sparse(), ("layout", "must be torch.strided")),
-    "a nested tensor": (
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-        ("kv_caches['b']",),
-    ),
-    "another device": (
-        lambda: torch.empty(SHAPE, device="meta"),
-        ("kv_caches['b'].device='meta' must be cpu",),
-    ),
-    "a gradient": (
-        lambda: floats(*SHAPE).requires_grad_(),
-        ("requires_grad=True must be False", "detach()"),
-    ),
+    "a nested tensor": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), ("kv_caches['b']",)),
+    "another device": (lambda: torch.empty(SHAPE, device="meta"), ("kv_caches['b'].device='meta' must be cpu",)),
+    "a gradient": (lambda: floats(*SHAPE).requires_grad_(), ("requires_grad=True must be False", "detach()")),
     "a part of a graph": (lambda: floats(*SHAPE).requires_grad_() * 2, ("requires_grad=True must be False",)),
-    "a negative view": (
-        lambda: torch.zeros(SHAPE, dtype=torch.complex64).conj().imag,
-        ("kv_caches['b']='a lazy view'",),
-    ),
-    "made in inference mode": (
-        made_in_inference,
-        ("kv_caches['b']='an inference tensor' can only be written under torch.inference_mode()",),
-    ),
+    "a negative view": (lambda: torch.zeros(SHAPE, dtype=torch.complex64).conj().imag, ("kv_caches['b']='a lazy view'",)),
+    "made in inference mode": (made_in_inference, ("kv_caches['b']='an inference tensor' can only be written under torch.inference_mode()",)),
     "a freed storage": (freed, ("kv_caches['b'].untyped_storage()=16 bytes must be at least 8192",)),
-    "another dtype": (
-        lambda: floats(*SHAPE).half(),
-        ("kv_caches['b'].dtype=torch.float16 must be torch.float32 with kv_cache_dtype='auto'",),
-    ),
-    "bytes in the shape of a cache": (
-        lambda: torch.zeros(SHAPE, dtype=torch.uint8),
-        ("kv_caches['b'].dtype=torch.uint8 must be torch.float32",),
-    ),
-    "fewer blocks": (
-        lambda: floats(3, *SHAPE[1:]),
-        ("kv_caches['b'].shape=(3, 2, 16, 2, 8) must be (4, 2, 16, 2, 8) on TORCH, 4 blocks",),
-    ),
+    "another dtype": (lambda: floats(*SHAPE).half(), ("kv_caches['b'].dtype=torch.float16 must be torch.float32 with kv_cache_dtype='auto'",)),
+    "bytes in the shape of a cache": (lambda: torch.zeros(SHAPE, dtype=torch.uint8), ("kv_caches['b'].dtype=torch.uint8 must be torch.float32",)),
+    "fewer blocks": (lambda: floats(3, *SHAPE[1:]), ("kv_caches['b'].shape=(3, 2, 16, 2, 8) must be (4, 2, 16, 2, 8) on TORCH, 4 blocks",)),
     "more blocks": (lambda: floats(5, *SHAPE[1:]), ("shape=(5, 2, 16, 2, 8) must be (4, 2, 16, 2, 8)",)),
     "keys and values first": (lambda: floats(2, 4, 16, 2, 8), ("shape=(2, 4, 16, 2, 8) must be",)),
     "no dimension": (lambda: torch.tensor(0.0), ("shape=() must be",)),
@@ -127,40 +103,22 @@ WRONG: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: floats(2, 4, 16, 2, 8).transpose(0, 1),
         ("stride()=(256, 1024, 16, 8, 1) must be (512, 256, 16, 8, 1)", "keep each block in one piece"),
     ),
-    "one block for all": (
-        lambda: floats(1, *SHAPE[1:]).expand(SHAPE),
-        ("stride()=(0, 256, 16, 8, 1) must be (512, 256, 16, 8, 1)",),
-    ),
-    "one head for all": (
-        lambda: floats(4, 2, 16, 1, 8).expand(SHAPE),
-        ("stride()=(256, 128, 8, 0, 1) must be",),
-    ),
+    "one block for all": (lambda: floats(1, *SHAPE[1:]).expand(SHAPE), ("stride()=(0, 256, 16, 8, 1) must be (512, 256, 16, 8, 1)",)),
+    "one head for all": (lambda: floats(4, 2, 16, 1, 8).expand(SHAPE), ("stride()=(256, 128, 8, 0, 1) must be",)),
     "one number for all": (lambda: floats(1).expand(SHAPE), ("stride()=(0, 0, 0, 0, 0) must be",)),
-    "blocks that overlap": (
-        lambda: floats(4096).as_strided(SHAPE, (508, 256, 16, 8, 1)),
-        ("stride()=(508, 256, 16, 8, 1) must be (512,",),
-    ),
-    "padded tokens": (
-        lambda: floats(4, 2, 16, 3, 8)[:, :, :, :2],
-        ("stride()=(768, 384, 24, 8, 1) must be",),
-    ),
+    "blocks that overlap": (lambda: floats(4096).as_strided(SHAPE, (508, 256, 16, 8, 1)), ("stride()=(508, 256, 16, 8, 1) must be (512,",),),
+    "padded tokens": (lambda: floats(4, 2, 16, 3, 8)[:, :, :, :2], ("stride()=(768, 384, 24, 8, 1) must be",)),
     "every second element": (lambda: floats(4, 2, 16, 2, 16)[..., ::2], ("stride()", "must be")),
     "blocks between 16-byte steps": (
         lambda: floats(4 * 514).as_strided(SHAPE, (514, 256, 16, 8, 1)),
         ("kv_caches['b'].stride(0)=2056 bytes of dimension 0 must be a multiple of 16 bytes",),
     ),
-    "an address between 16-byte steps": (
-        lambda: shifted(1),
-        ("kv_caches['b'].data_ptr()=", "must be a multiple of 16 bytes"),
-    ),
+    "an address between 16-byte steps": (lambda: shifted(1), ("kv_caches['b'].data_ptr()=", "must be a multiple of 16 bytes")),
     "bytes at an address between 16-byte steps": (
         lambda: poisoned(4 * PAGE + 8)[8:],
         ("kv_caches['b'].data_ptr()=", "must be a multiple of 16 bytes"),
     ),
-    "fewer bytes": (
-        lambda: poisoned(3 * PAGE),
-        (f"kv_caches['b'].numel()={3 * PAGE} bytes must be {4 * PAGE}: 4 blocks of {PAGE}", "num_blocks"),
-    ),
+    "fewer bytes": (lambda: poisoned(3 * PAGE), (f"kv_caches['b'].numel()={3 * PAGE} bytes must be {4 * PAGE}: 4 blocks of {PAGE}", "num_blocks")),
     "more bytes": (lambda: poisoned(4 * PAGE + 16), (f"bytes must be {4 * PAGE}",)),
     "flat elements": (
         lambda: floats(4 * PAGE // 4),
@@ -168,7 +126,7 @@ WRONG: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "every second byte": (lambda: poisoned(8 * PAGE)[::2], ("kv_caches['b'].stride()=(2,) must be (1,)",)),
     "one byte for all": (lambda: poisoned(1).expand(4 * PAGE), ("stride()=(0,) must be (1,)",)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -346,24 +304,15 @@ def test_strides_of_single_elements_are_made_those_of_the_layout():
     ("allocator", "said"),
     [
         (lambda size, device: None, "allocator(...)=None must be"),
-        (
-            lambda size, device: poisoned(size - 1),
-            f"must be {4 * PAGE} bytes, 1-D uint8 or int8, for layers a",
-        ),
-        (
-            lambda size, device: poisoned(size + 16),
-            f"({torch.uint8}, {4 * PAGE + 16}) must be {4 * PAGE} bytes",
-        ),
+        (lambda size, device: poisoned(size - 1), f"must be {4 * PAGE} bytes, 1-D uint8 or int8, for layers a"),
+        (lambda size, device: poisoned(size + 16), f"({torch.uint8}, {4 * PAGE + 16}) must be {4 * PAGE} bytes"),
         (lambda size, device: floats(size), f"(torch.float32, {4 * PAGE}) must be"),
         (lambda size, device: poisoned(size).view(4, -1), "must be"),
         (lambda size, device: poisoned(size + 1)[1:], "must be a multiple of 16 bytes"),
-        (
-            lambda size, device: torch.empty(size, dtype=torch.uint8, device="meta"),
-            "device='meta' must be cpu",
-        ),
+        (lambda size, device: torch.empty(size, dtype=torch.uint8, device="meta"), "device='meta' must be cpu"),
         (lambda size, device: ONE_BUFFER[:size], "shares bytes with layer a"),
     ],
-)
+)  # fmt: skip
 def test_an_allocator_that_gives_other_memory_is_refused(allocator, said):
     with pytest.raises(LayoutError) as error:
         AttentionRuntime(two(), allocator=allocator)

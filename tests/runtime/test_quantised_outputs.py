@@ -166,46 +166,18 @@ BLOCKS = torch.empty(8, 2, dtype=FP8)
     ("output", "scales", "problem"),
     [
         (None, {"output_scale": SCALE}, "output=None of layer layer is required with output_scale"),
-        (
-            torch.empty(8, 4, 8),
-            {"output_scale": SCALE},
-            "must be None: RECORDING quantises no outputs to torch.float32",
-        ),
+        (torch.empty(8, 4, 8), {"output_scale": SCALE}, "must be None: RECORDING quantises no outputs to torch.float32"),
         (torch.empty(8, 4, 8).half(), {"output_scale": SCALE}, "quantises no outputs to torch.float16"),
-        (
-            torch.empty(8, 4, 8).to(torch.float8_e5m2),
-            {"output_scale": SCALE},
-            "no outputs to torch.float8_e5m2",
-        ),
-        (
-            torch.empty(8, 4, 8).to(FP8),
-            {},
-            "output.dtype=torch.float8_e4m3fn of layer layer must be torch.float32",
-        ),
-        (
-            torch.empty(8, 4, 8).to(FP8),
-            {"output_block_scale": BLOCKS},
-            "output_block_scale=.* quantises no outputs",
-        ),
-        (
-            torch.empty(8, 4, 8).to(FP8),
-            {"output_scale": torch.ones(2)},
-            r"\(2,\)' of layer layer must be one torch.fl",
-        ),
+        (torch.empty(8, 4, 8).to(torch.float8_e5m2), {"output_scale": SCALE}, "no outputs to torch.float8_e5m2"),
+        (torch.empty(8, 4, 8).to(FP8), {}, "output.dtype=torch.float8_e4m3fn of layer layer must be torch.float32"),
+        (torch.empty(8, 4, 8).to(FP8), {"output_block_scale": BLOCKS}, "output_block_scale=.* quantises no outputs"),
+        (torch.empty(8, 4, 8).to(FP8), {"output_scale": torch.ones(2)}, r"\(2,\)' of layer layer must be one torch.fl"),
         (torch.empty(8, 4, 8).to(FP8), {"output_scale": SCALE.half()}, "must be one torch.float32"),
-        (
-            torch.empty(7, 4, 8).to(FP8),
-            {"output_scale": SCALE},
-            r"output=\(7, 4, 8\) of layer layer must have",
-        ),
-        (
-            torch.empty(8, 4, 8, dtype=torch.uint8),
-            {"output_block_scale": BLOCKS},
-            r"the shape \(at least 8, 4, 4\)",
-        ),
+        (torch.empty(7, 4, 8).to(FP8), {"output_scale": SCALE}, r"output=\(7, 4, 8\) of layer layer must have"),
+        (torch.empty(8, 4, 8, dtype=torch.uint8), {"output_block_scale": BLOCKS}, r"the shape \(at least 8, 4, 4\)"),
         (torch.empty(8, 4, 4, dtype=torch.uint8), {"output_block_scale": BLOCKS[:7]}, "at least 8 rows"),
     ],
-)
+)  # fmt: skip
 def test_scales_that_do_not_fit_output_and_impl_are_refused(output: Any, scales: Any, problem: str) -> None:
     model, drawn = recording()
     with pytest.raises(BatchError, match=problem):

@@ -1,8 +1,7 @@
-"""Deliberately wrong backends, and which check must catch each."""
+"""Variants of TORCH, and what checks say about them."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["Wrong", "failures", "torch_cases", "variant", "wrong"]
+__all__ = ["failures", "torch_cases", "variant"]
 
 
 def torch_cases(level: Level = Level.SMOKE) -> list[Case]:
@@ -27,21 +26,12 @@ def _torch_cases(level: Level) -> list[Case]:
     return designed_cases(Target(TorchBackend, Device("cpu"), level))
 
 
-@dataclasses.dataclass(frozen=True)
-class Wrong:
-    """A wrong backend, the start of the id of the check that must fail, and what its message must say."""
-
-    name: str
-    backend: type[AttentionBackend]
-    check: str
-    says: str
-
-
 def variant(
     name: str,
     *,
     impl: type[AttentionImpl[Any]] | None = None,
     builder: type[AttentionMetadataBuilder[Any]] | None = None,
+    base: type[AttentionBackend] = TorchBackend,
     **overrides: Any,
 ) -> type[AttentionBackend]:
     """TORCH under another name, with other parts or class attributes; functions are made class methods."""
@@ -54,12 +44,7 @@ def variant(
             for key, value in overrides.items()
         },
     }
-    return type(name, (TorchBackend,), dict(methods))
-
-
-def wrong(name: str, check: str, says: str, **parts: Any) -> Wrong:
-    """A variant of TORCH, the check that must fail and what its message must say."""
-    return Wrong(name, variant(name, **parts), check, says)
+    return type(name, (base,), dict(methods))
 
 
 def failures(

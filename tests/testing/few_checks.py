@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import types
 from collections.abc import Iterator
 
 from catching import variant
 
-from attnplug import hookimpl
 from attnplug.core.backend import AttentionBackend
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, Level
 from attnplug.testing.conformance.target import Target
 
-__all__ = ["ACME", "few_checks", "noisy_checks", "plugin_of"]
+__all__ = ["ACME", "few_checks", "noisy_checks"]
 
 ACME: type[AttentionBackend] = variant("ACME")
 
@@ -34,18 +32,6 @@ def noisy_checks(target: Target) -> Iterator[Check]:
     yield Check("noise/stderr", lambda: os.write(2, b"a warning") and None, "writes to standard error")
     yield Check("memory/python", _raise(MemoryError()), "has no memory")
     yield Check("memory/torch", _raise(RuntimeError("can't allocate memory: 64 bytes")), "has none for torch")
-
-
-def plugin_of(*backends: type[AttentionBackend]) -> types.ModuleType:
-    """A plugin for `attnplug.register` that offers these."""
-    module = types.ModuleType("acme")
-
-    @hookimpl
-    def attnplug_backends() -> list[type[AttentionBackend]]:
-        return list(backends)
-
-    vars(module).update(ATTNPLUG_API=(1, 1), attnplug_backends=attnplug_backends)
-    return module
 
 
 def _raise(problem: Exception):

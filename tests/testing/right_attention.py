@@ -3,87 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
-import numpy as np
 import torch
-
-from attnplug.backends.torch_native.impl import TorchImpl
-from attnplug.ops.checks import check_spans_given
-from attnplug.ops.reach import Reach
-from attnplug.testing.oracle import visible_keys
+from plain_attention import PlainImpl
 
 __all__ = ["RIGHT_IMPLS", "RightImpl"]
 
 
-class RightImpl(TorchImpl):
-    """One request at a time; TORCH checks the calls, writes the cache, finds the keys and serves sparse layers."""
+class RightImpl(PlainImpl):
+    """Float32 inside."""
 
     wide = torch.float32
-
-    def _attend_call(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor | None,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-        use_sinks: bool,
-    ) -> None:
-        spec, meta = self.spec, attn_metadata
-        check_spans_given(meta.spans is not None, spec)
-        Reach.of(spec, meta.causal)  # refuses a step that is not causal for a causal layer
-        if spec.sparse is not None:
-            given = (layer, query, key, value, kv_cache, meta, output, output_lse, use_sinks)
-            super()._attend_call(*given)
-            return
-        source = self._source(key, value, kv_cache, meta)
-        k_scale, v_scale = self._scales(layer, source.k.dtype)
-        heads = torch.arange(spec.num_kv_heads).repeat_interleave(spec.num_heads // spec.num_kv_heads)
-        for request in self.in_order(np.flatnonzero(meta.query_lens).tolist()):
-            start, stop = meta.query_starts[request : request + 2].tolist()
-            first, end = int(source.first[request]), int(source.end[request])
-            keys, values = source.of_request(request, first, end)
-            at = torch.arange(stop - start) + int(meta.seq_lens[request]) - (stop - start)
-            held = torch.arange(first, end)
-            seen = visible_keys(spec, at, held, meta.causal or None, [])
-            if spec.mm_prefix:
-                spans = torch.from_numpy(meta.spans[start:stop])
-                seen |= (held >= spans[:, :1]) & (held < spans[:, 1:])
-            logits = self.logits(query[start:stop].transpose(0, 1), keys[heads], k_scale)
-            if spec.logits_soft_cap is not None:
-                logits = spec.logits_soft_cap * self.tanh(logits / spec.logits_soft_cap)
-            if self.tensors.alibi_slopes is not None:
-                logits = logits - self.tensors.alibi_slopes[:, None, None] * (held - at[:, None]).abs()
-            sinks = self.tensors.sinks if use_sinks else None
-            sinks = torch.full((spec.num_heads,), -math.inf) if sinks is None else sinks
-            logits = logits.masked_fill(~seen, -math.inf)
-            out, lse = self.weigh(logits, values[heads].to(self.wide) * v_scale, sinks.to(self.wide))
-            output[start:stop] = out.transpose(0, 1).to(output.dtype)
-            if output_lse is not None:
-                output_lse[start:stop] = lse.T
-
-    def in_order(self, requests: list[int]) -> list[int]:
-        """The order in which requests are attended."""
-        return requests
-
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
-        """Scaled logits `[H, n, m]` of `query [H, n, D]` and stored `keys [H, m, D]`."""
-        return query.to(self.wide) @ (keys.to(self.wide) * k_scale).mT * self.spec.scale
-
-    def tanh(self, logits: torch.Tensor) -> torch.Tensor:
-        """The tanh of the soft cap."""
-        return logits.tanh()
-
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Output `[H, n, Dv]` and LSE `[H, n]` of masked logits `[H, n, m]` and values `[H, m, Dv]`."""
-        lse = torch.logaddexp(logits.logsumexp(2), sinks[:, None])
-        return (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp() @ values, lse
 
 
 class InFloat64(RightImpl):
@@ -102,9 +32,7 @@ class Reversed(RightImpl):
 class Base2(RightImpl):
     """A softmax in base 2, whose LSE is converted."""
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         terms = torch.cat([logits, sinks[:, None, None].expand(-1, logits.shape[1], 1)], 2) * math.log2(
             math.e
         )
@@ -120,9 +48,7 @@ class Online(RightImpl):
 
     tile = 16
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         rows, dtype = logits.shape[:2], getattr(torch, self.spec.dtype)
         most, total = logits.new_full((*rows, 1), -math.inf), logits.new_zeros(*rows, 1)
         out = logits.new_zeros(*rows, values.shape[2])
@@ -143,9 +69,7 @@ class Online(RightImpl):
 class HalfWeights(RightImpl):
     """Weights that are normalised and then rounded to the layer's dtype."""
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         lse = torch.logaddexp(logits.logsumexp(2), sinks[:, None])
         weights = (logits - lse.nan_to_num(neginf=0.0)[..., None]).exp()
         return weights.to(getattr(torch, self.spec.dtype)).to(self.wide) @ values, lse
@@ -154,13 +78,11 @@ class HalfWeights(RightImpl):
 class SplitKeys(RightImpl):
     """Three parts of the keys, merged by their LSE; the sinks are in the last one."""
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         size = max(-(-logits.shape[2] // 3), 1)
         none = torch.full_like(sinks, -math.inf)
         parts = [
-            super(SplitKeys, self).weigh(logits[..., at : at + size], values[:, at : at + size], given)
+            super(SplitKeys, self).weigh(logits[..., at : at + size], values[:, at : at + size], given, span)
             for at, given in ((0, none), (size, none), (2 * size, sinks))
         ]
         lses = torch.stack([lse for _, lse in parts])
@@ -172,10 +94,8 @@ class SplitKeys(RightImpl):
 class RowByRow(RightImpl):
     """Each query on its own."""
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = [super(RowByRow, self).weigh(row[:, None], values, sinks) for row in logits.unbind(1)]
+    def weigh(self, logits, values, sinks, span):
+        rows = [super(RowByRow, self).weigh(row[:, None], values, sinks, span) for row in logits.unbind(1)]
         outs, lses = zip(*rows, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 1)
 
@@ -183,42 +103,40 @@ class RowByRow(RightImpl):
 class Padded(RightImpl):
     """Rows padded to 16, keys to 64 and head sizes to 128."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         more = -query.shape[2] % 128
         padded = (torch.nn.functional.pad(each, (0, more)) for each in (query, keys))
-        return super().logits(*padded, k_scale)
+        return super().products(*padded, k_scale)
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         rows, keys = logits.shape[1:]
         wide = torch.nn.functional.pad(logits, (0, -keys % 64, 0, -rows % 16), value=-math.inf)
-        out, lse = super().weigh(wide, torch.nn.functional.pad(values, (0, 0, 0, -keys % 64)), sinks)
+        out, lse = super().weigh(wide, torch.nn.functional.pad(values, (0, 0, 0, -keys % 64)), sinks, span)
         return out[:, :rows], lse[:, :rows]
 
 
 class ScaledQuery(RightImpl):
     """The scale folded into the query, which is rounded to its own dtype again."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
-        scaled = (query.float() * self.spec.scale).to(query.dtype)
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+        scaled = (query.float() * self.spec.scale).to(getattr(torch, self.spec.dtype))
         return scaled.to(self.wide) @ keys.to(self.wide).mT * k_scale
 
 
 class ScaledKeys(RightImpl):
     """The scale folded into the keys, which are rounded to the layer's dtype."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
-        scaled = (keys.float() * (self.spec.scale * k_scale)).to(query.dtype)
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+        scaled = (keys.float() * (self.spec.scale * k_scale)).to(getattr(torch, self.spec.dtype))
         return query.to(self.wide) @ scaled.to(self.wide).mT
 
 
 class ScaledForBase2(Base2):
     """The scale and the factor of base 2 folded into the query, which is rounded to its own dtype again."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         factor = self.spec.scale * math.log2(math.e)
-        scaled = (query.float() * factor).to(query.dtype)
+        scaled = (query.float() * factor).to(getattr(torch, self.spec.dtype))
         return scaled.to(self.wide) @ keys.to(self.wide).mT * (k_scale / math.log2(math.e))
 
 
@@ -236,16 +154,7 @@ class OwnBuffer(RightImpl):
     _outputs = _lses = torch.empty(0)
 
     def _attend_call(
-        self,
-        layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor | None,
-        attn_metadata: Any,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-        use_sinks: bool,
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_lse, use_sinks
     ) -> None:
         tokens, heads, size = attn_metadata.num_actual_tokens, self.spec.num_heads, self.spec.head_size_v
         if self._outputs.shape[0] < max(tokens, 1):
@@ -261,10 +170,8 @@ class OwnBuffer(RightImpl):
 class Flushed(RightImpl):
     """Numbers below the smallest normal one of float32 are zero."""
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = super().weigh(logits, values, sinks)
+    def weigh(self, logits, values, sinks, span):
+        out, lse = super().weigh(logits, values, sinks, span)
         return out.where(out.abs() >= torch.finfo(torch.float32).smallest_normal, 0.0), lse
 
 

@@ -31,13 +31,11 @@ _log = logging.getLogger("attnplug.tests.right_engines")
 class InNumpy(RightImpl):
     """Logits and weights are NumPy arrays."""
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         stored = np.swapaxes(keys.float().numpy(), 1, 2) * np.float32(k_scale * self.spec.scale)
         return torch.from_numpy(query.float().numpy() @ stored)
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         array, logs = logits.numpy(), sinks.numpy()[:, None]
         most = np.maximum(array.max(2, initial=-math.inf), logs)
         finite = np.where(np.isfinite(most), most, 0)
@@ -57,14 +55,12 @@ class InThreads(RightImpl):
     def pool() -> concurrent.futures.ThreadPoolExecutor:
         return concurrent.futures.ThreadPoolExecutor(2)
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         half = max(logits.shape[0] // 2, 1)
         parts = [slice(0, half), slice(half, None)]
         weigh = super().weigh
         futures = [
-            self.pool().submit(weigh, logits[part], values[part], sinks[part])
+            self.pool().submit(weigh, logits[part], values[part], sinks[part], span)
             for part in parts
             if logits[part].shape[0]
         ]
@@ -77,7 +73,7 @@ class Compiled(RightImpl):
 
     kernels: ClassVar[dict[Any, Callable[..., torch.Tensor]]] = {}
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         key = (self.spec.dtype, self.spec.head_size)
         if key not in self.kernels:
             _log.info("compiling for %s", key)
@@ -91,16 +87,14 @@ class Recent(RightImpl):
 
     masks: ClassVar[collections.OrderedDict[tuple[int, int], torch.Tensor]] = collections.OrderedDict()
 
-    def weigh(
-        self, logits: torch.Tensor, values: torch.Tensor, sinks: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def weigh(self, logits, values, sinks, span):
         key = (logits.shape[1], logits.shape[2])
         if key not in self.masks:
             self.masks[key] = torch.zeros(key, dtype=torch.float32, device="cpu")
         self.masks.move_to_end(key)
         while len(self.masks) > 8:
             self.masks.popitem(last=False)
-        return super().weigh(logits + self.masks[key], values, sinks)
+        return super().weigh(logits + self.masks[key], values, sinks, span)
 
 
 class Workspace(RightImpl):
@@ -114,7 +108,7 @@ class Workspace(RightImpl):
             self.kept.buffers = [torch.empty(0)]
         return self.kept.buffers
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         shape = (*query.shape[:2], keys.shape[1])
         if self.buffers[0].numel() < math.prod(shape):
             # Made under inference_mode, a tensor could not be written outside it.
@@ -175,7 +169,7 @@ class WithOptions(RightImpl):
     def in_order(self, requests: list[int]) -> list[int]:
         return requests if self.options.order is Order.FIRST else requests[::-1]
 
-    def logits(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
+    def products(self, query: torch.Tensor, keys: torch.Tensor, k_scale: float) -> torch.Tensor:
         wide = getattr(torch, self.options.inside)
         scaled = query.to(wide) * (self.options.shrink * self.spec.scale)
         tiles = [scaled @ part.to(wide).mT for part in keys.split(self.options.tile, 1)]

@@ -49,6 +49,12 @@ def refusing(says: str, when: Any) -> Any:
     return supports_combination
 
 
+def plain(features: Feature, says: str = "", when: Any = None, **more: Any) -> dict[str, Any]:
+    """Declares these features and no stored type, and refuses layers of which `when` is true."""
+    refused = {"supports_combination": refusing(says, when)} if when else {}
+    return {**_PLAIN, "features": features, **refused, **more}
+
+
 def _validate(says: str, when: Any) -> Any:
     """A `validate_configuration` that adds a reason of the author's own."""
 
@@ -98,75 +104,31 @@ NARROW: dict[str, dict[str, Any]] = {
     "NHD": {"supported_kv_cache_layouts": lambda cls: ("NHD",)},
     "PREFILL": {"supported_phases": (Phase.PREFILL,)},
     "DECODE": {"supported_phases": (Phase.DECODE,)},
-    "NO_LSE_NO_FP8": {
-        "features": TorchBackend.features & ~Feature.LSE & ~Feature.FP8_KV,
-        "supported_kv_cache_dtypes": ("auto",),
-    },
-    "SPARSE_ONLY": {**_PLAIN, "features": Feature.SPARSE, "serves_dense": False},
-    "SPARSE_BLOCKS_ONLY": {
-        **_PLAIN,
-        "features": Feature.SPARSE,
-        "serves_dense": False,
-        "supported_sparse_kinds": ("block",),
-    },
-    "SPARSE_DECODE": {
-        **_PLAIN,
-        "features": Feature.SPARSE,
-        "serves_dense": False,
-        "supported_phases": (Phase.DECODE,),
-    },
-    "DIRECT_ONLY": {
-        **_PLAIN,
-        "features": Feature.DIRECT_KV,
-        "supports_combination": refusing("only direct K and V", lambda spec: not spec.direct_kv),
-    },
-    "DIRECT_NON_CAUSAL_ONLY": {
-        **_PLAIN,
-        "features": Feature.DIRECT_KV | Feature.NON_CAUSAL,
-        "supports_combination": refusing(
-            "only direct K and V that are not causal", lambda spec: not spec.direct_kv or spec.causal
-        ),
-    },
-    "ENCODER_ONLY": {
-        **_PLAIN,
-        "features": Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
-        "supports_attn_type": lambda cls, attn_type: (
+    "NO_LSE_NO_FP8": {"features": TorchBackend.features & ~Feature.LSE & ~Feature.FP8_KV, "supported_kv_cache_dtypes": ("auto",)},
+    "SPARSE_ONLY": plain(Feature.SPARSE, serves_dense=False),
+    "SPARSE_BLOCKS_ONLY": plain(Feature.SPARSE, serves_dense=False, supported_sparse_kinds=("block",)),
+    "SPARSE_DECODE": plain(Feature.SPARSE, serves_dense=False, supported_phases=(Phase.DECODE,)),
+    "DIRECT_ONLY": plain(Feature.DIRECT_KV, "only direct K and V", lambda spec: not spec.direct_kv),
+    "DIRECT_NON_CAUSAL_ONLY": plain(
+        Feature.DIRECT_KV | Feature.NON_CAUSAL,
+        "only direct K and V that are not causal",
+        lambda spec: not spec.direct_kv or spec.causal,
+    ),
+    "ENCODER_ONLY": plain(
+        Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
+        supports_attn_type=lambda cls, attn_type: (
             attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
         ),
-    },
-    "CROSS_ONLY": {
-        **_PLAIN,
-        "features": Feature.CROSS | Feature.NON_CAUSAL,
-        "supports_attn_type": lambda cls, attn_type: attn_type == AttentionType.ENCODER_DECODER,
-    },
-    "EIGHT_QUERIES_A_KV_HEAD": {
-        **_PLAIN,
-        "features": Feature.CHUNKED_LOCAL,
-        "supports_combination": refusing(
-            "at most 8 query heads per KV head", lambda spec: spec.num_heads > 8 * spec.num_kv_heads
-        ),
-    },
-    "EQUAL_HEADS": {
-        **_PLAIN,
-        "features": Feature.ALIBI,
-        "supports_combination": refusing(
-            "as many KV heads as heads", lambda spec: spec.num_heads != spec.num_kv_heads
-        ),
-    },
-    "SHARED_HEADS": {
-        **_PLAIN,
-        "features": Feature.LSE,
-        "supports_combination": refusing(
-            "fewer KV heads than heads", lambda spec: spec.num_heads == spec.num_kv_heads
-        ),
-    },
-    "WINDOW_OR_CAP": {
-        **_PLAIN,
-        "features": Feature.SLIDING_WINDOW | Feature.SOFT_CAP,
-        "supports_combination": refusing(
-            "a window or a soft cap", lambda spec: spec.is_windowed and spec.logits_soft_cap is not None
-        ),
-    },
+    ),
+    "CROSS_ONLY": plain(Feature.CROSS | Feature.NON_CAUSAL, supports_attn_type=lambda cls, attn_type: attn_type == AttentionType.ENCODER_DECODER),
+    "EIGHT_QUERIES_A_KV_HEAD": plain(Feature.CHUNKED_LOCAL, "at most 8 query heads per KV head", lambda spec: spec.num_heads > 8 * spec.num_kv_heads),
+    "EQUAL_HEADS": plain(Feature.ALIBI, "as many KV heads as heads", lambda spec: spec.num_heads != spec.num_kv_heads),
+    "SHARED_HEADS": plain(Feature.LSE, "fewer KV heads than heads", lambda spec: spec.num_heads == spec.num_kv_heads),
+    "WINDOW_OR_CAP": plain(
+        Feature.SLIDING_WINDOW | Feature.SOFT_CAP,
+        "a window or a soft cap",
+        lambda spec: spec.is_windowed and spec.logits_soft_cap is not None,
+    ),
     "FP8_WITHOUT_MORE": {
         "features": Feature.FP8_KV | Feature.SLIDING_WINDOW | Feature.LSE,
         "supports_combination": refusing(
@@ -177,77 +139,26 @@ NARROW: dict[str, dict[str, Any]] = {
             ),
         ),
     },
-    "ONE_KV_HEAD": {
-        **_PLAIN,
-        "features": Feature.LSE | Feature.SINKS,
-        "supports_combination": refusing("one KV head only", lambda spec: spec.num_kv_heads != 1),
-    },
-    "GROUPS_OF_8": {
-        **_PLAIN,
-        "features": Feature.SOFT_CAP,
-        "supports_combination": refusing(
-            "8 query heads per KV head only", lambda spec: spec.num_heads != 8 * spec.num_kv_heads
-        ),
-    },
-    "WINDOWS_ONLY": {
-        **_PLAIN,
-        "features": Feature.SLIDING_WINDOW,
-        "supports_combination": refusing("windows only", lambda spec: not spec.is_windowed),
-    },
-    "SINKS_ONLY": {
-        **_PLAIN,
-        "features": Feature.SINKS,
-        "supports_combination": refusing("sinks only", lambda spec: not spec.has_sinks),
-    },
-    "CAPS_ONLY": {
-        **_PLAIN,
-        "features": Feature.SOFT_CAP,
-        "supports_combination": refusing("soft caps only", lambda spec: spec.logits_soft_cap is None),
-    },
-    "CHUNKS_ONLY": {
-        **_PLAIN,
-        "features": Feature.CHUNKED_LOCAL,
-        "supports_combination": refusing("chunks only", lambda spec: spec.chunk_size is None),
-    },
-    "SLOPES_ONLY": {
-        **_PLAIN,
-        "features": Feature.ALIBI,
-        "supports_combination": refusing("slopes only", lambda spec: not spec.has_alibi),
-    },
-    "SPANS_ONLY": {
-        **_PLAIN,
-        "features": Feature.MM_PREFIX,
-        "supports_combination": refusing("spans only", lambda spec: not spec.mm_prefix),
-    },
-    "LSE_ONLY": {
-        **_PLAIN,
-        "features": Feature.LSE,
-        "supports_combination": refusing("with the LSE only", lambda spec: not spec.needs_lse),
-    },
-    "NON_CAUSAL_ONLY": {
-        **_PLAIN,
-        "features": Feature.NON_CAUSAL,
-        "supports_combination": refusing("layers without a causal mask only", lambda spec: spec.causal),
-    },
-    "OTHER_VALUES_ONLY": {
-        **_PLAIN,
-        "features": Feature.HEAD_SIZE_V,
-        "supports_combination": refusing(
-            "values of another size only", lambda spec: spec.head_size == spec.head_size_v
-        ),
-    },
-    "HALF_OF_ENCODERS_ONLY": {
-        **_PLAIN,
-        "features": Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
-        "supports_attn_type": lambda cls, attn_type: attn_type == AttentionType.ENCODER,
-    },
-    "WINDOWS_WITH_SINKS_ONLY": {
-        **_PLAIN,
-        "features": Feature.SLIDING_WINDOW | Feature.SINKS,
-        "supports_combination": refusing(
-            "windows with sinks only", lambda spec: not (spec.is_windowed and spec.has_sinks)
-        ),
-    },
+    "ONE_KV_HEAD": plain(Feature.LSE | Feature.SINKS, "one KV head only", lambda spec: spec.num_kv_heads != 1),
+    "GROUPS_OF_8": plain(Feature.SOFT_CAP, "8 query heads per KV head only", lambda spec: spec.num_heads != 8 * spec.num_kv_heads),
+    "WINDOWS_ONLY": plain(Feature.SLIDING_WINDOW, "windows only", lambda spec: not spec.is_windowed),
+    "SINKS_ONLY": plain(Feature.SINKS, "sinks only", lambda spec: not spec.has_sinks),
+    "CAPS_ONLY": plain(Feature.SOFT_CAP, "soft caps only", lambda spec: spec.logits_soft_cap is None),
+    "CHUNKS_ONLY": plain(Feature.CHUNKED_LOCAL, "chunks only", lambda spec: spec.chunk_size is None),
+    "SLOPES_ONLY": plain(Feature.ALIBI, "slopes only", lambda spec: not spec.has_alibi),
+    "SPANS_ONLY": plain(Feature.MM_PREFIX, "spans only", lambda spec: not spec.mm_prefix),
+    "LSE_ONLY": plain(Feature.LSE, "with the LSE only", lambda spec: not spec.needs_lse),
+    "NON_CAUSAL_ONLY": plain(Feature.NON_CAUSAL, "layers without a causal mask only", lambda spec: spec.causal),
+    "OTHER_VALUES_ONLY": plain(Feature.HEAD_SIZE_V, "values of another size only", lambda spec: spec.head_size == spec.head_size_v),
+    "HALF_OF_ENCODERS_ONLY": plain(
+        Feature.ENCODER | Feature.NON_CAUSAL | Feature.DIRECT_KV,
+        supports_attn_type=lambda cls, attn_type: attn_type == AttentionType.ENCODER,
+    ),
+    "WINDOWS_WITH_SINKS_ONLY": plain(
+        Feature.SLIDING_WINDOW | Feature.SINKS,
+        "windows with sinks only",
+        lambda spec: not (spec.is_windowed and spec.has_sinks),
+    ),
     "FP8_WINDOWS_WITH_CAPS_ONLY": {
         "supported_kv_cache_dtypes": ("fp8_e4m3",),
         "features": Feature.FP8_KV | Feature.SLIDING_WINDOW | Feature.SOFT_CAP,
@@ -256,35 +167,23 @@ NARROW: dict[str, dict[str, Any]] = {
             lambda spec: not spec.is_windowed or spec.logits_soft_cap is None,
         ),
     },
-    "DIRECT_OR_CROSS": {
-        **_PLAIN,
-        "features": Feature.DIRECT_KV | Feature.CROSS | Feature.NON_CAUSAL,
-        "supports_combination": refusing(
-            "direct K and V, or cross layers",
-            lambda spec: not spec.direct_kv and spec.attn_type != AttentionType.ENCODER_DECODER,
-        ),
-    },
-    "WINDOW_TO_128": {
-        **_PLAIN,
-        "features": Feature.SLIDING_WINDOW,
-        "supports_combination": refusing("windows up to 128", lambda spec: max(spec.window) > 127),
-    },
-    "LEFT_WINDOWS": {
-        **_PLAIN,
-        "features": Feature.SLIDING_WINDOW | Feature.NON_CAUSAL,
-        "supports_combination": refusing(
-            "windows to the left only", lambda spec: spec.is_windowed and spec.window[1] not in (0, -1)
-        ),
-    },
-    "CHUNKS_OF_PAGES": {
-        **_PLAIN,
-        "features": Feature.CHUNKED_LOCAL,
-        "supports_combination": refusing(
-            "chunks of whole blocks of 16",
-            lambda spec: spec.chunk_size is not None and spec.chunk_size % 16 != 0,
-        ),
-        "get_supported_kernel_block_sizes": blocks(16),
-    },
+    "DIRECT_OR_CROSS": plain(
+        Feature.DIRECT_KV | Feature.CROSS | Feature.NON_CAUSAL,
+        "direct K and V, or cross layers",
+        lambda spec: not spec.direct_kv and spec.attn_type != AttentionType.ENCODER_DECODER,
+    ),
+    "WINDOW_TO_128": plain(Feature.SLIDING_WINDOW, "windows up to 128", lambda spec: max(spec.window) > 127),
+    "LEFT_WINDOWS": plain(
+        Feature.SLIDING_WINDOW | Feature.NON_CAUSAL,
+        "windows to the left only",
+        lambda spec: spec.is_windowed and spec.window[1] not in (0, -1),
+    ),
+    "CHUNKS_OF_PAGES": plain(
+        Feature.CHUNKED_LOCAL,
+        "chunks of whole blocks of 16",
+        lambda spec: spec.chunk_size is not None and spec.chunk_size % 16 != 0,
+        get_supported_kernel_block_sizes=blocks(16),
+    ),
     "OWN_REASONS": {
         "features": Feature.FP8_KV,
         "validate_configuration": _validate(
@@ -292,13 +191,12 @@ NARROW: dict[str, dict[str, Any]] = {
             lambda spec: spec.has_quantized_kv_cache and spec.head_size > 256,
         ),
     },
-    "OWN_REASONS_FOR_SINKS": {
-        **_PLAIN,
-        "features": Feature.SINKS | Feature.SLIDING_WINDOW,
-        "validate_configuration": _validate(
+    "OWN_REASONS_FOR_SINKS": plain(
+        Feature.SINKS | Feature.SLIDING_WINDOW,
+        validate_configuration=_validate(
             "no sinks with windows", lambda spec: spec.has_sinks and spec.is_windowed
         ),
-    },
+    ),
     "FP16_DECODE_64": {
         **_PLAIN,
         "supported_dtypes": ("float16",),
@@ -315,6 +213,6 @@ NARROW: dict[str, dict[str, Any]] = {
         "get_supported_kernel_block_sizes": blocks(128),
     },
     "FP8_ONLY": {"supported_kv_cache_dtypes": ("fp8_e4m3",), "features": Feature.FP8_KV},
-}
+}  # fmt: skip
 NARROWS = {name: variant(name, **declared) for name, declared in NARROW.items()}
 NARROWS |= {f"ONLY_{each.name}": alone(each) for each in TorchBackend.features}

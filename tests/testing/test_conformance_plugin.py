@@ -7,7 +7,8 @@ from importlib.metadata import entry_points
 
 import pytest
 from catching import variant
-from few_checks import ACME, few_checks, noisy_checks, plugin_of
+from fake_plugins import plugin
+from few_checks import ACME, few_checks, noisy_checks
 
 import attnplug
 from attnplug.registry import default
@@ -28,7 +29,7 @@ def suite(pytester, monkeypatch):
     abroad = variant("ABROAD", device_types=("hpu",))
     rude = variant("RUDE", validate_configuration=lambda cls, *args: 1 / 0)
     members = [variant(name, family="CLAN") for name in ("CLAN_1", "CLAN_2")]
-    attnplug.register(plugin_of(ACME, fussy, broken, abroad, rude, *members), "acme")
+    attnplug.register(plugin(ACME, fussy, broken, abroad, rude, *members), "acme")
     return lambda *args: pytester.runpytest_inprocess(*SUITE, "--attn-device", "cpu", *args)
 
 

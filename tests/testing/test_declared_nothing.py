@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from catching import variant
-from wrong_numbers import misread
-from wrong_structure import Around, Call
+from mutants.numbers import misread
+from mutants.parts import Around, Call
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.backend import TorchMLABackend
@@ -209,41 +209,21 @@ def tuned(option: str, value: Any) -> type[AttentionBackend]:
 WRONG = {
     "pcp": (variant("PCP", impl=Flags), "declared/supports_pcp", "no numeric case"),
     "queries": (variant("QUERIES", impl=Flags), "declared/supports_quant_query_input", "no numeric case"),
-    "int8": (
-        variant("INT8", supported_kv_cache_dtypes=("auto", "fp8", "int8")),
-        "declared/kv_cache_dtype-int8",
-        "no numeric case",
-    ),
-    "int8-by-method": (
-        variant("INT8M", supports_kv_cache_dtype=lambda cls, name: True),
-        "declared/kv_cache_dtype-int8",
-        "no numeric case",
-    ),
+    "int8": (variant("INT8", supported_kv_cache_dtypes=("auto", "fp8", "int8")), "declared/kv_cache_dtype-int8", "no numeric case"),
+    "int8-by-method": (variant("INT8M", supports_kv_cache_dtype=lambda cls, name: True), "declared/kv_cache_dtype-int8", "no numeric case"),
     "sparse-kind": (
         variant("KINDS", supported_sparse_kinds=("token_topk", "stripes")),
         "declared/supported_sparse_kinds-stripes",
         "no SparseSpec has it",
     ),
-    "any-quantisation": (
-        variant("QUANTISES", impl=QuantisesAnything),
-        "tensors/quantised-output-others",
-        "'int8'.* no numeric case",
-    ),
-    "quantised-zeros": (
-        variant("QUANTISED", impl=QuantisesAnything),
-        "tensors/quantised-output-fp8_e5m2",
-        "elements are wrong",
-    ),
-    "quantised-windows": (
-        variant("WINDOWS", impl=QuantisesWindows),
-        "tensors/quantised-output-fp8_e4m3",
-        "window.*elements are wrong",
-    ),
+    "any-quantisation": (variant("QUANTISES", impl=QuantisesAnything), "tensors/quantised-output-others", "'int8'.* no numeric case"),
+    "quantised-zeros": (variant("QUANTISED", impl=QuantisesAnything), "tensors/quantised-output-fp8_e5m2", "elements are wrong"),
+    "quantised-windows": (variant("WINDOWS", impl=QuantisesWindows), "tensors/quantised-output-fp8_e4m3", "window.*elements are wrong"),
     "swaps": (variant("SWAPS", builder=SwapsNothing), "builder/update_block_table-full", "slot_mapping"),
     "option-flag": (tuned("fast", True), "options/fast=True", "option fast=True"),
     "option-literal": (tuned("form", "split"), "options/form=split", "option form="),
     "option-listed": (tuned("splits", 8), "options/splits=8", "option splits=8"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -260,17 +240,9 @@ class Captures(TorchMetadataBuilder):
 
 
 UNTESTED = {
-    "graphs": (
-        variant("GRAPHS", builder=Captures),
-        "declared/cudagraph_support",
-        "UNIFORM_BATCH.* need a GPU",
-    ),
+    "graphs": (variant("GRAPHS", builder=Captures), "declared/cudagraph_support", "UNIFORM_BATCH.* need a GPU"),
     "step_safe": (variant("SAFE", step_safe=True), "declared/step_safe", "is about GPUs"),
-    "devices": (
-        variant("DEVICES", device_types=("cpu", "cuda", "tpu")),
-        "declared/device-types",
-        "cuda, tpu",
-    ),
+    "devices": (variant("DEVICES", device_types=("cpu", "cuda", "tpu")), "declared/device-types", "cuda, tpu"),
     "alternative": (
         variant("OR", requires=(("torch>=2", "acme-kernels>=3"),)),
         "declared/requires-acme-kernels>=3",
@@ -282,7 +254,7 @@ UNTESTED = {
         "declared/head_size-others",
         "484 values of head_size: level smoke tries 16 of the 500",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", UNTESTED)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from catching import torch_cases, variant
-from wrong_numbers import misread
+from mutants.numbers import misread
 
 from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.latent import TorchMLAImpl

@@ -1,64 +1,53 @@
-"""Wrong backends of structure, state and declarations: the right check catches each, with words that help."""
+"""Mutants of structure, state and declarations: the right check catches each, with words that help."""
 
 from __future__ import annotations
 
 import atexit
 import builtins
 import copy
-import fnmatch
 import gc
+import itertools
 import logging
 import os
 import signal
 from collections.abc import Iterator
 
+import mutants.batches
+import mutants.builders
+import mutants.caches
+import mutants.calls
+import mutants.claims
+import mutants.declarations
+import mutants.edges
+import mutants.halves
+import mutants.layers
+import mutants.limits
+import mutants.plans
+import mutants.process
+import mutants.refusals
+import mutants.state
+import mutants.structure  # noqa: F401 - each import lists its mutants
 import pytest
 import torch
-from catching import Wrong, torch_cases
-from wrong_calls import WRONG_CALLS
-from wrong_claims import WRONG_CLAIMS
-from wrong_edges import WRONG_EDGES
-from wrong_halves import WRONG_HALVES
-from wrong_layers import WRONG_LAYERS
-from wrong_plans import WRONG_PLANS
-from wrong_process import WRONG_PROCESS
+from mutants.running import named_checks, problem_of
+from mutants.table import MUTANTS, Mutant, mutants_of
 
-from attnplug.core import Device
-from attnplug.testing.conformance.check import Check, CheckSkipped
 from attnplug.testing.conformance.listing import conformance_checks
-from attnplug.testing.conformance.numbers.correctness import check_case
+from attnplug.testing.conformance.process import process_memory
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
-from attnplug.testing.conformance.target import Target
 
-ALL = [
-    wrong
-    for wrong in (*WRONG_CALLS, *WRONG_CLAIMS, *WRONG_EDGES, *WRONG_HALVES, *WRONG_LAYERS, *WRONG_PLANS)
-    if wrong.check != "*"
-]
-
-
-def numeric_checks(wrong: Wrong) -> Iterator[Check]:
-    target = Target(wrong.backend, Device("cpu"))
-    cases = [case for case in torch_cases() if fnmatch.fnmatchcase(f"correct/{case.id}", wrong.check)]
-    assert cases
-    for case in cases[:8]:
-        yield Check.of(case.id, "", check_case, target, case)
+FAMILIES = ("calls", "claims", "edges", "halves", "layers", "plans")
+ALL = [mutant for mutant in mutants_of(*FAMILIES) if mutant.check != "*"]
+NUMERIC = [mutant for mutant in ALL if mutant.check.startswith("correct/")]
+OTHERS = [mutant for mutant in ALL if mutant not in NUMERIC]
+BY_START = mutants_of(
+    *("batches", "builders", "caches", "declarations", "limits", "refusals", "structure"),
+)
+_PLAIN_LEAKS = ("grows_history", "keeps_layers")
 
 
-def named_checks(wrong: Wrong) -> Iterator[Check]:
-    for check in conformance_checks(wrong.backend, device="cpu", only=[wrong.check]):
-        if fnmatch.fnmatchcase(check.id, wrong.check):
-            yield check
-
-
-def problem_of(check: Check) -> str | None:
-    try:
-        check()
-    except CheckSkipped:
-        return None
-    except Exception as problem:
-        return str(problem)
-    return None
+def named(mutant: Mutant) -> str:
+    return mutant.name
 
 
 @pytest.fixture
@@ -79,41 +68,70 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     restore_settings(before)
 
 
-@pytest.mark.parametrize("wrong", WRONG_PROCESS, ids=lambda wrong: wrong.name)
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong caches grow at once; a busy machine must not try fewer steps or lengths than these."""
+    for name, value in {
+        "_STEPS": 100,
+        "_LAYERS": 20,
+        "_MOST_ROUNDS": 3,
+        "_SECONDS": 60.0,
+        "_SLOW": 60.0,
+    }.items():
+        monkeypatch.setattr(process_memory, name, value)
+
+
+@pytest.mark.parametrize("mutant", mutants_of("process"), ids=named)
 @pytest.mark.usefixtures("process")
-def test_a_change_of_the_process_is_named(wrong: Wrong) -> None:
-    problems = [problem_of(check) for check in named_checks(wrong)]
-    assert [problem for problem in problems if problem is None or wrong.says not in problem] == []
+def test_a_change_of_the_process_is_named(mutant: Mutant) -> None:
+    problems = [problem_of(check) for check in named_checks(mutant, mutant.check)]
+    assert [problem for problem in problems if problem is None or mutant.says not in problem] == []
     assert problems
 
 
-NUMERIC = [wrong for wrong in ALL if wrong.check.startswith("correct/")]
+@pytest.mark.parametrize("mutant", NUMERIC, ids=named)
+def test_a_numeric_case_catches_it_with_words_that_point_at_the_mistake(mutant: Mutant) -> None:
+    checks = named_checks(mutant, mutant.check)
+    assert any(mutant.says in (problem_of(check) or "right") for check in checks[:8])
 
 
-@pytest.mark.parametrize("wrong", NUMERIC, ids=lambda wrong: wrong.name)
-def test_a_numeric_case_catches_it_with_words_that_point_at_the_mistake(wrong: Wrong) -> None:
-    assert any(wrong.says in (problem_of(check) or "right") for check in numeric_checks(wrong))
+@pytest.mark.parametrize("mutant", OTHERS, ids=named)
+def test_the_right_check_catches_it_with_words_that_point_at_the_mistake(mutant: Mutant) -> None:
+    problems = [problem_of(check) for check in named_checks(mutant, mutant.check)]
+    assert problems
+    assert all(problem and mutant.says in problem for problem in problems), problems
 
 
-OTHERS = [wrong for wrong in ALL if wrong not in NUMERIC]
+@pytest.mark.parametrize("mutant", BY_START, ids=named)
+def test_all_checks_that_fail_name_the_cause(mutant: Mutant) -> None:
+    problems = [problem_of(check) for check in named_checks(mutant, f"{mutant.check}*")]
+    assert any(problems)
+    assert [problem for problem in problems if problem and mutant.says not in problem] == []
 
 
-@pytest.mark.parametrize("wrong", OTHERS, ids=lambda wrong: wrong.name)
-def test_the_right_check_catches_it_with_words_that_point_at_the_mistake(wrong: Wrong) -> None:
-    checks = list(named_checks(wrong))
-    assert checks
-    problems = [problem_of(check) for check in checks]
-    assert all(problem and wrong.says in problem for problem in problems), problems
+def sampled(mutant: Mutant) -> object:
+    """A test of the mutant; the checks of memory run 1,600 steps, so a plain run has one that fails them."""
+    is_long = mutant.check.startswith("state/memory") and mutant.name not in _PLAIN_LEAKS
+    return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.slow] if is_long else [])
 
 
-def test_the_names_of_wrong_backends_are_unique() -> None:
-    names = [wrong.name for wrong in ALL]
-    assert len(set(names)) == len(names)
+@pytest.mark.parametrize("mutant", [sampled(mutant) for mutant in mutants_of("state")])
+@pytest.mark.usefixtures("process", "few_steps")
+def test_a_state_that_is_kept_is_named(mutant: Mutant) -> None:
+    test_all_checks_that_fail_name_the_cause(mutant)
+
+
+def test_the_names_of_a_family_are_unique() -> None:
+    for _, family in itertools.groupby(
+        MUTANTS, key=lambda mutant: (mutant.family, mutant.backend.__mro__[1])
+    ):
+        names = [mutant.name for mutant in family]
+        assert len(set(names)) == len(names)
 
 
 @pytest.mark.slow
 @pytest.mark.rare
-@pytest.mark.parametrize("wrong", ALL, ids=lambda wrong: wrong.name)
-def test_the_whole_kit_catches_it(wrong: Wrong) -> None:
-    listed = conformance_checks(wrong.backend, device="cpu")
+@pytest.mark.parametrize("mutant", ALL, ids=named)
+def test_the_whole_kit_catches_it(mutant: Mutant) -> None:
+    listed = conformance_checks(mutant.backend, device="cpu")
     assert any(problem_of(check) for check in listed if not check.id.startswith("declaration/light"))

@@ -7,12 +7,13 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+import mutants.builders
+import mutants.numbers  # noqa: F401 - each import lists its mutants
 import pytest
 from catching import failures, variant
 from hypothesis import given
 from hypothesis import strategies as st
-from wrong_builders import WRONG as WRONG_BUILDERS
-from wrong_numbers import WRONG_NUMBERS
+from mutants.table import mutants_of
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, Device, Phase, Reason
@@ -128,7 +129,7 @@ def as_one_phase(backend: type[AttentionBackend], phase: Phase) -> type[Attentio
 @PHASES
 @pytest.mark.parametrize("what", IGNORED)
 def test_what_is_ignored_in_the_one_phase_is_caught_and_named(phase: Phase, what: str) -> None:
-    wrong = next(each for each in WRONG_NUMBERS if each.name == f"ignores-{what}")
+    wrong = next(each for each in mutants_of("numbers") if each.name == f"ignores_{what.replace('-', '_')}")
     alone = [case for case in cases(phase) if case.id.partition("-")[2] == wrong.check.partition("-")[2]]
     assert alone
 
@@ -156,7 +157,7 @@ def those(start: str) -> Callable[[Target], Iterator[Check]]:
     "name", ["KEEPS_TABLE", "SHORT_DRAFTS", "STALE_TABLE", "CHANGES_COMMON", "SHUFFLES_SLOTS"]
 )
 def test_builders_that_are_wrong_in_the_one_phase_are_caught(phase: Phase, name: str) -> None:
-    wrong = next(each for each in WRONG_BUILDERS if each.name == name)
+    wrong = next(each for each in mutants_of("builders") if each.name == name.lower())
     found = failures(as_one_phase(wrong.backend, phase), those(wrong.check))
     assert any(wrong.says in str(problem) for problem in found.values()), found
 

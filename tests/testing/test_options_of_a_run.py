@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from catching import variant
-from few_checks import plugin_of
+from fake_plugins import plugin
 
 import attnplug
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
@@ -116,7 +116,7 @@ def test_a_test_module_gives_options_too() -> None:
 
 @pytest.fixture
 def registered() -> Any:
-    attnplug.register(plugin_of(ACME), "acme")
+    attnplug.register(plugin(ACME), "acme")
     yield
     get_registry().unregister("acme")
 

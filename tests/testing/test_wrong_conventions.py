@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 from catching import failures, variant
+from mutants.conventions import CONVENTIONS, Convention
+from mutants.table import Mutant, mutants_of
 from plain_attention import PlainImpl
-from wrong_conventions import CONVENTIONS, RANK_MISTAKES, Convention
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import Device, LayerSpec
@@ -21,14 +22,14 @@ LENGTHS = [1, 5, 12, 23], [29, 22, 12, 40]
 """A decode, two extends and a prefill."""
 
 
-@pytest.mark.parametrize("wrong", CONVENTIONS, ids=lambda wrong: wrong.impl.__name__)
+@pytest.mark.parametrize("wrong", CONVENTIONS, ids=lambda wrong: wrong.mutant.name)
 def test_a_convention_is_named(wrong: Convention) -> None:
     batch = paged_batch(SPEC.replace(**wrong.fields), *LENGTHS, **wrong.options)
-    target = Target(variant(wrong.impl.__name__.upper(), impl=wrong.impl), Device("cpu"))
+    target = Target(wrong.mutant.backend, Device("cpu"))
     found = Harness.of(target, batch).forward(batch)
     with pytest.raises(ConformanceError) as caught:
         expect_correct(batch, found, "in a step")
-    assert caught.value.named == wrong.says
+    assert caught.value.named == wrong.mutant.says
     assert len(str(caught.value).splitlines()) <= 11
 
 
@@ -55,14 +56,13 @@ def test_the_ranks_have_all_tokens_once() -> None:
                 assert sorted(every) == list(range(tokens))
 
 
-@pytest.mark.parametrize("name", RANK_MISTAKES)
-def test_a_mistake_of_a_rank_is_named(name: str) -> None:
-    impl = RANK_MISTAKES[name]
-    found = failures(variant(impl.__name__.upper(), impl=impl), context_parallel.checks)
+@pytest.mark.parametrize("mutant", mutants_of("ranks"), ids=lambda mutant: mutant.name)
+def test_a_mistake_of_a_rank_is_named(mutant: Mutant) -> None:
+    found = failures(mutant.backend, context_parallel.checks)
     assert found
     for problem in found.values():
         assert isinstance(problem, ConformanceError)
-        assert str(problem.named).startswith(name)
+        assert str(problem.named).startswith(mutant.says)
         assert "ranks with runs of" in str(problem)
         assert len(str(problem).splitlines()) <= 11
 

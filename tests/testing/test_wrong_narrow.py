@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
+import mutants.narrow  # noqa: F401 - lists its mutants
 import pytest
-from catching import Wrong, failures
+from mutants.running import named_checks, problem_of
+from mutants.table import Mutant, mutants_of
 from right_narrow import NARROWS
-from wrong_narrow import WRONG
 
 from attnplug.core import Device
-from attnplug.testing.conformance.builders import builders, layer_state
-from attnplug.testing.conformance.calls import inputs
 from attnplug.testing.conformance.check import CheckSkipped
-from attnplug.testing.conformance.numbers import cache_writes
-from attnplug.testing.conformance.process import process_state
 from attnplug.testing.conformance.target import Target
 
-GROUPS = {
-    "builder": builders.checks,
-    "tensors": inputs.checks,
-    "cache": cache_writes.checks,
-    "state/outputs": layer_state.checks,
-    "state/settings": process_state.checks,
-}
 
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
-def test_a_mistake_that_needs_no_plain_layer_is_caught(wrong: Wrong) -> None:
-    (group,) = (group for start, group in GROUPS.items() if wrong.check.startswith(start))
-    found = failures(
-        wrong.backend, lambda target: (each for each in group(target) if each.id.startswith(wrong.check))
-    )
-    assert any(wrong.says in str(problem) for problem in found.values()), found
+@pytest.mark.parametrize("mutant", mutants_of("narrow"), ids=lambda mutant: mutant.name)
+def test_a_mistake_that_needs_no_plain_layer_is_caught(mutant: Mutant) -> None:
+    problems = [problem_of(check) or "" for check in named_checks(mutant, f"{mutant.check}*")]
+    assert any(mutant.says in problem for problem in problems), problems
 
 
 def target(name: str) -> Target:

@@ -7,11 +7,12 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import mutants.numbers  # noqa: F401 - lists its mutants
 import pytest
 import torch
 from catching import failures, torch_cases, variant
-from plain_attention import PlainImpl
-from wrong_numbers import WRONG_NUMBERS, WrongNumbers
+from mutants.table import Mutant, mutants_of
+from plain_attention import KernelImpl, PlainImpl
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.impl import TorchImpl
@@ -23,11 +24,12 @@ from attnplug.testing.conformance.mistakes.mistake_recognition import mistaken_a
 from attnplug.testing.conformance.numbers import correctness
 from attnplug.testing.conformance.target import Target
 
+WRONG_NUMBERS = mutants_of("numbers")
 PLAIN = "correct/mixed-h4x2-d64-float32-b16-NHD"
 
 
 @pytest.mark.parametrize("wrong", WRONG_NUMBERS, ids=lambda wrong: wrong.name)
-def test_wrong_numbers_are_caught_and_named(wrong: WrongNumbers) -> None:
+def test_wrong_numbers_are_caught_and_named(wrong: Mutant) -> None:
     def asked(target: Target) -> Iterator[Check]:
         names = [f"correct/{case.id}" for case in torch_cases()]
         can_fail = fnmatch.filter(names, wrong.asked)
@@ -84,7 +86,7 @@ def test_a_cap_that_is_ignored_is_caught_within_the_wider_bounds_of_half_precisi
 ) -> None:
     # What is asked here is whether it is caught: the search for its name takes most of the time of a failure.
     monkeypatch.setattr(correctness, "wrong_answer", lambda problem, *_: ConformanceError(problem))
-    ignoring = next(each.backend for each in WRONG_NUMBERS if each.name == "ignores-soft-caps")
+    ignoring = next(each.backend for each in WRONG_NUMBERS if each.name == "ignores_soft_caps")
     half = variant("HALF", impl=ignoring.get_impl_cls(), supported_dtypes=(dtype,))
     cases = designed_cases(Target(half, Device("cpu")))
     # Caps of 30 and more are far above these logits: they change them by less than half precision does.
@@ -109,11 +111,12 @@ def test_torch_passes() -> None:
 
 
 @pytest.mark.slow
-def test_the_steps_that_wrong_backends_change_are_right_as_they_stand() -> None:
+@pytest.mark.parametrize("impl", [PlainImpl, KernelImpl])
+def test_the_steps_that_wrong_backends_change_are_right_as_they_stand(impl: type[PlainImpl]) -> None:
     def some(target: Target) -> Iterator[Check]:
         yield from list(correctness.checks(target))[::3]
 
-    assert failures(variant("PLAIN", impl=PlainImpl), some) == {}
+    assert failures(variant("PLAIN", impl=impl), some) == {}
 
 
 def test_wrong_backends_have_names_of_their_own() -> None:

@@ -137,20 +137,12 @@ def _planned_by_the_first_layer() -> Change:
     [
         ({"builder": Early}, "selection/late-token_topk", "not given"),
         ({"impl": Trusting}, "selection/required-token_topk", "was accepted; it must raise a BatchError"),
-        (
-            {"impl": reads(_checked_nowhere)},
-            "selection/values-block",
-            "was accepted; it must raise a BatchError",
-        ),
-        (
-            {"impl": reads(_planned_by_the_first_layer())},
-            "selection/late-block",
-            "of more keys for the next layers",
-        ),
+        ({"impl": reads(_checked_nowhere)}, "selection/values-block", "was accepted; it must raise a BatchError"),
+        ({"impl": reads(_planned_by_the_first_layer())}, "selection/late-block", "of more keys for the next layers"),
         ({"impl": Dense}, "selection/order-token_topk", "with the chosen keys in another order"),
     ],
     ids=["early", "trusting", "unchecked", "planned", "dense"],
-)
+)  # fmt: skip
 def test_the_checks_of_selections_catch(parts: dict[str, Any], check: str, says: str) -> None:
     found = failures(variant("WRONG", **parts), checks)
     assert says in str(found[check])

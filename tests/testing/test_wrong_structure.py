@@ -1,4 +1,4 @@
-"""Each wrong backend fails the check for its mistake, which names the cause."""
+"""Structural checks hold a backend to what it declares, and say what a module does that they load."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catching import Wrong, failures, variant
-from wrong_batches import WRONG_BATCHES
-from wrong_caches import WRONG_CACHES
-from wrong_declarations import WRONG_DECLARATIONS
-from wrong_refusals import WRONG_REFUSALS
-from wrong_structure import WRONG_STRUCTURE, Around, Call
+from catching import failures, variant
+from mutants.parts import Around, Call
 
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
@@ -56,17 +52,6 @@ def those(start: str = "") -> Callable[[Target], Iterator[Check]]:
         return (check for check in listed_checks if check.id.startswith(start))
 
     return checks
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [*WRONG_DECLARATIONS, *WRONG_REFUSALS, *WRONG_STRUCTURE, *WRONG_CACHES, *WRONG_BATCHES],
-    ids=lambda wrong: wrong.name,
-)
-def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
-    found = failures(wrong.backend, those(wrong.check))
-    assert found
-    assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
 
 
 NARROW = variant(

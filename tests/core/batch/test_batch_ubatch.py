@@ -190,22 +190,13 @@ def test_ranges_that_leave_their_requests_are_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"causal": False},
-            r"token_slice=\(0, 1\) cuts a request whose tokens see later ones \(causal=False\)",
-        ),
-        (
-            {"dcp_local_seq_lens": torch.tensor([1, 1])},
-            "shortens a request whose shares per rank are fixed; compute",
-        ),
-        (
-            {"block_table_tensor": torch.zeros(3, 4)},
-            r"block_table_tensor=\(3, 4\) must be of shape \(2, max_blo",
-        ),
+        ({"causal": False}, r"token_slice=\(0, 1\) cuts a request whose tokens see later ones \(causal=False\)"),
+        ({"dcp_local_seq_lens": torch.tensor([1, 1])}, "shortens a request whose shares per rank are fixed; compute"),
+        ({"block_table_tensor": torch.zeros(3, 4)}, r"block_table_tensor=\(3, 4\) must be of shape \(2, max_blo"),
         ({"seq_lens": torch.tensor([2])}, r"seq_lens=\(1,\) must be of shape \(2,\)"),
         ({"query_start_loc_cpu": starts_of([2, -2])}, "query_start_loc_cpu=-2 is the length of request 1"),
     ],
-)
+)  # fmt: skip
 def test_a_batch_that_cannot_be_cut_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         split_attn_metadata([part((0, 1), (0, 1))], common_of([2, 2], **changes))

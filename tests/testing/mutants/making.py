@@ -1,29 +1,17 @@
-"""The list of mutants: backends that differ from the reference by one part with one mistake."""
+"""Rows of the table that differ from the reference by one part with one mistake."""
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from attnplug.core import AttentionBackend
 from mutants.declared import ReferenceBackend
 from mutants.reference import Reference, ReferenceBuilder, Request, Tensor
+from mutants.table import MUTANTS, Methods, Mutant, bound
 
 _Part = TypeVar("_Part", bound="type[Reference] | type[ReferenceBuilder]")
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A wrong backend, its family, a pattern of the checks of which one must fail, and words of its message."""
-
-    name: str
-    family: str
-    backend: type[AttentionBackend]
-    check: str
-    says: str
 
 
 def _expected() -> dict[str, tuple[str, str]]:
@@ -36,9 +24,6 @@ def _expected() -> dict[str, tuple[str, str]]:
 EXPECTED = _expected()
 """By name, the check and the words of the file, where they are more exact than those beside the class."""
 
-MUTANTS: list[Mutant] = []
-"""In the order of the modules that define them."""
-
 
 def mutant(check: str = "correct/*", says: str = "output") -> Callable[[_Part], _Part]:
     """List the class below, an impl or a builder, as a mutant that is named after it."""
@@ -49,6 +34,29 @@ def mutant(check: str = "correct/*", says: str = "output") -> Callable[[_Part], 
         return part
 
     return keep
+
+
+def method(name: str, base: type) -> Callable[..., Callable[[Any], Any]]:
+    """Mutants by one method, as `Table.method` makes them; they are named after their functions."""
+
+    def rows(check: str = "correct/*", says: str = "output", **functions: Any) -> Any:
+        def keep(function: Any, row: str = "") -> Any:
+            row = row or function.__name__
+            part = type(row, (base,), {"__doc__": function.__doc__})
+            setattr(part, name, bound(part, name, function))
+            add(row.replace("_", "-"), function.__module__.rpartition(".")[2], part, check, says)
+            return function
+
+        for row, function in functions.items():
+            keep(function, row)
+        return keep
+
+    return rows
+
+
+def on(base: type) -> Methods:
+    """As `Table.on`: `on(Reference).method(check, words, ...)`."""
+    return Methods(lambda name: method(name, base))
 
 
 def add(

@@ -7,8 +7,10 @@ from typing import Any
 import torch
 
 from attnplug.core.selection import Selection
-from mutants.making import mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
+
+reference = on(Reference)
 
 
 def windowed(name: str, change: Any) -> None:
@@ -31,15 +33,12 @@ def windowed(name: str, change: Any) -> None:
     mutant("correct/*-window*")(Windowed)
 
 
+# fmt: off
 windowed("WindowOfZeroIsNone", lambda impl, r, left, right: (left or -1, right))
 windowed("WindowOfDecodesOneLonger", lambda impl, r, left, right: (left + (left >= 0 and r.new == 1), right))
-windowed(
-    "WindowIsSymmetric", lambda impl, r, left, right: (left, left) if not impl.spec.causal else (left, right)
-)
+windowed("WindowIsSymmetric", lambda impl, r, left, right: (left, left) if not impl.spec.causal else (left, right))
 windowed("WindowHasNoRightSide", lambda impl, r, left, right: (left, -1))
-windowed(
-    "WindowHasNoLeftSide", lambda impl, r, left, right: (left, right) if impl.spec.causal else (-1, right)
-)
+windowed("WindowHasNoLeftSide", lambda impl, r, left, right: (left, right) if impl.spec.causal else (-1, right))
 windowed("WindowNeedsItsLeftSide", lambda impl, r, left, right: (left, right if left >= 0 else -1))
 windowed("WindowNeedsItsRightSide", lambda impl, r, left, right: (left if right >= 0 else -1, right))
 windowed("WindowAtMost128", lambda impl, r, left, right: (min(left, 127), right))
@@ -47,89 +46,67 @@ windowed("WindowAtMost64", lambda impl, r, left, right: (min(left, 63), right))
 windowed("WindowIsSeven", lambda impl, r, left, right: (6 if left >= 0 else -1, right))
 windowed("WindowOfFirstRequest", lambda impl, r, left, right: (left if r.index == 0 else -1, right))
 windowed("WindowNotForPrompts", lambda impl, r, left, right: (-1 if r.new == r.length else left, right))
-windowed(
-    "WindowNotForLongDecodes",
-    lambda impl, r, left, right: (-1 if r.new == 1 and r.length > 128 else left, right),
-)
-windowed(
-    "WindowWithSinksOneLonger",
-    lambda impl, r, left, right: (left + (left >= 0 and impl.spec.has_sinks), right),
-)
+windowed("WindowNotForLongDecodes", lambda impl, r, left, right: (-1 if r.new == 1 and r.length > 128 else left, right))
+windowed("WindowWithSinksOneLonger", lambda impl, r, left, right: (left + (left >= 0 and impl.spec.has_sinks), right))
 windowed("WindowNotWithSinks", lambda impl, r, left, right: (-1 if impl.spec.has_sinks else left, right))
 windowed("WindowNotWithAlibi", lambda impl, r, left, right: (-1 if impl.spec.has_alibi else left, right))
-windowed(
-    "WindowNotOverFp8", lambda impl, r, left, right: (-1 if impl.spec.has_quantized_kv_cache else left, right)
-)
+windowed("WindowNotOverFp8", lambda impl, r, left, right: (-1 if impl.spec.has_quantized_kv_cache else left, right))
 windowed("WindowNotDirect", lambda impl, r, left, right: (-1 if impl.spec.direct_kv else left, right))
-windowed(
-    "WindowNotForNarrowedSteps",
-    lambda impl, r, left, right: (left if impl.spec.causal or not r.step.causal else -1, right),
-)
+windowed("WindowNotForNarrowedSteps", lambda impl, r, left, right: (left if impl.spec.causal or not r.step.causal else -1, right))
+# fmt: on
 
 
-@mutant()
-class WindowOfWholePages(Reference):
+@reference.windowed()
+def window_of_whole_pages(right, self, request, at, held):
     """The window begins at a page."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        left, _ = self.spec.window
-        seen = super().windowed(request, at, held)
-        if left < 0 or not self.spec.causal:
-            return seen
-        return (held >= (at - left).clamp(min=0) // 16 * 16) & (held <= at)
+    left, _ = self.spec.window
+    seen = right(request, at, held)
+    if left < 0 or not self.spec.causal:
+        return seen
+    return (held >= (at - left).clamp(min=0) // 16 * 16) & (held <= at)
 
 
-@mutant()
-class WindowOfTheLastQuery(Reference):
+@reference.windowed()
+def window_of_the_last_query(right, self, request, at, held):
     """All queries of a request see the keys of the last query's window."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        left, _ = self.spec.window
-        seen = super().windowed(request, at, held)
-        if left < 0 or not self.spec.causal:
-            return seen
-        return (held >= at[-1] - left) & (held <= at)
+    left, _ = self.spec.window
+    seen = right(request, at, held)
+    if left < 0 or not self.spec.causal:
+        return seen
+    return (held >= at[-1] - left) & (held <= at)
 
 
-@mutant()
-class WindowOfTheFirstQuery(Reference):
+@reference.windowed()
+def window_of_the_first_query(right, self, request, at, held):
     """The window of all queries begins where that of the first one does."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        left, _ = self.spec.window
-        seen = super().windowed(request, at, held)
-        if left < 0 or not self.spec.causal:
-            return seen
-        return (held >= at[0] - left) & (held <= at)
+    left, _ = self.spec.window
+    seen = right(request, at, held)
+    if left < 0 or not self.spec.causal:
+        return seen
+    return (held >= at[0] - left) & (held <= at)
 
 
-@mutant()
-class CausalTilesOfRows(Reference):
+@reference.windowed()
+def causal_tiles_of_rows(right, self, request, at, held):
     """Later rows of a tile of 128 see the keys up to the tile's end."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        seen = super().windowed(request, at, held)
-        if not self.spec.causal or request.new <= 128 or self.spec.is_windowed:
-            return seen
-        row = torch.arange(request.new)[:, None]
-        return seen | ((row >= 128) & (held <= at + 1))
+    seen = right(request, at, held)
+    if not self.spec.causal or request.new <= 128 or self.spec.is_windowed:
+        return seen
+    row = torch.arange(request.new)[:, None]
+    return seen | ((row >= 128) & (held <= at + 1))
 
 
-@mutant()
-class CausalFromTheFirstKey(Reference):
+@reference.windowed()
+def causal_from_the_first_key(right, self, request, at, held):
     """Aligns queries with the first keys where keys are fewer than tokens."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        return super().windowed(request, at - request.held[:1].sum(), held)
+    return right(request, at - request.held[:1].sum(), held)
 
 
-@mutant("correct/*-cross*")
-class CrossIsCausal(Reference):
+@reference.windowed("correct/*-cross*")
+def cross_is_causal(right, self, request, at, held):
     """Applies the decoder's mask to encoder keys."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        seen = super().windowed(request, at, held)
-        return seen & (held <= at) if self.spec.attn_type == "encoder_decoder" else seen
+    seen = right(request, at, held)
+    return seen & (held <= at) if self.spec.attn_type == "encoder_decoder" else seen
 
 
 def chunked(name: str, change: Any) -> None:
@@ -142,28 +119,20 @@ def chunked(name: str, change: Any) -> None:
     mutant("correct/*-chunk*")(Chunked)
 
 
+# fmt: off
 chunked("ChunksOfNewTokens", lambda impl, r, at, held, c: (held - r.at[0]) // c == (at - r.at[0]) // c)
 chunked("ChunksOfGivenKeys", lambda impl, r, at, held, c: (held - r.held[0]) // c == (at - r.held[0]) // c)
-chunked(
-    "ChunksOfPowersOfTwo",
-    lambda impl, r, at, held, c: held // (1 << (c - 1).bit_length()) == at // (1 << (c - 1).bit_length()),
-)
-chunked(
-    "ChunksOfWholePages", lambda impl, r, at, held, c: held // (-(-c // 16) * 16) == at // (-(-c // 16) * 16)
-)
-chunked(
-    "ChunksWithTheKeyBefore", lambda impl, r, at, held, c: (held // c == at // c) | (held == at // c * c - 1)
-)
+chunked("ChunksOfPowersOfTwo", lambda impl, r, at, held, c: held // (1 << (c - 1).bit_length()) == at // (1 << (c - 1).bit_length()))
+chunked("ChunksOfWholePages", lambda impl, r, at, held, c: held // (-(-c // 16) * 16) == at // (-(-c // 16) * 16))
+chunked("ChunksWithTheKeyBefore", lambda impl, r, at, held, c: (held // c == at // c) | (held == at // c * c - 1))
 chunked("ChunksOfTheLastQuery", lambda impl, r, at, held, c: held // c == at[-1] // c)
 chunked("ChunksForPrefills", lambda impl, r, at, held, c: (held // c == at // c) | torch.tensor(r.new == 1))
 chunked("ChunksForDecodes", lambda impl, r, at, held, c: (held // c == at // c) | torch.tensor(r.new > 1))
 chunked("ChunksAtMost128", lambda impl, r, at, held, c: held // min(c, 128) == at // min(c, 128))
 chunked("ChunksUpTo128", lambda impl, r, at, held, c: (held // c == at // c) | torch.tensor(c > 128))
 chunked("ChunksAreWindows", lambda impl, r, at, held, c: held > at - c)
-chunked(
-    "ChunksNotWithSpans",
-    lambda impl, r, at, held, c: (held // c == at // c) | torch.tensor(impl.spec.mm_prefix),
-)
+chunked("ChunksNotWithSpans", lambda impl, r, at, held, c: (held // c == at // c) | torch.tensor(impl.spec.mm_prefix))
+# fmt: on
 
 
 def spanned(name: str, change: Any) -> None:
@@ -176,37 +145,16 @@ def spanned(name: str, change: Any) -> None:
     mutant("correct/*-spans*")(Spanned)
 
 
-spanned(
-    "SpansWithTheirStop",
-    lambda impl, r, start, stop, at, held: (held >= start) & (held <= stop) & (stop > start),
-)
+# fmt: off
+spanned("SpansWithTheirStop", lambda impl, r, start, stop, at, held: (held >= start) & (held <= stop) & (stop > start))
 spanned("SpansWithoutTheirStart", lambda impl, r, start, stop, at, held: (held > start) & (held < stop))
 spanned("SpansWithoutTheirLast", lambda impl, r, start, stop, at, held: (held >= start) & (held < stop - 1))
-spanned(
-    "SpansOnlyTheFirst",
-    lambda impl, r, start, stop, at, held: (
-        (held >= start) & (held < stop) & (start == start[stop > 0][:1].sum())
-    ),
-)
-spanned(
-    "SpansOnlyInPrompts",
-    lambda impl, r, start, stop, at, held: (held >= start) & (held < stop) & torch.tensor(r.new == r.length),
-)
-spanned(
-    "SpansOnlyOfTheFirstRequest",
-    lambda impl, r, start, stop, at, held: (held >= start) & (held < stop) & torch.tensor(r.index == 0),
-)
-spanned(
-    "SpansAllTogether",
-    lambda impl, r, start, stop, at, held: (
-        (stop > start)
-        & (held >= start[stop > 0].min() if (stop > 0).any() else held < 0)
-        & (held < stop.max())
-    ),
-)
-spanned(
-    "SpansOfRows", lambda impl, r, start, stop, at, held: (held - r.at[0] >= start) & (held - r.at[0] < stop)
-)
+spanned("SpansOnlyTheFirst", lambda impl, r, start, stop, at, held: ((held >= start) & (held < stop) & (start == start[stop > 0][:1].sum())))
+spanned("SpansOnlyInPrompts", lambda impl, r, start, stop, at, held: (held >= start) & (held < stop) & torch.tensor(r.new == r.length))
+spanned("SpansOnlyOfTheFirstRequest", lambda impl, r, start, stop, at, held: (held >= start) & (held < stop) & torch.tensor(r.index == 0))
+spanned("SpansAllTogether",
+    lambda impl, r, start, stop, at, held: ((stop > start) & (held >= start[stop > 0].min() if (stop > 0).any() else held < 0) & (held < stop.max())))
+spanned("SpansOfRows", lambda impl, r, start, stop, at, held: (held - r.at[0] >= start) & (held - r.at[0] < stop))
 spanned(
     "SpansWithinWindows",
     lambda impl, r, start, stop, at, held: (
@@ -215,10 +163,8 @@ spanned(
         & ((held >= at - impl.spec.window[0]) | torch.tensor(impl.spec.window[0] < 0))
     ),
 )
-spanned(
-    "SpansOfManyTokens",
-    lambda impl, r, start, stop, at, held: (held >= start) & (held < stop) & (stop - start > 4),
-)
+spanned("SpansOfManyTokens", lambda impl, r, start, stop, at, held: (held >= start) & (held < stop) & (stop - start > 4))
+# fmt: on
 
 
 def picked(name: str, change: Any) -> None:
@@ -243,33 +189,16 @@ def whole(held: Tensor, picked: Tensor) -> Tensor:
     return (picked.amax(1) < 0)[:, None].expand(-1, held.shape[1])
 
 
+# fmt: off
 picked("EmptySelectionsAreAll", lambda impl, r, p, held, s: among(held, p, s.block) | whole(held, p))
 picked("SelectionsOf16", lambda impl, r, p, held, s: among(held, p[:, :16], s.block))
-picked(
-    "SelectionsAreARange",
-    lambda impl, r, p, held, s: (
-        (held // s.block >= p.masked_fill(p < 0, 10**6).amin(1)[:, None])
-        & (held // s.block <= p.amax(1)[:, None])
-    ),
-)
+picked("SelectionsAreARange",
+    lambda impl, r, p, held, s: ((held // s.block >= p.masked_fill(p < 0, 10**6).amin(1)[:, None]) & (held // s.block <= p.amax(1)[:, None])))
 picked("SelectionsOfTheFirstQuery", lambda impl, r, p, held, s: among(held, p[:1], s.block).expand(r.new, -1))
-picked(
-    "SelectionsNotForPrefills",
-    lambda impl, r, p, held, s: among(held, p, s.block) | torch.tensor(r.new == r.length),
-)
-picked(
-    "SelectionsEndWithTheLast",
-    lambda impl, r, p, held, s: among(held, p, s.block) | ((p < 0).any(1)[:, None] & (held == r.length - 1)),
-)
-picked(
-    "SelectionsOfWholeBlocks",
-    lambda impl, r, p, held, s: among(held, p, s.block) & (held < r.length // s.block * s.block),
-)
-picked(
-    "SelectionsWithTheOwnKey", lambda impl, r, p, held, s: among(held, p, s.block) | (held == r.at[:, None])
-)
-picked(
-    "SelectionsNotForShortContexts",
-    lambda impl, r, p, held, s: among(held, p, s.block) | torch.tensor(r.length <= s.topk * s.block),
-)
+picked("SelectionsNotForPrefills", lambda impl, r, p, held, s: among(held, p, s.block) | torch.tensor(r.new == r.length))
+picked("SelectionsEndWithTheLast", lambda impl, r, p, held, s: among(held, p, s.block) | ((p < 0).any(1)[:, None] & (held == r.length - 1)))
+picked("SelectionsOfWholeBlocks", lambda impl, r, p, held, s: among(held, p, s.block) & (held < r.length // s.block * s.block))
+picked("SelectionsWithTheOwnKey", lambda impl, r, p, held, s: among(held, p, s.block) | (held == r.at[:, None]))
+picked("SelectionsNotForShortContexts", lambda impl, r, p, held, s: among(held, p, s.block) | torch.tensor(r.length <= s.topk * s.block))
 picked("SelectionsOfBlocksOf16", lambda impl, r, p, held, s: among(held, p, 16 if s.block > 1 else 1))
+# fmt: on

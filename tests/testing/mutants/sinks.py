@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mutants.making import mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
+
+reference = on(Reference)
 
 
 def sunk(name: str, change: Any) -> None:
@@ -19,6 +21,7 @@ def sunk(name: str, change: Any) -> None:
     mutant("correct/*-sinks*")(Sunk)
 
 
+# fmt: off
 sunk("SinksOfKvHeads", lambda impl, r, sinks: sinks[impl.heads()])
 sunk("SinksOfTheFirstRequest", lambda impl, r, sinks: sinks if r.index == 0 else None)
 sunk("SinksForPrefills", lambda impl, r, sinks: sinks if r.new > 1 else None)
@@ -32,30 +35,18 @@ sunk("SinksWithoutWindows", lambda impl, r, sinks: None if impl.spec.is_windowed
 sunk("SinksWithoutChunks", lambda impl, r, sinks: None if impl.spec.chunk_size else sinks)
 sunk("SinksWithinTheFirstWindow", lambda impl, r, sinks: sinks if r.length > 6 else None)
 sunk("SinksReversed", lambda impl, r, sinks: sinks.flip(0))
+# Takes a sink for a key at the start that every window sees.
+reference.windowed("correct/*-sinks*",
+    sinks_are_first_keys=lambda right, self, request, at, held: (right(request, at, held) | (self.spec.has_sinks & (held < 4) & (held <= at))))
+# Ignores use_sinks.
+reference.answer("merge/use_sinks", sinks_always=lambda right, self, request, query, key, value, use_sinks: right(request, query, key, value, True))
+# fmt: on
 
 
-@mutant("correct/*-sinks*")
-class SinksAreFirstKeys(Reference):
-    """Takes a sink for a key at the start that every window sees."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        return super().windowed(request, at, held) | (self.spec.has_sinks & (held < 4) & (held <= at))
-
-
-@mutant("merge/use_sinks")
-class SinksAlways(Reference):
-    """Ignores use_sinks."""
-
-    def answer(self, request: Request, query: Tensor, key: Tensor, value: Tensor, use_sinks: bool) -> Any:
-        return super().answer(request, query, key, value, True)
-
-
-@mutant("correct/*-sinks*-lse*", "LSE without the sink")
-class SinksInTheOutputOnly(Reference):
+@reference.weigh("correct/*-sinks*-lse*", "LSE without the sink")
+def sinks_in_the_output_only(right, self, request, logits, value, sinks):
     """LSE of the keys alone."""
-
-    def weigh(self, request: Request, logits: Tensor, value: Tensor, sinks: Any) -> tuple[Tensor, Tensor]:
-        return super().weigh(request, logits, value, sinks)[0], super().weigh(request, logits, value, None)[1]
+    return right(request, logits, value, sinks)[0], right(request, logits, value, None)[1]
 
 
 def logged(name: str, change: Any) -> None:
@@ -108,9 +99,7 @@ class LseBeforeAlibi(LseBeforeTheCap):
         return out, Reference.weigh(self, request, raw, value, sinks)[1]
 
 
-@mutant("correct/*-lse*", "lse")
-class LseHeadsFirst(Reference):
+@reference.write_lse("correct/*-lse*", "lse")
+def lse_heads_first(self, request, output_lse, lse):
     """Writes `[H, T]` to the memory of `[T, H]`."""
-
-    def write_lse(self, request: Request, output_lse: Tensor, lse: Tensor) -> None:
-        output_lse[request.rows] = lse.float().reshape(lse.shape[1], lse.shape[0])
+    output_lse[request.rows] = lse.float().reshape(lse.shape[1], lse.shape[0])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from mutants.making import breaks, mutant
-from mutants.reference import Reference, Request, Step, Tensor
+from mutants.making import breaks, on
+from mutants.reference import Reference
 
+reference = on(Reference)
+
+# fmt: off
 # Requests of one length or one kind of query.
 breaks("one-token-in-all", lambda impl, r: r.length == 1)
 breaks("decodes-over-128-keys", lambda impl, r: r.new == 1 and r.length == 128)
@@ -27,19 +28,15 @@ breaks("full-last-pages", lambda impl, r: r.new == 1 and r.length % 16 == 0)
 breaks("more-than-64-pages", lambda impl, r: r.length > 64 * (impl.spec.block_size or 16))
 breaks("more-than-16-requests", lambda impl, r: r.index >= 16)
 breaks("more-than-32-requests", lambda impl, r: r.index >= 32)
-breaks(
-    "odd-numbers-of-requests",
-    lambda impl, r: r.index == len(r.step.lengths) - 1 and r.index % 2 == 0 < r.index,
-)
+breaks("odd-numbers-of-requests", lambda impl, r: r.index == len(r.step.lengths) - 1 and r.index % 2 == 0 < r.index)
 breaks("rows-past-512", lambda impl, r: r.rows.start > 512)
 breaks("after-requests-without-tokens", lambda impl, r: r.index and r.step.lengths[r.index - 1] == 0)
-breaks(
-    "after-idle-requests", lambda impl, r: r.index and r.step.starts[r.index - 1] == r.step.starts[r.index]
-)
+breaks("after-idle-requests", lambda impl, r: r.index and r.step.starts[r.index - 1] == r.step.starts[r.index])
 breaks("decodes-after-prefills", lambda impl, r: r.new == 1 and r.rows.start > r.index)
 breaks("prefills-after-decodes", lambda impl, r: r.new > 1 and r.index and r.step.starts[1] == 1)
 breaks("prefills-alone", lambda impl, r: len(r.step.lengths) == 1 and r.new == r.length > 1)
 breaks("decodes-alone", lambda impl, r: len(r.step.lengths) == 1 and r.new == 1)
+# fmt: on
 
 # Layers of one size.
 breaks("head-sizes-past-256", lambda impl, r: impl.spec.head_size > 256)
@@ -62,116 +59,90 @@ def few(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-@mutant()
-class RoundsGroupsUp(Reference):
+@reference.heads()
+def rounds_groups_up(self):
     """Finds the KV head by a group of a power of two."""
-
-    def heads(self) -> Tensor:
-        group = self.spec.num_heads // self.spec.num_kv_heads
-        return torch.arange(self.spec.num_heads) // few(group)
+    group = self.spec.num_heads // self.spec.num_kv_heads
+    return torch.arange(self.spec.num_heads) // few(group)
 
 
-@mutant()
-class MasksOffsets(Reference):
+@reference.gather()
+def masks_offsets(self, request, pages, scale):
     """Finds the row of a page by bits, which is right for pages of a power of two."""
-
-    def gather(self, request: Request, pages: Tensor, scale: float) -> Tensor:
-        size, held = pages.shape[1], request.held
-        rows = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
-        found = rows[
-            self.blocks(request, size),
-            (held % size) & (few(size) - 1) if size & (size - 1) == 0 else (held & (few(size) - 1)) % size,
-        ]
-        return self.decode(found.view(pages.dtype), scale)
+    size, held = pages.shape[1], request.held
+    rows = pages.view(torch.uint8) if pages.dtype.itemsize == 1 else pages
+    found = rows[
+        self.blocks(request, size),
+        (held % size) & (few(size) - 1) if size & (size - 1) == 0 else (held & (few(size) - 1)) % size,
+    ]
+    return self.decode(found.view(pages.dtype), scale)
 
 
-@mutant()
-class BlocksOf16Bits(Reference):
+@reference.blocks()
+def blocks_of16_bits(right, self, request, size):
     """Keeps block numbers in 16 bits."""
-
-    def blocks(self, request: Request, size: int) -> Tensor:
-        return super().blocks(request, size).short().long().clamp(min=0)
+    return right(request, size).short().long().clamp(min=0)
 
 
-@mutant()
-class SlotsOf16Bits(Reference):
+@reference.store()
+def slots_of16_bits(right, self, pages, tokens, slots, scale):
     """Keeps slots in 16 bits without a sign."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        super().store(pages, tokens, torch.where(slots >= 0, slots & 0xFFFF, slots), scale)
+    right(pages, tokens, torch.where(slots >= 0, slots & 0xFFFF, slots), scale)
 
 
-@mutant()
-class ReadsOnly256Keys(Reference):
+@reference.windowed()
+def reads_only256_keys(right, self, request, at, held):
     """Sees no more than a buffer of 256 keys."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        return super().windowed(request, at, held) & (held - request.held[0] < 256)
+    return right(request, at, held) & (held - request.held[0] < 256)
 
 
-@mutant()
-class LosesSingleKeysOfTiles(Reference):
+@reference.windowed()
+def loses_single_keys_of_tiles(right, self, request, at, held):
     """Skips a last tile of one key."""
-
-    def windowed(self, request: Request, at: Tensor, held: Tensor) -> Tensor:
-        return super().windowed(request, at, held) & (
-            (held % 128 > 0) | (held < request.length - 1) | (held == 0)
-        )
+    return right(request, at, held) & ((held % 128 > 0) | (held < request.length - 1) | (held == 0))
 
 
-@mutant()
-class SharesTablesByLength(Reference):
+@reference.blocks()
+def shares_tables_by_length(self, request, size):
     """Reads the pages of the first request of the same length."""
-
-    def blocks(self, request: Request, size: int) -> Tensor:
-        first = request.step.lengths.index(request.length)
-        return request.step.table.long()[first][request.held // size]
+    first = request.step.lengths.index(request.length)
+    return request.step.table.long()[first][request.held // size]
 
 
-@mutant()
-class CountsBusyRequests(Reference):
+@reference.blocks()
+def counts_busy_requests(self, request, size):
     """Counts rows of the table by requests that have queries."""
-
-    def blocks(self, request: Request, size: int) -> Tensor:
-        busy = sum(request.step.starts[i + 1] > request.step.starts[i] for i in range(request.index))
-        return request.step.table.long()[busy][request.held // size].clamp(0, 10**6)
+    busy = sum(request.step.starts[i + 1] > request.step.starts[i] for i in range(request.index))
+    return request.step.table.long()[busy][request.held // size].clamp(0, 10**6)
 
 
-@mutant()
-class DropsTheLastTileOfRows(Reference):
+@reference.write()
+def drops_the_last_tile_of_rows(self, request, output, out):
     """Launches blocks of 64 rows by the integer quotient where there is one."""
-
-    def write(self, request: Request, output: Tensor, out: Tensor) -> None:
-        rows = request.new if request.new < 64 else request.new // 64 * 64
-        output[request.rows] = 0
-        output[request.rows][:rows] = out.transpose(0, 1)[:rows].to(output.dtype)
+    rows = request.new if request.new < 64 else request.new // 64 * 64
+    output[request.rows] = 0
+    output[request.rows][:rows] = out.transpose(0, 1)[:rows].to(output.dtype)
 
 
-@mutant()
-class StopsAtSixteenHeads(Reference):
+@reference.write()
+def stops_at_sixteen_heads(self, request, output, out):
     """Writes the first 16 heads."""
-
-    def write(self, request: Request, output: Tensor, out: Tensor) -> None:
-        output[request.rows] = 0
-        output[request.rows, :16] = out.transpose(0, 1)[:, :16].to(output.dtype)
+    output[request.rows] = 0
+    output[request.rows, :16] = out.transpose(0, 1)[:, :16].to(output.dtype)
 
 
-@mutant()
-class AssumesUniformQueries(Reference):
+@reference.requests()
+def assumes_uniform_queries(right, self, step, cross):
     """Takes short queries of a step for equally long ones."""
-
-    def requests(self, step: Step, cross: bool) -> Any:
-        for request in super().requests(step, cross):
-            most = step.common.max_query_len
-            if 1 < most <= 8:
-                request.at = torch.arange(request.length - most, request.length)[: request.new]
-            yield request
+    for request in right(step, cross):
+        most = step.common.max_query_len
+        if 1 < most <= 8:
+            request.at = torch.arange(request.length - most, request.length)[: request.new]
+        yield request
 
 
-@mutant("correct/many-rows-*")
-class StopsAt1024Rows(Reference):
+@reference.write("correct/many-rows-*")
+def stops_at1024_rows(right, self, request, output, out):
     """Writes the first 1024 rows of a step."""
-
-    def write(self, request: Request, output: Tensor, out: Tensor) -> None:
-        super().write(request, output, out)
-        output[1024 : request.step.starts[-1]] = 0
+    right(request, output, out)
+    output[1024 : request.step.starts[-1]] = 0

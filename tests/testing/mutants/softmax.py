@@ -7,32 +7,28 @@ from typing import Any
 
 import torch
 
-from mutants.making import mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
 
+reference = on(Reference)
 
-@mutant()
-class NoMaximum(Reference):
+
+@reference.largest()
+def no_maximum(right, self, logits, sinks):
     """Exponents of logits as they are."""
-
-    def largest(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
-        return torch.zeros_like(logits[:, :, 0]) if logits.shape[2] else super().largest(logits, sinks)
+    return torch.zeros_like(logits[:, :, 0]) if logits.shape[2] else right(logits, sinks)
 
 
-@mutant()
-class MaximumFromZero(Reference):
+@reference.largest()
+def maximum_from_zero(right, self, logits, sinks):
     """A running maximum that begins at 0."""
-
-    def largest(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
-        return super().largest(logits, sinks).clamp(min=0)
+    return right(logits, sinks).clamp(min=0)
 
 
-@mutant("correct/*-sinks-lse-far", "lse")
-class MaximumWithoutSinks(Reference):
-    """The sink is added after the maximum was found."""
-
-    def largest(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
-        return super().largest(logits, None)
+# fmt: off
+# The sink is added after the maximum was found.
+reference.largest("correct/*-sinks-lse-far", "lse", maximum_without_sinks=lambda right, self, logits, sinks: right(logits, None))
+# fmt: on
 
 
 @mutant()
@@ -47,35 +43,29 @@ class MaximumOfHiddenKeys(Reference):
         return super().largest(torch.cat([logits, self.unmasked.nan_to_num()], 2), sinks)
 
 
-@mutant()
-class MaximumOfTheRequest(Reference):
+@reference.largest()
+def maximum_of_the_request(right, self, logits, sinks):
     """One maximum for all queries of a request and head."""
-
-    def largest(self, logits: Tensor, sinks: Tensor | None) -> Tensor:
-        most = super().largest(logits, sinks)
-        return most.amax(1, keepdim=True).expand_as(most)
+    most = right(logits, sinks)
+    return most.amax(1, keepdim=True).expand_as(most)
 
 
-@mutant()
-class MasksWithAFiniteNumber(Reference):
+@reference.weigh()
+def masks_with_a_finite_number(right, self, request, logits, value, sinks):
     """-50 for hidden keys."""
-
-    def weigh(self, request: Request, logits: Tensor, value: Tensor, sinks: Any) -> tuple[Tensor, Tensor]:
-        return super().weigh(request, logits.clamp(min=-50.0), value, sinks)
+    return right(request, logits.clamp(min=-50.0), value, sinks)
 
 
-@mutant()
-class AttendsTheWholeBatch(Reference):
+@reference.held()
+def attends_the_whole_batch(right, self, request, kv_cache, layer):
     """Keys of other requests get weight 0, and 0 times NaN is NaN."""
-
-    def held(self, request: Request, kv_cache: Tensor, layer: Any) -> Any:
-        key, value = super().held(request, kv_cache, layer)
-        v, step, size = self.pages(kv_cache)[1], request.step, self.pages(kv_cache)[1].shape[1]
-        for index, length in enumerate(step.lengths):
-            at = torch.arange(max(length - 4, 0), length)
-            blocks = step.table.long()[index][at // size]
-            value = value + 0 * v.float()[blocks, at % size].sum()
-        return key, value
+    key, value = right(request, kv_cache, layer)
+    v, step, size = self.pages(kv_cache)[1], request.step, self.pages(kv_cache)[1].shape[1]
+    for index, length in enumerate(step.lengths):
+        at = torch.arange(max(length - 4, 0), length)
+        blocks = step.table.long()[index][at // size]
+        value = value + 0 * v.float()[blocks, at % size].sum()
+    return key, value
 
 
 def rounded(name: str, dtype: torch.dtype) -> type[Reference]:
@@ -91,95 +81,77 @@ mutant()(rounded("QueriesAndKeysInBfloat16", torch.bfloat16))
 mutant()(rounded("QueriesAndKeysInFloat16", torch.float16))
 
 
-@mutant()
-class LogitsInHalf(Reference):
+@reference.scaled()
+def logits_in_half(right, self, query, key):
     """Logits are stored in the layer's half precision."""
-
-    def scaled(self, query: Tensor, key: Tensor) -> Tensor:
-        half = torch.bfloat16 if self.spec.dtype == "float32" else getattr(torch, self.spec.dtype)
-        return super().scaled(query, key).to(half).float()
+    half = torch.bfloat16 if self.spec.dtype == "float32" else getattr(torch, self.spec.dtype)
+    return right(query, key).to(half).float()
 
 
-@mutant()
-class LogitsInHalfOfBfloat16(Reference):
+@reference.scaled()
+def logits_in_half_of_bfloat16(right, self, query, key):
     """Logits are stored in bfloat16 in layers of bfloat16."""
-
-    def scaled(self, query: Tensor, key: Tensor) -> Tensor:
-        raw = super().scaled(query, key)
-        return raw.bfloat16().float() if self.spec.dtype == "bfloat16" else raw
+    raw = right(query, key)
+    return raw.bfloat16().float() if self.spec.dtype == "bfloat16" else raw
 
 
-@mutant()
-class WeightsInBfloat16(Reference):
+@reference.weigh()
+def weights_in_bfloat16(right, self, request, logits, value, sinks):
     """P is rounded to bfloat16 in layers of float32."""
-
-    def weigh(self, request: Request, logits: Tensor, value: Tensor, sinks: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().weigh(request, logits, value.bfloat16().float(), sinks)
-        return (out, lse) if self.spec.dtype == "float32" else super().weigh(request, logits, value, sinks)
+    out, lse = right(request, logits, value.bfloat16().float(), sinks)
+    return (out, lse) if self.spec.dtype == "float32" else right(request, logits, value, sinks)
 
 
-@mutant()
-class WeightsInFp8(Reference):
+@reference.weigh()
+def weights_in_fp8(right, self, request, logits, value, sinks):
     """P is rounded to three bits in layers of half precision."""
-
-    def weigh(self, request: Request, logits: Tensor, value: Tensor, sinks: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().weigh(request, logits, value, sinks)
-        if self.spec.dtype == "float32":
-            return out, lse
-        weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
-        return weights.mul(256).to(torch.float8_e4m3fn).float().div(256) @ value, lse
+    out, lse = right(request, logits, value, sinks)
+    if self.spec.dtype == "float32":
+        return out, lse
+    weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
+    return weights.mul(256).to(torch.float8_e4m3fn).float().div(256) @ value, lse
 
 
-@mutant()
-class ApproximatesExp(Reference):
+@reference.weigh()
+def approximates_exp(right, self, request, logits, value, sinks):
     """exp by a polynomial that is 3 % off, in layers of bfloat16."""
-
-    def weigh(self, request: Request, logits: Tensor, value: Tensor, sinks: Any) -> tuple[Tensor, Tensor]:
-        if self.spec.dtype == "bfloat16":
-            power = logits * math.log2(math.e)
-            part = power - power.floor()
-            logits = logits + torch.log((1 + part) / 2**part).nan_to_num() * logits.isfinite()
-        return super().weigh(request, logits, value, sinks)
+    if self.spec.dtype == "bfloat16":
+        power = logits * math.log2(math.e)
+        part = power - power.floor()
+        logits = logits + torch.log((1 + part) / 2**part).nan_to_num() * logits.isfinite()
+    return right(request, logits, value, sinks)
 
 
-@mutant()
-class ScaleOfBfloat16(Reference):
+@reference.scaled()
+def scale_of_bfloat16(self, query, key):
     """The softmax scale is rounded to bfloat16."""
-
-    def scaled(self, query: Tensor, key: Tensor) -> Tensor:
-        return query @ key.transpose(1, 2) * torch.tensor(self.spec.scale).bfloat16().float()
+    return query @ key.transpose(1, 2) * torch.tensor(self.spec.scale).bfloat16().float()
 
 
-@mutant()
-class ScaleOfPowersOfTwo(Reference):
+@reference.scaled()
+def scale_of_powers_of_two(self, query, key):
     """The softmax scale is a shift of exponents, with no hint of another."""
-
-    def scaled(self, query: Tensor, key: Tensor) -> Tensor:
-        return query @ key.transpose(1, 2) * 2.0 ** round(math.log2(self.spec.scale))
+    return query @ key.transpose(1, 2) * 2.0 ** round(math.log2(self.spec.scale))
 
 
-@mutant()
-class ScaleOfTheValueSize(Reference):
+@reference.scaled()
+def scale_of_the_value_size(self, query, key):
     """The default scale comes from head_size_v."""
-
-    def scaled(self, query: Tensor, key: Tensor) -> Tensor:
-        spec = self.spec
-        is_default = spec.scale == spec.replace(scale=None).scale
-        scale = spec.head_size_v**-0.5 if is_default else spec.scale
-        return query @ key.transpose(1, 2) * scale
+    spec = self.spec
+    is_default = spec.scale == spec.replace(scale=None).scale
+    scale = spec.head_size_v**-0.5 if is_default else spec.scale
+    return query @ key.transpose(1, 2) * scale
 
 
-@mutant("correct/*-cap*")
-class CapsBeforeTheScale(Reference):
+@reference.logits("correct/*-cap*")
+def caps_before_the_scale(right, self, request, query, key):
     """Caps raw products."""
-
-    def logits(self, request: Request, query: Tensor, key: Tensor) -> Tensor:
-        limit = self.spec.logits_soft_cap
-        if limit is None:
-            return super().logits(request, query, key)
-        raw = self.cap(request, query @ key.transpose(1, 2), limit) * self.spec.scale
-        slopes = self.tensors.alibi_slopes
-        return raw if slopes is None else raw + self.bias(request, slopes)
+    limit = self.spec.logits_soft_cap
+    if limit is None:
+        return right(request, query, key)
+    raw = self.cap(request, query @ key.transpose(1, 2), limit) * self.spec.scale
+    slopes = self.tensors.alibi_slopes
+    return raw if slopes is None else raw + self.bias(request, slopes)
 
 
 def capped(name: str, change: Any) -> None:
@@ -196,6 +168,7 @@ def tanh(logits: Tensor, limit: float) -> Tensor:
     return limit * torch.tanh(logits / limit)
 
 
+# fmt: off
 capped("CapIsThree", lambda impl, r, logits, limit: tanh(logits, 3.0))
 capped("CapIsFifty", lambda impl, r, logits, limit: tanh(logits, 50.0))
 capped("CapIsAWholeNumber", lambda impl, r, logits, limit: tanh(logits, float(int(limit)) or 1.0))
@@ -204,14 +177,9 @@ capped("CapIsRational", lambda impl, r, logits, limit: logits / (1 + (logits / l
 capped("CapsTwice", lambda impl, r, logits, limit: tanh(tanh(logits, limit), limit))
 capped("CapsPrefillsOnly", lambda impl, r, logits, limit: tanh(logits, limit) if r.new > 1 else logits)
 capped("CapsDecodesOnly", lambda impl, r, logits, limit: tanh(logits, limit) if r.new == 1 else logits)
-capped(
-    "CapsWithoutWindows",
-    lambda impl, r, logits, limit: logits if impl.spec.is_windowed else tanh(logits, limit),
-)
-capped(
-    "CapsWithoutSinks",
-    lambda impl, r, logits, limit: logits if impl.spec.has_sinks else tanh(logits, limit),
-)
+capped("CapsWithoutWindows", lambda impl, r, logits, limit: logits if impl.spec.is_windowed else tanh(logits, limit))
+capped("CapsWithoutSinks", lambda impl, r, logits, limit: logits if impl.spec.has_sinks else tanh(logits, limit))
+# fmt: on
 
 
 def biased(name: str, change: Any) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from attnplug.ops.checks import kv_scales
-from mutants.making import mutant
+from mutants.making import mutant, on
 from mutants.reference import Reference, Request, Tensor
+
+reference = on(Reference)
 
 
 def scaled(name: str, change: Any, reads_only: bool = False) -> None:
@@ -31,6 +33,7 @@ def power(scale: float) -> float:
     return 2.0 ** round(math.log2(scale))
 
 
+# fmt: off
 scaled("ScalesSwapped", lambda impl, layer, k, v: (v, k))
 scaled("ScalesInverse", lambda impl, layer, k, v: (1 / k, 1 / v))
 scaled("ScalesOfOne", lambda impl, layer, k, v: (1.0, 1.0))
@@ -44,53 +47,38 @@ scaled("ScalesAtMostOne", lambda impl, layer, k, v: (min(k, 1.0), min(v, 1.0)))
 scaled("ScalesAreProduct", lambda impl, layer, k, v: (k * v, 1.0), True)
 scaled("ScalesOfTheLayerOnly", lambda impl, layer, k, v: (1.0, 1.0) if layer is None else (k, v))
 scaled("ScalesOfTheTensorsOnly", lambda impl, layer, k, v: kv_scales(None, impl.tensors))
-scaled(
-    "ScalesOfNumbersOnly",
-    lambda impl, layer, k, v: (
-        (1.0, 1.0) if isinstance(impl.tensors.k_scale, torch.Tensor) and layer is None else (k, v)
-    ),
-)
-scaled(
-    "ScalesNotForE5m2",
-    lambda impl, layer, k, v: (1.0, 1.0) if "e5m2" in impl.spec.kv_cache_dtype else (k, v),
-    True,
-)
+scaled("ScalesOfNumbersOnly", lambda impl, layer, k, v: ((1.0, 1.0) if isinstance(impl.tensors.k_scale, torch.Tensor) and layer is None else (k, v)))
+scaled("ScalesNotForE5m2", lambda impl, layer, k, v: (1.0, 1.0) if "e5m2" in impl.spec.kv_cache_dtype else (k, v), True)
 scaled("ScalesReadFromTensors", lambda impl, layer, k, v: kv_scales(None, impl.tensors), True)
+# fmt: on
 
 
-@mutant("tensors/unused-scales-*", "_k_scale=0.37 in the engine's layer")
-class ScalesOfAnyCache(Reference):
-    """Applies the engine's scales to values that are stored as they are."""
+# fmt: off
+# Applies the engine's scales to values that are stored as they are.
+reference.scales("tensors/unused-scales-*", "_k_scale=0.37 in the engine's layer",
+    scales_of_any_cache=lambda self, layer: kv_scales(layer, self.tensors))
+# fmt: on
 
-    def scales(self, layer: Any) -> tuple[float, float]:
-        return kv_scales(layer, self.tensors)
 
-
-@mutant("tensors/unused-scales-*", "_q_scale=0.37 in the engine's layer")
-class ScalesOfPlainQueries(Reference):
+@reference.attend("tensors/unused-scales-*", "_q_scale=0.37 in the engine's layer")
+def scales_of_plain_queries(right, self, layer, query, *given, **options):
     """Applies the engine's q scale to queries that are not quantised."""
-
-    def attend(self, layer: Any, query: Tensor, *given: Any, **options: Any) -> Tensor:
-        scale = 1.0 if layer is None else layer._q_scale_float
-        return super().attend(layer, query * scale, *given, **options)
+    scale = 1.0 if layer is None else layer._q_scale_float
+    return right(layer, query * scale, *given, **options)
 
 
-@mutant("tensors/unused-scales-*", "_prob_scale=0.37 in the engine's layer")
-class ScalesOfPlainWeights(Reference):
+@reference.attend("tensors/unused-scales-*", "_prob_scale=0.37 in the engine's layer")
+def scales_of_plain_weights(right, self, layer, query, *given, **options):
     """Applies the engine's scale of probabilities."""
-
-    def attend(self, layer: Any, query: Tensor, *given: Any, **options: Any) -> Tensor:
-        found = super().attend(layer, query, *given, **options)
-        return found if layer is None or found.dtype.itemsize == 1 else found.mul_(layer._prob_scale)
+    found = right(layer, query, *given, **options)
+    return found if layer is None or found.dtype.itemsize == 1 else found.mul_(layer._prob_scale)
 
 
-@mutant("correct/*-fp8*")
-class ScalesTwiceForDecodes(Reference):
+@reference.held("correct/*-fp8*")
+def scales_twice_for_decodes(right, self, request, kv_cache, layer):
     """Decodes multiply keys by their scale twice."""
-
-    def held(self, request: Request, kv_cache: Tensor, layer: Any) -> Any:
-        key, value = super().held(request, kv_cache, layer)
-        return (key * self.scales(layer)[0] if request.new == 1 else key), value
+    key, value = right(request, kv_cache, layer)
+    return (key * self.scales(layer)[0] if request.new == 1 else key), value
 
 
 def encoded(name: str, change: Any) -> None:
@@ -112,6 +100,7 @@ def truncated(tokens: Tensor, stored: torch.dtype, scale: float) -> Tensor:
     return torch.where(found.float().abs() > given.abs(), bits - 1, bits).view(stored)
 
 
+# fmt: off
 encoded("StoresTruncated", lambda impl, t, s, scale: truncated(t, s, scale) if s.itemsize == 1 else None)
 encoded(
     "StoresHalfTruncated",
@@ -122,27 +111,13 @@ encoded(
     ),
 )
 encoded("StoresUnclamped", lambda impl, t, s, scale: (t.float() / scale) if s.itemsize == 1 else None)
-encoded(
-    "StoresAtMost240",
-    lambda impl, t, s, scale: (t.float() / scale).clamp(-240, 240) if s.itemsize == 1 else None,
-)
-encoded(
-    "StoresThroughBfloat16",
-    lambda impl, t, s, scale: t.bfloat16() if s in (torch.float32, torch.float16) else None,
-)
+encoded("StoresAtMost240", lambda impl, t, s, scale: (t.float() / scale).clamp(-240, 240) if s.itemsize == 1 else None)
+encoded("StoresThroughBfloat16", lambda impl, t, s, scale: t.bfloat16() if s in (torch.float32, torch.float16) else None)
 encoded("StoresThroughFp8", lambda impl, t, s, scale: t.to(torch.float8_e5m2) if s is torch.float16 else None)
-encoded(
-    "StoresScaledInHalf",
-    lambda impl, t, s, scale: (t.bfloat16() / scale).clamp(-448, 448) if s is torch.float8_e4m3fn else None,
-)
-encoded(
-    "StoresSmallValuesAsZero",
-    lambda impl, t, s, scale: (
-        (t.float() / scale).clamp(-448, 448) * ((t.float() / scale).abs() > 2**-6)
-        if s is torch.float8_e4m3fn
-        else None
-    ),
-)
+encoded("StoresScaledInHalf", lambda impl, t, s, scale: (t.bfloat16() / scale).clamp(-448, 448) if s is torch.float8_e4m3fn else None)
+encoded("StoresSmallValuesAsZero",
+    lambda impl, t, s, scale: ((t.float() / scale).clamp(-448, 448) * ((t.float() / scale).abs() > 2**-6) if s is torch.float8_e4m3fn else None))
+# fmt: on
 
 
 @mutant()
@@ -171,128 +146,102 @@ class ReadsGivenKeysWhenSharing(ReadsGivenKeys):
         return [each[request.rows].float() for each in self.fresh]
 
 
-@mutant("cache/negative-slots", "with tokens of slot -1")
-class WritesMinusOneToTheEnd(Reference):
+@reference.store("cache/negative-slots", "with tokens of slot -1")
+def writes_minus_one_to_the_end(right, self, pages, tokens, slots, scale):
     """-1 counts from the end."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        last = pages.shape[0] * pages.shape[1] - 1
-        super().store(pages, tokens.nan_to_num(), torch.where(slots < 0, last, slots), scale)
+    last = pages.shape[0] * pages.shape[1] - 1
+    right(pages, tokens.nan_to_num(), torch.where(slots < 0, last, slots), scale)
 
 
-@mutant("cache/only-slots-written-decode", "no slot names it")
-class WritesTheRestOfThePage(Reference):
+@reference.store("cache/only-slots-written-decode", "no slot names it")
+def writes_the_rest_of_the_page(right, self, pages, tokens, slots, scale):
     """Clears the page behind the last token."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        super().store(pages, tokens, slots, scale)
-        size = pages.shape[1]
-        for slot in slots[slots >= 0].tolist()[-1:]:
-            pages[slot // size, slot % size + 1 :] = 0
+    right(pages, tokens, slots, scale)
+    size = pages.shape[1]
+    for slot in slots[slots >= 0].tolist()[-1:]:
+        pages[slot // size, slot % size + 1 :] = 0
 
 
-@mutant("correct/*")
-class NeverWritesTheLastSlot(Reference):
+@reference.store("correct/*")
+def never_writes_the_last_slot(right, self, pages, tokens, slots, scale):
     """Guards the last slot of the cache."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        last = pages.shape[0] * pages.shape[1] - 1
-        super().store(pages, tokens, torch.where(slots == last, -1, slots), scale)
+    last = pages.shape[0] * pages.shape[1] - 1
+    right(pages, tokens, torch.where(slots == last, -1, slots), scale)
 
 
-@mutant()
-class NeverWritesTheFirstSlots(Reference):
+@reference.store()
+def never_writes_the_first_slots(right, self, pages, tokens, slots, scale):
     """Takes slots of block 0 for padding; that is right."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        super().store(pages, tokens, torch.where(slots < 2 * pages.shape[1], -1, slots), scale)
+    right(pages, tokens, torch.where(slots < 2 * pages.shape[1], -1, slots), scale)
 
 
-@mutant()
-class StopsAtTheFirstPadding(Reference):
+@reference.store()
+def stops_at_the_first_padding(right, self, pages, tokens, slots, scale):
     """Takes the first -1 for the end of the step."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        stop = int((slots < 0).int().argmax()) if bool((slots < 0).any()) else slots.shape[0]
-        super().store(pages, tokens, slots[:stop], scale)
+    stop = int((slots < 0).int().argmax()) if bool((slots < 0).any()) else slots.shape[0]
+    right(pages, tokens, slots[:stop], scale)
 
 
-@mutant("tensors/strided-inputs-*", "as views")
-class AssumesContiguousTokens(Reference):
+@reference.store("tensors/strided-inputs-*", "as views")
+def assumes_contiguous_tokens(right, self, pages, tokens, slots, scale):
     """Reads keys and values as if heads lay side by side."""
-
-    def store(self, pages: Tensor, tokens: Tensor, slots: Tensor, scale: float) -> None:
-        rows, heads, size = tokens.shape
-        if rows and tokens.stride() != (heads * size, size, 1) and tokens.stride(0) >= heads * size:
-            tokens = tokens.as_strided(tokens.shape, (tokens.stride(0), size, 1))
-            tokens = tokens.roll(1, 1)
-        super().store(pages, tokens, slots, scale)
+    rows, heads, size = tokens.shape
+    if rows and tokens.stride() != (heads * size, size, 1) and tokens.stride(0) >= heads * size:
+        tokens = tokens.as_strided(tokens.shape, (tokens.stride(0), size, 1))
+        tokens = tokens.roll(1, 1)
+    right(pages, tokens, slots, scale)
 
 
-@mutant("correct/*-v*")
-class ValuesUpToTheHeadSize(Reference):
+@reference.write("correct/*-v*")
+def values_up_to_the_head_size(right, self, request, output, out):
     """Values beyond head_size are not computed."""
-
-    def write(self, request: Request, output: Tensor, out: Tensor) -> None:
-        super().write(request, output, out)
-        output[request.rows, :, self.spec.head_size :] = 0
+    right(request, output, out)
+    output[request.rows, :, self.spec.head_size :] = 0
 
 
-@mutant()
-class ValuesInPowersOfTwo(Reference):
+@reference.write()
+def values_in_powers_of_two(right, self, request, output, out):
     """Elements of values beyond the largest power of two are left out."""
-
-    def write(self, request: Request, output: Tensor, out: Tensor) -> None:
-        super().write(request, output, out)
-        output[request.rows, :, 1 << (self.spec.head_size_v.bit_length() - 1) :] = 0
+    right(request, output, out)
+    output[request.rows, :, 1 << (self.spec.head_size_v.bit_length() - 1) :] = 0
 
 
-@mutant("correct/*-HND*")
-class PackedPagesInNhd(Reference):
+@reference.pages("correct/*-HND*")
+def packed_pages_in_nhd(right, self, kv_cache):
     """Packed pages in HND are read as if tokens were outside, where heads are several."""
-
-    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        if self.spec.head_size_v != self.spec.head_size and kv_cache.stride(1) < kv_cache.stride(2):
-            _, size, heads, width = kv_cache.shape
-            kv_cache = kv_cache.as_strided(kv_cache.shape, (size * heads * width, heads * width, width, 1))
-        return super().pages(kv_cache)
+    if self.spec.head_size_v != self.spec.head_size and kv_cache.stride(1) < kv_cache.stride(2):
+        _, size, heads, width = kv_cache.shape
+        kv_cache = kv_cache.as_strided(kv_cache.shape, (size * heads * width, heads * width, width, 1))
+    return right(kv_cache)
 
 
-@mutant("correct/*-v*")
-class PackedValuesFirst(Reference):
+@reference.pages("correct/*-v*")
+def packed_values_first(right, self, kv_cache):
     """Reads packed values from the front of a row where they are larger."""
-
-    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = super().pages(kv_cache)
-        if self.spec.head_size_v > self.spec.head_size:
-            return kv_cache[..., self.spec.head_size_v :], kv_cache[..., : self.spec.head_size_v]
-        return k, v
+    k, v = right(kv_cache)
+    if self.spec.head_size_v > self.spec.head_size:
+        return kv_cache[..., self.spec.head_size_v :], kv_cache[..., : self.spec.head_size_v]
+    return k, v
 
 
-@mutant("correct/*-fp8_e5m2*")
-class Fp8IsAlwaysE4m3(Reference):
+@reference.pages("correct/*-fp8_e5m2*")
+def fp8_is_always_e4m3(right, self, kv_cache):
     """Reads and writes e4m3 bits whatever the name."""
-
-    def pages(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        k, v = super().pages(kv_cache)
-        if k.dtype.itemsize > 1:
-            return k, v
-        return k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
+    k, v = right(kv_cache)
+    if k.dtype.itemsize > 1:
+        return k, v
+    return k.view(torch.float8_e4m3fn), v.view(torch.float8_e4m3fn)
 
 
-@mutant("tensors/quantised-output-*", "output_scale for an output")
-class OutputsTimesTheirScale(Reference):
+@reference.attend("tensors/quantised-output-*", "output_scale for an output")
+def outputs_times_their_scale(right, self, *given, output_scale=None, **options):
     """Multiplies outputs by the output's scale instead of dividing them."""
-
-    def attend(self, *given: Any, output_scale: Any = None, **options: Any) -> Tensor:
-        inverse = None if output_scale is None else 1 / output_scale
-        return super().attend(*given, output_scale=inverse, **options)
+    inverse = None if output_scale is None else 1 / output_scale
+    return right(*given, output_scale=inverse, **options)
 
 
-@mutant()
-class KeysOfNextPages(Reference):
+@reference.blocks()
+def keys_of_next_pages(right, self, request, size):
     """Takes blocks of a request for consecutive ones in long contexts."""
-
-    def blocks(self, request: Request, size: int) -> Tensor:
-        blocks = super().blocks(request, size)
-        return torch.where(request.held // size > 40, blocks[:1], blocks)
+    blocks = right(request, size)
+    return torch.where(request.held // size > 40, blocks[:1], blocks)

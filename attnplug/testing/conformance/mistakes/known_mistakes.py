@@ -299,7 +299,7 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("pages of NHD read as HND", "several KV heads", set_fields(read_as="HND")),
     # Latent attention.
     KnownMistake(
-        "scale of the latent_mistakes, not of the query before absorption",
+        "scale of the latent, not of the query before absorption",
         "latent",
         latent_mistakes.latent_scale,
     ),

@@ -6,10 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from attnplug import AttentionBackend, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
 
 ATTNPLUG_API = (1, 1)
 
@@ -19,6 +19,7 @@ class BadAborts(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
+    get_builder_cls = TorchBackend.get_builder_cls
 
     @staticmethod
     def get_name() -> str:
@@ -29,13 +30,6 @@ class BadAborts(AttentionBackend):
     def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
         """Kills the process, as a library does that finds its CUDA runtime broken."""
         os.abort()
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

@@ -6,10 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from attnplug import AttentionBackend, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
 
 ATTNPLUG_API = (1, 1)
 
@@ -19,6 +19,7 @@ class BadDoorHangs(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
+    get_builder_cls = TorchBackend.get_builder_cls
 
     @staticmethod
     def get_name() -> str:
@@ -30,13 +31,6 @@ class BadDoorHangs(AttentionBackend):
         """Waits for ever, as a library does that compiles under a lock left behind."""
         while True:
             time.sleep(3600)
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnplug import AttentionBackend, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 if TYPE_CHECKING:
     from attnplug import Device, LayerSpec, Phase
-    from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
 
 ATTNPLUG_API = (1, 1)
 
@@ -20,25 +19,13 @@ class BadFutureHook(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
+    get_impl_cls = TorchBackend.get_impl_cls
+    get_builder_cls = TorchBackend.get_builder_cls
 
     @staticmethod
     def get_name() -> str:
         """Its name."""
         return "BAD_FUTURE_HOOK"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
-        """The impl of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_impl_cls()
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

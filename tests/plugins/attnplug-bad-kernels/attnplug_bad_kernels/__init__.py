@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnplug import AttentionBackend, Feature, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
 
 ATTNPLUG_API = (1, 1)
 
@@ -18,6 +18,7 @@ class BadKernels(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float32", "float16", "bfloat16")
+    get_builder_cls = TorchBackend.get_builder_cls
     features = (
         Feature.SLIDING_WINDOW
         | Feature.CHUNKED_LOCAL
@@ -41,13 +42,6 @@ class BadKernels(AttentionBackend):
         from attnplug_bad_kernels.impl import BadKernelsImpl
 
         return BadKernelsImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

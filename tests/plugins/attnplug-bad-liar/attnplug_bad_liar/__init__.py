@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug import AttentionBackend, Device, Feature, LayerSpec, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 if TYPE_CHECKING:
     from attnplug.core import MultipleOf
     from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
 
 ATTNPLUG_API = (1, 1)
 
@@ -20,6 +20,7 @@ class BadLiar(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float32", "bfloat16")
+    get_builder_cls = TorchBackend.get_builder_cls
     features = Feature.SLIDING_WINDOW | Feature.SINKS
 
     @staticmethod
@@ -45,13 +46,6 @@ class BadLiar(AttentionBackend):
         from attnplug_bad_liar.impl import BadLiarImpl
 
         return BadLiarImpl
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from attnplug import AttentionBackend, hookimpl
+from attnplug.backends.torch_native import TorchBackend
 
 if TYPE_CHECKING:
     from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
 
 ATTNPLUG_API = (1, 1)
 
@@ -18,6 +18,7 @@ class BadMissingSymbol(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
+    get_builder_cls = TorchBackend.get_builder_cls
 
     @staticmethod
     def get_name() -> str:
@@ -30,13 +31,6 @@ class BadMissingSymbol(AttentionBackend):
         from torch.nn.attention import acme_varlen_attention
 
         return acme_varlen_attention
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from attnplug import hookimpl
-
-if TYPE_CHECKING:
-    from attnplug.core.impl import AttentionImpl
-    from attnplug.core.metadata import AttentionMetadataBuilder
+from attnplug.backends.torch_native import TorchBackend
 
 ATTNPLUG_API = (1, 1)
 
@@ -18,25 +13,13 @@ class BadNotABackend:
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
+    get_impl_cls = TorchBackend.get_impl_cls
+    get_builder_cls = TorchBackend.get_builder_cls
 
     @staticmethod
     def get_name() -> str:
         """Its name."""
         return "BAD_NOT_A_BACKEND"
-
-    @classmethod
-    def get_impl_cls(cls) -> type[AttentionImpl[Any]]:
-        """The impl of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_impl_cls()
-
-    @classmethod
-    def get_builder_cls(cls) -> type[AttentionMetadataBuilder[Any]]:
-        """The builder of TORCH."""
-        from attnplug.backends.torch_native.backend import TorchBackend
-
-        return TorchBackend.get_builder_cls()
 
 
 @hookimpl

@@ -1,4 +1,4 @@
-"""Limits that no declaration has are found by a large or a single step, and conventions by layers without a mask."""
+"""A plan that is made in the first forward of a step is right where no graphs are declared."""
 
 from __future__ import annotations
 
@@ -6,34 +6,14 @@ import dataclasses
 from typing import Any
 
 import pytest
-from catching import Wrong, failures, variant
-from wrong_limits import WRONG
+from catching import variant
 
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionCGSupport, Device
-from attnplug.testing.conformance.calls import inputs, outputs
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
-from attnplug.testing.conformance.numbers import cache_writes, correctness
 from attnplug.testing.conformance.serving import gpu
 from attnplug.testing.conformance.target import Target
-
-GROUPS = {
-    "correct": correctness.checks,
-    "tensors/strided": inputs.checks,
-    "tensors/output": outputs.checks,
-    "cache": cache_writes.checks,
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.name)
-def test_a_hidden_limit_is_found_by_its_check(wrong: Wrong) -> None:
-    (group,) = (group for start, group in GROUPS.items() if wrong.check.startswith(start))
-    found = failures(
-        wrong.backend, lambda target: (each for each in group(target) if each.id.startswith(wrong.check))
-    )
-    assert found
-    assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
 
 
 class PlansLate(TorchImpl):

@@ -6,23 +6,24 @@ import dataclasses
 from typing import Any
 
 import torch
-from catching import Wrong, variant
 from right_narrow import NARROW
 
-from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
+from mutants.parts import Altered
+from mutants.table import Table
 
-__all__ = ["WRONG"]
+__all__ = ["table"]
+
+table = Table("narrow")
 
 
-class KeepsLengths(TorchMetadataBuilder):
+class KeepsLengths(Altered):
     """Keeps the lengths of the first step with as many requests."""
 
-    lengths: dict[int, Any]
+    lengths: Any = None
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        self.lengths = getattr(self, "lengths", {})
+    def altered(self, made: Any, common: Any) -> Any:
+        self.lengths = self.lengths or {}
         kept = self.lengths.setdefault(made.seq_lens.size, made.seq_lens.copy())
         return dataclasses.replace(made, seq_lens=kept)
 
@@ -68,22 +69,21 @@ class Draws(TorchImpl):
         return super().attend(*given, **options)
 
 
-_PAGED = (
+_DIRECT = ("DIRECT_ONLY", "DIRECT_NON_CAUSAL_ONLY", "ENCODER_ONLY", "HALF_OF_ENCODERS_ONLY")
+_KINDS = (
     *("FP8_ONLY", "WINDOWS_ONLY", "SINKS_ONLY", "CAPS_ONLY", "CHUNKS_ONLY", "SLOPES_ONLY", "SPANS_ONLY"),
     *("LSE_ONLY", "CROSS_ONLY", "NON_CAUSAL_ONLY", "OTHER_VALUES_ONLY", "WINDOWS_WITH_SINKS_ONLY"),
-    "FP8_WINDOWS_WITH_CAPS_ONLY",
+    *("FP8_WINDOWS_WITH_CAPS_ONLY", *_DIRECT),
 )
-_DIRECT = ("DIRECT_ONLY", "DIRECT_NON_CAUSAL_ONLY", "ENCODER_ONLY", "HALF_OF_ENCODERS_ONLY")
-_MISTAKES: tuple[tuple[str, dict[str, Any], str, str], ...] = (
-    ("KEEPS_LENGTHS", {"builder": KeepsLengths}, "builder/build-full", "step 2 of one builder"),
-    ("CLEARS", {"impl": Clears}, "tensors/inputs-kept", "query"),
-    ("OWN_BUFFER", {"impl": OwnBuffer}, "state/outputs-apart", "changed when later steps ran"),
-    ("ASTRAY", {"impl": Astray}, "cache/only-slots-written", "no slot names it"),
-    ("DRAWS", {"impl": Draws}, "state/settings-kept", "random"),
-)
-WRONG = [
-    Wrong(f"{kind}-{name}", variant(f"{kind}_{name}", **parts, **NARROW[kind]), check, says)
-    for kind in (*_PAGED, *_DIRECT)
-    for name, parts, check, says in _MISTAKES
-    if kind in _PAGED or name != "ASTRAY"
-]
+for kind in _KINDS:
+    declared = NARROW[kind]
+    table.add(
+        f"{kind}-KEEPS_LENGTHS | builder/build-full | step 2 of one builder", builder=KeepsLengths, **declared
+    )
+    table.add(f"{kind}-CLEARS | tensors/inputs-kept | query", impl=Clears, **declared)
+    table.add(
+        f"{kind}-OWN_BUFFER | state/outputs-apart | changed when later steps ran", impl=OwnBuffer, **declared
+    )
+    table.add(f"{kind}-DRAWS | state/settings-kept | random", impl=Draws, **declared)
+    if kind not in _DIRECT:
+        table.add(f"{kind}-ASTRAY | cache/only-slots-written | no slot names it", impl=Astray, **declared)

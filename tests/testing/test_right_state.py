@@ -1,13 +1,16 @@
-"""Each backend that changes the process, keeps memory or mixes up layers fails the check for its mistake."""
+"""Caches with a bound, and workspaces, are no state that a check finds wrong."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
-from catching import Wrong, failures
-from wrong_state import RIGHT_STATE, WRONG_STATE
+from catching import failures, variant
+from mutants.parts import Altered, Around, Call
 
 from attnplug.core import AttentionBackend
 from attnplug.testing.conformance.builders import layer_state
@@ -23,7 +26,7 @@ GROUPS = (process_state, layer_state, process_memory, serving, common_prefix, ru
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong caches grow at once, and the right ones are small."""
+    """The right caches are small."""
     monkeypatch.setattr(process_memory, "_STEPS", 100)
     monkeypatch.setattr(process_memory, "_LAYERS", 20)
     monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 3)
@@ -48,21 +51,37 @@ def of(start: str) -> Callable[[Target], Iterator[Check]]:
     return checks
 
 
-_PLAIN_LEAKS = ("grows_history", "keeps_layers")
+class BoundedCache(Altered):
+    """Caches plans by lengths, the last 100."""
+
+    plans: Any = None
+
+    def altered(self, made: Any, common: Any) -> Any:
+        self.plans = {} if self.plans is None else self.plans
+        self.plans[tuple(made.seq_lens.tolist())] = np.cumsum(made.seq_lens)
+        if len(self.plans) > 100:
+            del self.plans[next(iter(self.plans))]
+        return made
 
 
-def sampled(wrong: Wrong) -> object:
-    """A test of the backend; the checks of memory run 1,600 steps, so a plain run has one that fails them."""
-    is_long = wrong.check.startswith("state/memory") and wrong.name not in _PLAIN_LEAKS
-    return pytest.param(wrong, id=wrong.name, marks=[pytest.mark.slow] if is_long else [])
+class GrowsWorkspace(Around):
+    """Has one workspace for the longest context so far, imports lazily, and knows its layers weakly."""
+
+    work: ClassVar[Any] = None
+    layers: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def before(self, call: Call) -> None:
+        import colorsys  # noqa: F401 - lazily, as a kernel library is
+
+        self.layers.add(self)
+        longest = int(call.metadata.seq_lens.max(initial=1))
+        if self.work is None or self.work.numel() < longest:
+            type(self).work = torch.empty(longest, dtype=torch.float32)
+        with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+            torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("wrong", [sampled(wrong) for wrong in WRONG_STATE])
-def test_a_wrong_backend_is_caught_by_its_check_and_named(wrong: Wrong) -> None:
-    check = "state/settings-kept-decode" if wrong.check == "state/settings-kept" else wrong.check
-    found = failures(wrong.backend, of(check))
-    assert found
-    assert [str(problem) for problem in found.values() if wrong.says not in str(problem)] == []
+RIGHT_STATE = [variant("BOUNDED", builder=BoundedCache), variant("WORKSPACE", impl=GrowsWorkspace)]
 
 
 @pytest.mark.parametrize(
