@@ -155,10 +155,10 @@ def _read(
         raise ModelConfigError(
             "reading a model configuration needs transformers; pip install 'attnplug[models]'"
         ) from error
-    from attnplug.integrations.reader.config_file import load_with_notes
+    from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model
 
-    config, notes = load_with_notes(source)
+    config, notes = load_config(source)
     return read_model(config, ranks, cache_dtype, client, dtype, notes)
 
 

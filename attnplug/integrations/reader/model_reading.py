@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.model_spec import NOT_READ, OWN_SPECS, Client, ModelSpec, make_spec
-from attnplug.integrations.reader.architecture import build_model, class_note
+from attnplug.integrations.reader.architecture import build_model, model_class
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.input_sizes import LONG, Sizes, read_sizes
@@ -75,7 +75,7 @@ def read_model(
         )
     with quiet_transformers(), probe_registered():
         model = _probed_model(config)
-        notes = (*notes, *translated, *filter(None, (class_note(config),)))
+        notes = (*notes, *translated, *filter(None, model_class(config)[1:]))
         try:
             found = _read_whole(model, ranks, kv_cache_dtype, client)
         except ModelConfigError as error:
