@@ -13,9 +13,13 @@ from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client, make_spec
-from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager, check_own
 from attnplug.integrations.reader.mask_pattern import MaskPattern
-from attnplug.integrations.reader.measured_scale import measured_factor
+from attnplug.integrations.reader.number_checks import (
+    CheckFailedError,
+    check_eager,
+    check_own,
+    measured_factor,
+)
 from attnplug.integrations.reader.trace import AttentionCall
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
@@ -168,7 +172,7 @@ class SpecMaker:
         if key not in self._checked:
             try:
                 if own is not None:
-                    check_own(call)
+                    check_own(call, own)
                 self._checked[key] = own is None and check_eager(call)
             except CheckFailedError as error:
                 raise _refused(call, f"cannot be verified: {error}") from error

@@ -23,12 +23,14 @@ from attnplug.integrations.reader.config_json import one_line
 from attnplug.integrations.reader.input_sizes import LONG, Sizes, read_sizes
 from attnplug.integrations.reader.layer_specs import SpecMaker, index_key_size, is_another_sequence
 from attnplug.integrations.reader.mixers import (
+    UnreachedError,
     attention_inside,
+    find_other_layers,
     looks_like_attention,
+    own_attention_refused,
     works_on_single_tokens,
 )
 from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
-from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
-from attnplug.integrations.reader.mixers import looks_like_attention
+from attnplug.integrations.reader.mixers import looks_like_attention, parents
 from attnplug.integrations.reader.own_attention import Follower, OwnAttention, by_heads
 
 PROBE = "attnplug_reader"
@@ -136,7 +136,7 @@ class Trace:
 
     def own(self, owner: str, attention: OwnAttention, value: torch.Tensor | None) -> None:
         """Record attention that the module `owner` computes itself, or note why it is unknown."""
-        modules = [self.model.get_submodule(path) for path in (owner, *_parents(owner))]
+        modules = [self.model.get_submodule(path) for path in dict.fromkeys((owner, *parents(owner), ""))]
         _, visit, factors = next(
             (frame for frame in reversed(self.stack) if frame[0] == owner), (owner, 0, set())
         )
@@ -160,12 +160,6 @@ class Trace:
                 own=attention,
             )
         )
-
-
-def _parents(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _attention(
