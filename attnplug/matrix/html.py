@@ -10,22 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from attnplug.matrix.model import Cell, Matrix, Run, Status
-from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, Answer, Summary, summarise
+from attnplug.matrix.model import CLAIMED, Cell, Matrix, Run, Status
+from attnplug.matrix.summary import STRONGEST_FIRST, Answer, Summary, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
 _SCRIPTS = (
-    "data",
-    "state",
-    "elements",
-    "keys",
-    "unsampled",
-    "filters",
-    "overview",
-    "cells",
-    "detail",
-    "model",
-    "main",
+    *("data", "state", "elements", "keys", "unsampled", "filters"),
+    *("overview", "cells", "detail", "model", "main"),
 )
 _STATUSES = tuple(MEANINGS)
 
@@ -154,7 +145,7 @@ class _Numbers:
         summary = summarise(run)
         return {
             "backend": run.backend,
-            "source": f"{run.distribution or '-'} {run.version or ''}".strip(),
+            "source": run.source,
             "device": run.device,
             "deviceName": run.device_name,
             "versions": dict(run.versions),

@@ -10,7 +10,7 @@ import datetime as dt
 import enum
 from collections.abc import Callable, Iterator, Sequence
 
-from attnplug.matrix.model import Finding, Matrix, Run, Status
+from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
 
 _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
 
@@ -111,9 +111,6 @@ def _difference(run: Run, best: Run) -> str:
     return f"; {run.distribution} is not {best.distribution}"
 
 
-_CLAIMED = {Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN}
-
-
 class Kind(enum.StrEnum):
     """The kind of a change; the gravest comes first."""
 
@@ -191,21 +188,15 @@ def _kind(was: Finding | None, now: Finding | None) -> Kind | None:
     if was is None or now is None:
         if now is not None:
             return Kind.REFUTED if now.status is Status.REFUTED else Kind.ADDED
-        return Kind.VANISHED if was is not None and was.status in _CLAIMED else Kind.DROPPED
+        return Kind.VANISHED if was is not None and was.status in CLAIMED else Kind.DROPPED
     if was.status is now.status:
         return Kind.REASONS if was.why != now.why and now.status in (Status.REFUSED, Status.REFUTED) else None
     if now.status is Status.REFUTED:
         return Kind.REFUTED
-    if now.status in _CLAIMED:
-        return _still_claimed(was.status, now.status)
-    if was.status in _CLAIMED:
-        return Kind.WITHDRAWN
-    return None  # refused in both, and run in only one
-
-
-def _still_claimed(was: Status, now: Status) -> Kind | None:
-    if was not in _CLAIMED:
-        return Kind.CLAIMED
-    if now is Status.VERIFIED:
+    if was.status not in CLAIMED or now.status not in CLAIMED:
+        claimed = Kind.CLAIMED if now.status in CLAIMED else None
+        # None: refused in both, and run in only one.
+        return Kind.WITHDRAWN if was.status in CLAIMED else claimed
+    if now.status is Status.VERIFIED:
         return Kind.VERIFIED
-    return Kind.UNKNOWN if was in (Status.VERIFIED, Status.REFUTED) else None
+    return Kind.UNKNOWN if was.status in (Status.VERIFIED, Status.REFUTED) else None

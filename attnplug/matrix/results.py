@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from attnplug._system import files, json_files
 from attnplug._system.json_files import parse_json
 from attnplug.core.errors import MatrixFileError
-from attnplug.matrix.extent import Extent
+from attnplug.matrix.axes import Extent
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.words import AXIS_NAMES
 

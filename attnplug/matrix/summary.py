@@ -5,12 +5,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 
-from attnplug.matrix.axes import is_plain_value
-from attnplug.matrix.extent import Extent
-from attnplug.matrix.model import Finding, Matrix, Run, Status
+from attnplug.matrix.axes import AXES, PLAIN, Extent, cell_values, goes_with
+from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
 from attnplug.matrix.words import (
     AXIS_NAMES,
     MEANINGS,
@@ -23,9 +21,6 @@ from attnplug.matrix.words import (
 
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
-CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.SAMPLED, Status.REFUTED, Status.NOT_RUN})
-"""The statuses of a cell, or of several, that its backend claims to serve."""
-
 STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
@@ -37,10 +32,8 @@ STRONGEST_FIRST = (
 )
 """The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
 run counts more than a claim. Verified cells together are only a sample, unless every combination was run."""
-_AXES = tuple(AXIS_NAMES)
 _FEW = 2
 """The most served values that an answer names; more are counted."""
-_values = operator.attrgetter(*_AXES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +162,7 @@ def by_device(matrix: Matrix) -> dict[str, list[Run]]:
 
 def summarise(run: Run) -> Summary:
     """Sum up a run by every value of every axis."""
-    rows = [(_values(finding.cell), finding) for finding in run.findings]
+    rows = [(cell_values(finding.cell), finding) for finding in run.findings]
     groups: dict[tuple[int, Value], list[Finding]] = collections.defaultdict(list)
     for values, finding in rows:
         for key in enumerate(values):
@@ -178,7 +171,7 @@ def summarise(run: Run) -> Summary:
     limits = _limits(rows)
     restrictions = _restrictions(rows)
     answers: dict[str, dict[Value, Answer]] = {}
-    for index, axis in enumerate(_AXES):
+    for index, axis in enumerate(AXES):
         values_of_axis = in_order(axis, (value for position, value in groups if position == index))
         answers[axis] = {
             value: dataclasses.replace(
@@ -230,7 +223,7 @@ def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int
         for one, other in itertools.combinations(enumerate(values), 2):
             if one in served and other in served and (one, other) not in pairs:
                 for this, that in ((one, other), (other, one)):
-                    limit = Limit(_AXES[that[0]], that[1], finding.why)
+                    limit = Limit(AXES[that[0]], that[1], finding.why)
                     found.setdefault(this, {}).setdefault(that, limit)
     return {key: list(limits.values()) for key, limits in found.items()}
 
@@ -255,9 +248,9 @@ def _restrictions(
             by_value[its] = claimed or by_value.get(its, False)
     found: dict[tuple[int, Value], Restriction] = {}
     for (index, value, other), by_value in asked.items():
-        axis = _AXES[other]
+        axis = AXES[other]
         served = [its for its, is_served in by_value.items() if is_served]
-        own = _AXES[index] == "feature" and not any(is_plain_value(axis, its) for its in by_value)
+        own = AXES[index] == "feature" and not any(goes_with(PLAIN, axis, its) for its in by_value)
         refused = [its for its in by_value if its not in served and (own or (other, its) in anywhere)]
         if served and refused and (own or len(served) <= _FEW or len(served) < len(refused)):
             restriction = Restriction(axis, tuple(in_order(axis, served)), len(by_value))

@@ -20,9 +20,8 @@ from attnplug.registry.selection.gates import import_parts, preferred_pages, ser
 from attnplug.testing.comparison import tolerance
 from attnplug.tuning.cells import environment
 from attnplug.tuning.jobs import Job
-from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
-from attnplug.tuning.step_inputs import SharedCaches, StepInputs, made_inputs, made_parts
+from attnplug.tuning.step_inputs import SharedCaches, StepInputs, check_output, made_inputs, made_parts
 from attnplug.tuning.timers import Timer, measured_ceilings, release, synchronize, timer_for
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from attnplug.integrations.model_spec import NOT_READ, OWN_SPECS, Client, ModelS
 from attnplug.integrations.reader.architecture import build_model, model_class
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
-from attnplug.integrations.reader.input_sizes import LONG, Sizes, read_sizes
 from attnplug.integrations.reader.layer_specs import SpecMaker, index_key_size, is_another_sequence
 from attnplug.integrations.reader.mixers import (
     UnreachedError,
@@ -30,7 +29,7 @@ from attnplug.integrations.reader.mixers import (
     own_attention_refused,
     works_on_single_tokens,
 )
-from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
+from attnplug.integrations.reader.model_inputs import LONG, Sizes, encoder_tokens, input_attempts, read_sizes
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,

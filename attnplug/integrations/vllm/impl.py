@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.integrations.vllm.caches import logical
 from attnplug.integrations.vllm.engine_config import drafts_of
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.default import get_registry, select
@@ -24,8 +23,19 @@ from attnplug.registry.devices import resolve_device
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.plan.plan_choice import check_served, phase_choices, phase_notes
 
+HAS_CACHE_SHAPE = hasattr(AttentionBackend, "get_kv_cache_shape")
+"""Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size]."""
+_STORED = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""
+
+
+def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torch.Tensor:
+    """`kv_cache` in attnplug's logical order (blocks, 2, tokens, heads, size) and its stored dtype, without a copy."""
+    if kv_cache.ndim == 4:
+        kv_cache = kv_cache.view(*kv_cache.shape[:-1], 2, head_size).permute(0, 3, 2, 1, 4)
+    stored = _STORED.get(kv_cache_dtype)
+    return kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
 
 
 def by_phase(spec: LayerSpec) -> Decision:

@@ -15,8 +15,7 @@ from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla import MLADims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
-from attnplug.integrations.vllm.caches import logical
-from attnplug.integrations.vllm.impl import Bound
+from attnplug.integrations.vllm.impl import Bound, logical
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
 

@@ -11,7 +11,7 @@ from attnplug.core.errors import AttnplugError
 from attnplug.core.mla import get_mla_dims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.backends import Backend, class_of, named, reasons_against, unserved
-from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
 
