@@ -119,6 +119,7 @@ def spec_of(cell: Cell) -> LayerSpec:
 
     Sparse attention over LATENT elements is also MLA, because models combine the two.
 
+
     Raises:
         SpecError: the feature is unknown, or the values exclude each other.
     """

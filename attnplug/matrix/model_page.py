@@ -91,6 +91,7 @@ def model_data(registry: Registry) -> dict[str, Any]:
     dtype. The page puts the name of the GPU in place of "{gpu}" in the sentence and the command of a text. A kind of
     layers has indices into `tables`: the candidates of a decision, with indices into `reasons`.
 
+
     Raises:
         PolicyError, PluginError: settings of the environment that no backend can follow.
     """

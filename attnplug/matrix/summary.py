@@ -191,7 +191,10 @@ def _answer(
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
     if status is Status.REFUSED:
-        why = _common(same)
+        # The reasons common to all; if there are none, the shortest list.
+        others = [set(each) for each in set(same)]
+        shortest = min(same, key=len)
+        why = tuple(reason for reason in shortest if all(reason in each for each in others)) or shortest
     elif status in (Status.REFUTED, Status.NOT_RUN):
         why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
     else:
@@ -199,13 +202,6 @@ def _answer(
     if status is Status.VERIFIED and not extent.is_whole(findings, axis, value):
         return Answer(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
     return Answer(status, dict(counts), why)
-
-
-def _common(whys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The reasons common to all; if there are none, the shortest list."""
-    shortest = min(whys, key=len)
-    others = [set(why) for why in set(whys)]
-    return tuple(reason for reason in shortest if all(reason in why for why in others)) or shortest
 
 
 def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int, Value], list[Limit]]:

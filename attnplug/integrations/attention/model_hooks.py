@@ -216,8 +216,8 @@ def watch(model: PreTrainedModel) -> None:
 
     The decisions of its layers begin anew.
 
-    Raises:
-        ModelConfigError: the configuration asks for attention weights.
+
+    ModelConfigError: the configuration asks for attention weights.
     """
     if getattr(model.config, "output_attentions", False):
         raise ModelConfigError(
@@ -311,8 +311,7 @@ def _leave(model: PreTrainedModel, args: tuple[Any, ...], output: Any) -> None:
 def _prepare(model: PreTrainedModel) -> None:
     """Give each attention module its hooks.
 
-    Raises:
-        ModelConfigError: no module calls the interface, and some compute attention.
+    ModelConfigError: no module calls the interface, and some compute attention.
     """
     found: dict[Kind, torch.nn.Module] = {}
     for module, owner, kind in attention_modules(model):

@@ -47,8 +47,7 @@ class LayerCache:
     def pages(self) -> Pages:
         """The pages of keys and values, which backends read as one view; without a table yet.
 
-        Raises:
-            BatchError: keys and values cannot be viewed as one.
+        BatchError: keys and values cannot be viewed as one.
         """
         cache = self.cache
         if _has_allocators(cache):
@@ -83,8 +82,7 @@ class LayerCache:
 def layer_cache(cache: Any, layer: int) -> LayerCache:
     """The part of `cache`, a PagedAttentionCache, for the layer of that index.
 
-    Raises:
-        BatchError: the cache has no such layer, or a kind of layer that is not known.
+    BatchError: the cache has no such layer, or a kind of layer that is not known.
     """
     if _has_allocators(cache):
         allocator = cache.layer_to_allocator.get(layer)
@@ -146,8 +144,7 @@ class PagedStep:
     def read(cls, arguments: Mapping[str, Any], kind: str, rows: int) -> PagedStep:
         """The step of these keywords; the host copies the lengths, which waits for a GPU.
 
-        Raises:
-            BatchError: lengths that do not fit the `rows` tokens of the call.
+        BatchError: lengths that do not fit the `rows` tokens of the call.
         """
         starts = arguments["cu_seq_lens_k"]
         starts = starts[kind] if isinstance(starts, Mapping) else starts
@@ -294,8 +291,7 @@ def _spec(
 ) -> LayerSpec:
     """The requirements of the layer.
 
-    Raises:
-        BatchError: the cache has dropped keys that the layer sees, or its heads are others.
+    BatchError: the cache has dropped keys that the layer sees, or its heads are others.
     """
     pattern, query = step.pattern, call.query.shape
     if part.window is not None and not (0 <= pattern.window[0] < part.window and pattern.chunk_size is None):

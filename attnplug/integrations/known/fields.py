@@ -64,11 +64,6 @@ def settings(value: object) -> bool:
     return type(value) in (str, bool, NoneType) or number(-1024, 1024)(value)
 
 
-def code_map(value: object) -> bool:
-    """The classes of remote code by the class that loads them. No such code is run."""
-    return type(value) is dict and settings(value)
-
-
 def quantization(value: object) -> bool:
     """How the weights are stored: the full reader builds no weights. False for methods that were not tried."""
     return type(value) is dict and value.get("quant_method") in _METHODS and settings(value)
@@ -104,7 +99,8 @@ COMMON: Final[Mapping[str, Check]] = MappingProxyType(
         **all_of(optional(one_of(*DTYPES)), "dtype torch_dtype"),
         "architectures": optional(listed(TEXT, 1)),
         "attention_dropout": SHARE,
-        "auto_map": code_map,
+        # The classes of remote code by the class that loads them. No such code is run.
+        "auto_map": lambda value: type(value) is dict and settings(value),
         "chunk_size_feed_forward": one_of(0),
         "eos_token_id": TOKENS,
         "initializer_range": real(0, 1),

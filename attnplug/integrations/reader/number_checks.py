@@ -195,8 +195,8 @@ def measured_factor(call: AttentionCall) -> float:
     The forward runs three times on the same random input: as it is, with each multiplication by a number of the
     module's own left out, and with each done twice. Random values replace the projections, so no weight is needed.
 
-    Raises:
-        CheckFailedError: the forward cannot run, or the factor differs within the queries or the keys.
+
+    CheckFailedError: the forward cannot run, or the factor differs within the queries or the keys.
     """
     if call.inputs is None:
         raise CheckFailedError("the inputs of its forward are unknown")
@@ -254,7 +254,8 @@ def _queries_and_keys(call: AttentionCall, times: int, inputs: Inputs) -> tuple[
             mode.begin(args, kwargs)
             module.forward(*args, **kwargs)
     except ReachedAttentionError as reached:
-        return values.of(reached.query), values.of(reached.key)
+        query, key = reached.args
+        return values.of(query), values.of(key)
     except CheckFailedError:
         raise
     except Exception as error:

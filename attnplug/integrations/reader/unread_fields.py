@@ -169,8 +169,7 @@ _MARKS: Final = {"attn_type_list": (1, "1"), "hybrid_override_pattern": ("*",)}
 def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """`config`, or a copy with the `layer_types` that MiniMax-Text-01 has in `attn_type_list`, and a note about it.
 
-    Raises:
-        ModelConfigError: the list has another length, or contradicts the `layer_types` of the file.
+    ModelConfigError: the list has another length, or contradicts the `layer_types` of the file.
     """
     given = getattr(config, "attn_type_list", None)
     if config.model_type != "minimax" or not isinstance(given, (list, tuple)):

@@ -235,8 +235,7 @@ def _subclass(base: type[Any], backend: str | None) -> type[Any]:
 def class_of(base: type[Backend], name: str, backend: str | None, **fields: Any) -> type[Backend]:
     """The subclass of `base` that vLLM calls `name`, for one backend, or for all.
 
-    Raises:
-        AttributeError: no backend has that name.
+    AttributeError: no backend has that name.
     """
     known = list_backends()
     if backend is not None and backend not in known:
@@ -256,11 +255,7 @@ def class_of(base: type[Backend], name: str, backend: str | None, **fields: Any)
 
 @functools.cache
 def backend_class(name: str) -> type[Backend]:
-    """The class for ATTNPLUG or ATTNPLUG_NAME.
-
-    Raises:
-        AttributeError: no backend has that name.
-    """
+    """The class for ATTNPLUG or ATTNPLUG_NAME. AttributeError: no backend has that name."""
     prefix = f"{AUTOMATIC}_"
     # Without the prefix it is the name of no backend.
     backend = None if name == AUTOMATIC else name[len(prefix) :] if name.startswith(prefix) else ""

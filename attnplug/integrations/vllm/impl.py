@@ -43,8 +43,8 @@ def by_phase(spec: LayerSpec) -> Decision:
 
     `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
 
-    Raises:
-        NoBackendError, BackendUnavailableError: with each candidate's reasons.
+
+    NoBackendError, BackendUnavailableError: with each candidate's reasons.
     """
     registry, device = get_registry(), resolve_device(None)
     # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
@@ -127,8 +127,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
     def spec(self) -> LayerSpec:
         """What the layer asks for; where vLLM has no model yet, its first call tells the dtype.
 
-        Raises:
-            SpecError: before that.
+        SpecError: before that.
         """
         if self._spec is None:
             raise SpecError("dtype", None, "is not known before the layer's first call")
@@ -145,8 +144,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         Where vLLM is left to select, it is one for each phase. With drafts it is one for both, because a backend that
         prefills may need exact lengths.
 
-        Raises:
-            NoBackendError, BackendUnavailableError: with each candidate's reasons.
+
+        NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
         spec = self.spec
         if block_size is not None and not spec.direct_kv:

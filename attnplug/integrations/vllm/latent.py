@@ -89,8 +89,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
     def decide(self, block_size: int | None) -> Decision:
         """The backend for the layer in pages of `block_size` tokens.
 
-        Raises:
-            NoBackendError, BackendUnavailableError: with each candidate's reasons.
+        NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
         spec = self.spec if block_size is None else self.spec.replace(block_size=block_size)
         return select(spec, None, None, backend=self.backend)

@@ -67,11 +67,7 @@ if HAS_CACHE_SHAPE:
 
 @functools.cache
 def latent_class(name: str) -> type[Backend]:
-    """The class for ATTNPLUG_MLA or ATTNPLUG_NAME_MLA.
-
-    Raises:
-        AttributeError: no backend has that name.
-    """
+    """The class for ATTNPLUG_MLA or ATTNPLUG_NAME_MLA. AttributeError: no backend has that name."""
     backend = None if name == f"{AUTOMATIC}_{LATENT}" else name[len(AUTOMATIC) + 1 : -len(LATENT) - 1]
     return class_of(LatentBackend, name, backend)
 
