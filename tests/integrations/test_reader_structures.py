@@ -63,6 +63,11 @@ def read(monkeypatch):
     return read_class
 
 
+def test_a_configuration_outside_of_any_package_has_no_other_classes():
+    with pytest.raises(ModelConfigError, match="has no model class for shapes_of_tests"):
+        read_config(ShapesConfig(architectures=["ClassOfNobody"]))
+
+
 @pytest.mark.parametrize(
     ("block", "changes"),
     [

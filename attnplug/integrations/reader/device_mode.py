@@ -110,7 +110,10 @@ def each_changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _to_meta(value: Any) -> Any:
-    return each_changed(value, lambda each: each.to("meta") if isinstance(each, torch.Tensor) else each)
+    def moved(each: Any) -> Any:
+        return each.to("meta") if isinstance(each, torch.Tensor) and not each.is_meta else each
+
+    return each_changed(value, moved)
 
 
 def _convert(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
