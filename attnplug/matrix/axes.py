@@ -238,17 +238,13 @@ class Extent:
         for place, name in enumerate(AXES):
             if name == axis:
                 continue
-            ran = {
-                cell_values(each.cell)[place]
-                for each in findings
-                if each.status in (Status.VERIFIED, Status.REFUTED)
-            }
-            served = {cell_values(each.cell)[place] for each in findings if each.status in CLAIMED}
-            refused = {cell_values(each.cell)[place] for each in findings} - served
+            found = [(cell_values(each.cell)[place], each.status) for each in findings]
+            ran = {its for its, status in found if status in (Status.VERIFIED, Status.REFUTED)}
+            served = {its for its, status in found if status in CLAIMED}
+            refused = {its for its, _ in found} - served
             if name in self._filtered:
-                served |= {
-                    each for each in self._served[name] if self._goes(axis, value, name, each)
-                } - refused
+                possible = {its for its in self._served[name] if self._goes(axis, value, name, its)}
+                served |= possible - refused
             served.discard(None)
             if len(ran & served) < len(served):
                 return f"{len(ran & served)} of {len(served)} {AXIS_NAMES[name]}s"

@@ -10,7 +10,7 @@ import copy
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -63,15 +63,13 @@ def _family_of(class_name: str) -> str | None:
     return None
 
 
-def _class_like(name: str, classes: Iterable[type]) -> type | None:
-    """The class of the same name but for case and underscores, such as PhimoeForCausalLM for PhiMoEForCausalLM."""
-    plain = name.replace("_", "").lower()
-    return next((cls for cls in classes if cls.__name__.replace("_", "").lower() == plain), None)
-
-
 _MOST_MODULES = 60_000
 """Parts of a model. DeepSeek-V3 has about 1,300, since transformers keeps the experts of a layer in one module."""
 _TOWERS = ("vision_config", "audio_config", "speech_config")
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").lower()
 
 
 def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
@@ -87,8 +85,11 @@ def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
             return found, ""
     if not named:
         return _class_of_family(config), ""
-    like = (_class_like(name, _classes_of_package(config)) for name in named)
-    found = next((cls for cls in like if cls is not None), None) or _class_of_family(config)
+    # Names may differ in case and underscores, such as PhimoeForCausalLM and PhiMoEForCausalLM.
+    classes = {_plain(cls.__name__): cls for cls in reversed(list(_classes_of_package(config)))}
+    found = next(filter(None, (classes.get(_plain(name)) for name in named)), None) or _class_of_family(
+        config
+    )
     return found, (
         f"architectures names {', '.join(named)}, which transformers {transformers.__version__} does not have; "
         f"its {found.__name__}, of the family {config.model_type!r}, was read, and code of its own was not run"

@@ -165,10 +165,6 @@ def _images(s: Sizes) -> list[Shape]:
     ]
 
 
-def _pixel_masks(s: Sizes) -> list[Shape]:
-    return [shape[:-3] + shape[-2:] if len(shape) > 3 else (1, _PATCHES) for shape in _images(s)]
-
-
 def _features(s: Sizes) -> list[Shape]:
     return [
         (1, s.mel, _FRAMES),
@@ -237,7 +233,10 @@ _FLOATS: Table = {
 """Inputs of floating-point numbers; each list has the layouts to try, in the same order for every name."""
 
 _ONES: Table = {
-    **dict.fromkeys(("pixel_mask", "pixel_attention_mask"), _pixel_masks),
+    **dict.fromkeys(
+        ("pixel_mask", "pixel_attention_mask"),
+        lambda s: [each[:-3] + each[-2:] if len(each) > 3 else (1, _PATCHES) for each in _images(s)],
+    ),
     "patch_attention_mask": lambda s: [(1, s.height // s.patch, s.width // s.patch)],
     **dict.fromkeys(
         ("input_features_mask", "feature_attention_mask", "mask", "audio_mel_mask"), _feature_masks
