@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnplug.integrations.attention.paged import PagedStep
-from attnplug.integrations.attention.paged_cache import LayerCache
+from attnplug.integrations.attention.paged import LayerCache, PagedStep
 from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.steps import Lengths, paged_step
 from attnplug.integrations.vllm.steps import translate
@@ -135,7 +134,7 @@ def vllm_parts() -> Iterator[tuple[str, Callable[[], object], Callable[[], objec
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from attnplug.integrations.vllm.backends import backend_class
-    from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+    from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
 
     config, cpu, names = VllmConfig(), torch.device("cpu"), [f"layer.{index}" for index in range(36)]
     backend = backend_class("ATTNPLUG_TORCH")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from attnplug.integrations.transformers import read_config
-from attnplug.matrix.example_models import ExampleModel, models_text
+from attnplug.matrix.model_page import ExampleModel, models_text
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "attnplug" / "matrix" / "example_models.json"

@@ -88,6 +88,7 @@ def read_config(
         )
     try:
         cache_dtype = kv_cache_dtype_name(kv_cache_dtype)
+        given = None if dtype is None else dtype_name(dtype)
     except SpecError as error:
         raise ModelConfigError(str(error)) from error
     if client not in {*Client}:
@@ -96,8 +97,11 @@ def read_config(
         raise ModelConfigError(
             f"kv_cache_dtype={cache_dtype!r}: transformers keeps keys and values in its own caches, in the dtype of the layer"
         )
-    given = None if dtype is None else _dtype_name(dtype)
-    data = _parsed(path_or_config)
+    data = None
+    if isinstance(path_or_config, (str, os.PathLike)):
+        from attnplug.integrations.reader.config_json import config_path, parse
+
+        data = parse(config_path(Path(path_or_config)))
     notes: tuple[str, ...] = ()
     if cache_dtype == "auto" and client == Client.ENGINE:
         # Only a quantizer that names modules needs the layers before their storage is known.
@@ -107,13 +111,6 @@ def read_config(
         cache_dtype, notes = _stored(path_or_config, data, caches)
     model = _read(path_or_config, data, tensor_parallel_size, cache_dtype, Client(client), given)
     return dataclasses.replace(model, notes=(*notes, *model.notes)) if notes else model
-
-
-def _dtype_name(dtype: object) -> str:
-    try:
-        return dtype_name(dtype)
-    except SpecError as error:
-        raise ModelConfigError(str(error)) from error
 
 
 def _caches(model: ModelSpec) -> list[str]:
@@ -155,20 +152,11 @@ def _read(
         raise ModelConfigError(
             "reading a model configuration needs transformers; pip install 'attnplug[models]'"
         ) from error
-    from attnplug.integrations.reader.config_file import load_with_notes
+    from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model
 
-    config, notes = load_with_notes(source)
+    config, notes = load_config(source)
     return read_model(config, ranks, cache_dtype, client, dtype, notes)
-
-
-def _parsed(source: Any) -> dict[str, Any] | None:
-    """The JSON object of a file; None for an object."""
-    if not isinstance(source, (str, os.PathLike)):
-        return None
-    from attnplug.integrations.reader.config_json import config_path, parse
-
-    return parse(config_path(Path(source)))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,14 @@
-"""The axes of the matrix: their values for each backend, the values that go together, and the layer of a cell."""
+"""The axes of the matrix: their values for each backend, the values that go together, and the layer of a cell.
+
+Also the combinations that a run tried of those that its backend serves: a sample never stands for the others.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.dtypes import kv_cache_dtype_name
@@ -13,7 +18,8 @@ from attnplug.core.interface.answers import answer, declared
 from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.matrix.model import Cell
+from attnplug.matrix.model import CLAIMED, Cell, Finding, Run, Status
+from attnplug.matrix.words import AXIS_NAMES, Value
 from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
 if TYPE_CHECKING:
@@ -104,11 +110,6 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
     )  # encoders compute all tokens at once
 
 
-def is_plain_value(axis: str, value: Any) -> bool:
-    """Whether a layer that asks for no feature can have a value of an axis; False for a phase or size of no layer."""
-    return goes_with(PLAIN, axis, value)
-
-
 def phase_of(cell: Cell) -> Phase | None:
     """The phase that the layer is validated for: None, which is both, for a mixed batch."""
     return None if cell.phase == "mixed" else Phase(cell.phase)
@@ -118,6 +119,7 @@ def spec_of(cell: Cell) -> LayerSpec:
     """The layer of a cell: 4 query heads over 2, or over 1 with MLA, and the one feature.
 
     Sparse attention over LATENT elements is also MLA, because models combine the two.
+
 
     Raises:
         SpecError: the feature is unknown, or the values exclude each other.
@@ -168,3 +170,89 @@ def _spread(values: Sequence[Any], most: int) -> list[Any]:
         return list(values[:most])
     step = (len(values) - 1) / (most - 1)
     return [values[round(place * step)] for place in range(most)]
+
+
+AXES = tuple(AXIS_NAMES)
+cell_values = operator.attrgetter(*AXES)
+"""The values of a cell, in the order of AXES."""
+
+
+def served_values(findings: Iterable[Finding]) -> dict[str, tuple[Value, ...]]:
+    """The values of each axis that claimed cells have, in order of appearance."""
+    claimed = [cell_values(each.cell) for each in findings if each.status in CLAIMED]
+    return {axis: tuple(dict.fromkeys(row[place] for row in claimed)) for place, axis in enumerate(AXES)}
+
+
+class Extent:
+    """What a run tried.
+
+    Args:
+        run: without `axes`, as files of version 1 are, none of its answers is whole.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._served: Mapping[str, Sequence[Value]] = run.axes or served_values(run.findings)
+        self._sets = [set(self._served[axis]) for axis in AXES]
+        self._is_known = run.axes is not None
+        found = served_values(run.findings)
+        self._filtered = {axis for axis in AXES if not set(self._served[axis]) <= set(found[axis])}
+        self._latents = {each.cell.head_size for each in run.findings if each.cell.feature == "mla"}
+
+    def combinations(self, axis: str | None = None, value: Value = None) -> int:
+        """The combinations of all served values, or of those that have a value of an axis."""
+        total = 0
+        for feature in self._served["feature"]:
+            if axis == "feature" and feature != value:
+                continue
+            counts = [
+                sum(
+                    goes_with(str(feature), name, each, self._latents)
+                    for each in ((value,) if name == axis else self._served[name])
+                )
+                for name in AXES[1:]
+            ]
+            total += math.prod(counts)
+        return total
+
+    def is_whole(self, findings: Iterable[Finding], axis: str | None = None, value: Value = None) -> bool:
+        """Whether every combination was run and is right, or is refused.
+
+        Args:
+            findings: of the run, or those with a value of an axis.
+            axis: that of the value; None for all findings.
+            value: that all `findings` have.
+        """
+        if not self._is_known:
+            return False
+        settled = sum(
+            each.status in (Status.VERIFIED, Status.REFUSED)
+            and all(one in known for one, known in zip(cell_values(each.cell), self._sets, strict=True))
+            for each in findings
+        )
+        return settled == self.combinations(axis, value)
+
+    def lacking(self, findings: Sequence[Finding], axis: str | None = None, value: Value = None) -> str:
+        """The first other axis of which served values were not run: "3 of 31 head sizes"; empty if there is none.
+
+        Values that were refused with all `findings` do not count.
+        """
+        for place, name in enumerate(AXES):
+            if name == axis:
+                continue
+            found = [(cell_values(each.cell)[place], each.status) for each in findings]
+            ran = {its for its, status in found if status in (Status.VERIFIED, Status.REFUTED)}
+            served = {its for its, status in found if status in CLAIMED}
+            refused = {its for its, _ in found} - served
+            if name in self._filtered:
+                possible = {its for its in self._served[name] if self._goes(axis, value, name, its)}
+                served |= possible - refused
+            served.discard(None)
+            if len(ran & served) < len(served):
+                return f"{len(ran & served)} of {len(served)} {AXIS_NAMES[name]}s"
+        return ""
+
+    def _goes(self, axis: str | None, value: Value, other: str, its: Value) -> bool:
+        """Whether a layer can have both values, as far as a feature decides that."""
+        if axis == "feature":
+            return goes_with(str(value), other, its, self._latents)
+        return axis is None or other != "feature" or goes_with(str(its), axis, value, self._latents)

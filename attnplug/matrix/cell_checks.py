@@ -10,7 +10,6 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.interface.answers import serving_class
 from attnplug.core.kv_format import kv_format
-from attnplug.core.spec import LayerSpec
 from attnplug.matrix.axes import spec_of
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Cell
@@ -54,15 +53,12 @@ def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
     if kv_format(spec.resolved_kv_cache_dtype).rounding is None:
         raise CheckSkipped(f"the conformance kit stores no kv_cache_dtype={spec.kv_cache_dtype!r}")
     block_size, layout = cell.block_size or _BLOCK_SIZE, cell.layout or _LAYOUT
-    return [Case(spec, shape, block_size, layout) for shape in _shapes(cell, spec, backend)]
-
-
-def _shapes(cell: Cell, spec: LayerSpec, backend: type[AttentionBackend]) -> tuple[str, ...]:
+    shapes = _SHAPES[cell.phase]
     if spec.is_encoder:
-        return _SHAPES[cell.phase][:1]  # encoders compute all their tokens at once
-    if cell.phase == "mixed" and issubclass(backend, CompositeBackend):
-        return ("mixed", "ordered")
-    return _SHAPES[cell.phase]
+        shapes = shapes[:1]  # encoders compute all their tokens at once
+    elif cell.phase == "mixed" and issubclass(backend, CompositeBackend):
+        shapes = ("mixed", "ordered")
+    return [Case(spec, shape, block_size, layout) for shape in shapes]
 
 
 def _check(target: Target, cell: Cell) -> None:

@@ -1,14 +1,19 @@
 """The cells of a backend: for each two values the plainest that it serves, or one that it refuses.
 
-The declared matrix: a backend's class answers each cell, for any device, without running anything.
+The declared matrix: a backend's class answers each cell, for any device, without running anything. Also the cells that
+a pattern names, of which the design samples none.
 """
 
 from __future__ import annotations
 
 import bisect
 import datetime as dt
+import fnmatch
 import functools
-from collections.abc import Mapping
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +24,18 @@ from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer
 from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.reasons import Reason
-from attnplug.matrix.axes import FEATURES, LATENT, PLAIN, axes_of, goes_with, own_latents, phase_of, spec_of
-from attnplug.matrix.extent import served_values
+from attnplug.matrix.axes import (
+    AXES,
+    FEATURES,
+    LATENT,
+    PLAIN,
+    axes_of,
+    goes_with,
+    own_latents,
+    phase_of,
+    served_values,
+    spec_of,
+)
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.plugins.records import Offer
@@ -183,6 +198,10 @@ def _unread(backend: type[AttentionBackend], layout: str) -> tuple[Reason, ...]:
     return (Reason(text, code="kv_cache_layout", field="layout", requested=layout, supported=layouts),)
 
 
+def _finding(cell: Cell, reasons: tuple[Reason, ...]) -> Finding:
+    return Finding(cell, Status.REFUSED if reasons else Status.DECLARED, tuple(map(str, reasons)))
+
+
 def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
     """The run of a backend and a device: each cell of the design is declared, or refused with reasons.
 
@@ -192,16 +211,14 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
         backend: an offer of a plugin, which names the distribution too, or only the class.
         device: a Device or "sm90", "rocm:9.4", "cpu", ... as for `attnplug.select`.
 
+
     Raises:
         SpecError: the text names no device.
     """
     where = resolve_device(device)
     offer = backend if isinstance(backend, Offer) else None
     backend_cls = backend.backend if isinstance(backend, Offer) else backend
-    findings = tuple(
-        Finding(cell, Status.REFUSED if reasons else Status.DECLARED, tuple(map(str, reasons)))
-        for cell, reasons in answers(backend_cls, where).items()
-    )
+    findings = tuple(_finding(cell, reasons) for cell, reasons in answers(backend_cls, where).items())
     return Run(
         backend=offer.name if offer else backend_cls.get_name(),
         distribution=offer.distribution if offer else None,
@@ -235,3 +252,76 @@ def source_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+MOST_COMBINATIONS = 1500
+"""The most combinations of one pattern that are evaluated."""
+_LETTERS = {"head_size": "d", "block_size": "b"}
+
+
+def combinations(
+    pattern: str, axes: Mapping[str, Sequence[Any]], latents: frozenset[int]
+) -> tuple[list[Cell], int]:
+    """The cells whose ids match a pattern, sampled or not, and the number of combinations of its values.
+
+    Above 1,500 combinations there are no cells. Combinations of values that no layer has together are left out.
+
+    A size in the pattern may be any, such as 72 in "sinks/decode/d72/*"; other values are those of `axes`.
+
+    Args:
+        pattern: as for `attnplug matrix --only`.
+        axes: the values of each axis.
+        latents: head sizes of latents that go with MLA, from `own_latents`.
+    """
+    found: dict[Cell, None] = {}
+    number = 0
+    for values in _values_named(pattern, axes):
+        number += math.prod(map(len, values))
+        if number > MOST_COMBINATIONS:
+            return [], number
+        for each in itertools.product(*values):
+            cell = Cell(*each)
+            asked = zip(AXES[1:], each[1:], strict=True)
+            if all(goes_with(cell.feature, axis, value, latents) for axis, value in asked):
+                found[cell] = None
+    return list(found), number
+
+
+def evaluate(backend: type[AttentionBackend], device: Device, cells: Sequence[Cell]) -> tuple[Finding, ...]:
+    """What the class declares for each cell: `validate_configuration` is called for exactly its values."""
+    return tuple(_finding(cell, cell_reasons(backend, device, cell)) for cell in cells)
+
+
+def _values_named(pattern: str, axes: Mapping[str, Sequence[Any]]) -> Iterator[list[list[Any]]]:
+    """For each reading of the pattern the values of every axis."""
+    parts = pattern.split("/")
+    for reading in {tuple(each) for each in _readings(parts, len(AXES))}:
+        values = [_matching(part, axis, axes[axis]) for axis, part in zip(AXES, reading, strict=True)]
+        if all(values):
+            yield values
+    # The last two axes of a layer without pages have one part of the id.
+    for reading in {tuple(each) for each in _readings(parts, len(AXES) - 1)}:
+        *others, last = reading
+        values = [_matching(part, axis, axes[axis]) for axis, part in zip(AXES[:-2], others, strict=True)]
+        if all(values) and fnmatch.fnmatchcase("direct", last):
+            yield [*values, [None], [None]]
+
+
+def _readings(parts: Sequence[str], slots: int) -> Iterator[list[str]]:
+    """The parts for that many slots; a part "*" may stand for several, because it matches "/" too."""
+    if not parts or not slots:
+        if not parts and not slots:
+            yield []
+        return
+    first, *rest = parts
+    for width in range(1, slots + 1) if first == "*" else (1,):
+        for others in _readings(rest, slots - width):
+            yield [first] * width + others
+
+
+def _matching(part: str, axis: str, values: Sequence[Any]) -> list[Any]:
+    letter = _LETTERS.get(axis, "")
+    found = [value for value in values if value is not None and fnmatch.fnmatchcase(f"{letter}{value}", part)]
+    if not found and letter and (size := re.fullmatch(rf"{letter}([1-9][0-9]{{0,5}})", part)):
+        return [int(size[1])]
+    return found

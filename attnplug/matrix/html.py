@@ -10,22 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from attnplug.matrix.model import Cell, Matrix, Run, Status
-from attnplug.matrix.summary import CLAIMED, STRONGEST_FIRST, RunSummary, ValueSummary, summarise
+from attnplug.matrix.model import CLAIMED, Cell, Matrix, Run, Status
+from attnplug.matrix.summary import STRONGEST_FIRST, RunSummary, ValueSummary, summarise
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
 
 _SCRIPTS = (
-    "data",
-    "state",
-    "elements",
-    "keys",
-    "unsampled",
-    "filters",
-    "overview",
-    "cells",
-    "detail",
-    "model",
-    "main",
+    *("data", "state", "elements", "keys", "unsampled", "filters"),
+    *("overview", "cells", "detail", "model", "main"),
 )
 _STATUSES = tuple(MEANINGS)
 
@@ -50,6 +41,10 @@ def render_html(
     """
     style = _part("matrix.css")
     script = "\n".join(_part(f"{name}.js") for name in _SCRIPTS)
+    # It can neither end the script element nor open a comment in it.
+    data = json.dumps({**page_data(matrix), "models": models}, separators=(",", ":"), ensure_ascii=False)
+    for each in "<>&\u2028\u2029":
+        data = data.replace(each, f"\\u{ord(each):04x}")
     policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
     values = {
         "policy": html.escape(f"{policy}; base-uri 'none'; form-action 'none'"),
@@ -59,7 +54,7 @@ def render_html(
             f'<a href="{html.escape(address)}">{html.escape(text)}</a>'
             for text, address in (links or {}).items()
         ),
-        "data": _json({**page_data(matrix), "models": models}),
+        "data": data,
         "script": script,
     }
     # In one pass, so that inserted text is not searched for further "@@".
@@ -74,14 +69,6 @@ def _part(name: str) -> str:
 def _hash(text: str) -> str:
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
     return f"'sha256-{digest}'"
-
-
-def _json(data: object) -> str:
-    """JSON that is safe in a script element: it can neither end the element nor open a comment."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    for each in "<>&\u2028\u2029":
-        text = text.replace(each, f"\\u{ord(each):04x}")
-    return text
 
 
 def page_data(matrix: Matrix) -> dict[str, Any]:
@@ -154,7 +141,7 @@ class _CellNumbers:
         summary = summarise(run)
         return {
             "backend": run.backend,
-            "source": f"{run.distribution or '-'} {run.version or ''}".strip(),
+            "source": run.source,
             "device": run.device,
             "deviceName": run.device_name,
             "versions": dict(run.versions),

@@ -66,7 +66,7 @@ def _device(summaries: Sequence[RunSummary], heading: str) -> Iterator[str]:
     rows = [
         (
             markdown_text(run.backend),
-            markdown_text(f"{run.distribution or '-'} {run.version or ''}".strip()),
+            markdown_text(run.source),
             markdown_text(
                 ", ".join(f"{name} {version}" for name, version in run.versions.items()) or "nothing"
             ),

@@ -10,7 +10,7 @@ import datetime as dt
 import enum
 from collections.abc import Callable, Iterator, Sequence
 
-from attnplug.matrix.model import Finding, Matrix, Run, Status
+from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
 
 _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
 
@@ -111,9 +111,6 @@ def _difference(run: Run, best: Run) -> str:
     return f"; {run.distribution} is not {best.distribution}"
 
 
-_CLAIMED = {Status.DECLARED, Status.VERIFIED, Status.REFUTED, Status.NOT_RUN}
-
-
 class ChangeKind(enum.StrEnum):
     """The kind of a change; the gravest comes first."""
 
@@ -191,7 +188,7 @@ def _kind(was: Finding | None, now: Finding | None) -> ChangeKind | None:
     if was is None or now is None:
         if now is not None:
             return ChangeKind.REFUTED if now.status is Status.REFUTED else ChangeKind.ADDED
-        return ChangeKind.VANISHED if was is not None and was.status in _CLAIMED else ChangeKind.DROPPED
+        return ChangeKind.VANISHED if was is not None and was.status in CLAIMED else ChangeKind.DROPPED
     if was.status is now.status:
         return (
             ChangeKind.REASONS
@@ -200,16 +197,10 @@ def _kind(was: Finding | None, now: Finding | None) -> ChangeKind | None:
         )
     if now.status is Status.REFUTED:
         return ChangeKind.REFUTED
-    if now.status in _CLAIMED:
-        return _still_claimed(was.status, now.status)
-    if was.status in _CLAIMED:
-        return ChangeKind.WITHDRAWN
-    return None  # refused in both, and run in only one
-
-
-def _still_claimed(was: Status, now: Status) -> ChangeKind | None:
-    if was not in _CLAIMED:
-        return ChangeKind.CLAIMED
-    if now is Status.VERIFIED:
+    if was.status not in CLAIMED or now.status not in CLAIMED:
+        claimed = ChangeKind.CLAIMED if now.status in CLAIMED else None
+        # None: refused in both, and run in only one.
+        return ChangeKind.WITHDRAWN if was.status in CLAIMED else claimed
+    if now.status is Status.VERIFIED:
         return ChangeKind.VERIFIED
-    return ChangeKind.UNKNOWN if was in (Status.VERIFIED, Status.REFUTED) else None
+    return ChangeKind.UNKNOWN if was.status in (Status.VERIFIED, Status.REFUTED) else None

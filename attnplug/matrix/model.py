@@ -28,6 +28,10 @@ class Status(enum.StrEnum):
     """Claimed, but could not be run; the finding says why."""
 
 
+CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.SAMPLED, Status.REFUTED, Status.NOT_RUN})
+"""The statuses of a cell, or of several, that its backend claims to serve."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
     """The status of one cell.
@@ -77,6 +81,11 @@ class Run:
     def key(self) -> tuple[str, str]:
         """The backend and the device."""
         return self.backend, self.device
+
+    @property
+    def source(self) -> str:
+        """The distribution and its version; "-" for none."""
+        return f"{self.distribution or '-'} {self.version or ''}".strip()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,13 +1,19 @@
-"""The data of the page "Which backend for my model?": every model by GPU and KV dtype, answered by the selector."""
+"""The data of the page "Which backend for my model?": every model by GPU and KV dtype, answered by the selector.
+
+The attention layers of well-known models are data: no configuration is read, and transformers is not imported.
+"""
 
 from __future__ import annotations
 
-import collections
+import dataclasses
+import functools
 import json
+from collections.abc import Iterable, Mapping
+from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import gpu_models
-from attnplug.matrix.example_models import ExampleModel, example_models
+from attnplug.core.spec import LayerSpec
 from attnplug.matrix.which_backend import GPU, KV_CHOICES, BackendAnswer, LayerGroup, answers_for
 from attnplug.matrix.words import letters
 from attnplug.registry.devices import resolve_device
@@ -25,12 +31,66 @@ _VOWEL_LETTERS = "AEFHILMNORSX"
 """Capital letters whose names begin with a vowel, as in "an H100"."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExampleModel:
+    """A model of `examples/models`.
+
+    Args:
+        name: of its file, such as "gpt-oss-20b".
+        model_type: of its configuration.
+        layers: the spec of each layer by name, with the KV dtype "auto".
+    """
+
+    name: str
+    model_type: str
+    layers: Mapping[str, LayerSpec]
+
+    @property
+    def path(self) -> str:
+        """The configuration in a clone of attnplug."""
+        return f"examples/models/{self.name}.json"
+
+    def with_kv_cache_dtype(self, kv_cache_dtype: str) -> dict[str, LayerSpec]:
+        """The layers with another KV dtype; those that receive keys and values with the call keep "auto"."""
+        changed = {
+            spec: spec if spec.direct_kv else spec.replace(kv_cache_dtype=kv_cache_dtype)
+            for spec in dict.fromkeys(self.layers.values())
+        }
+        return {name: changed[spec] for name, spec in self.layers.items()}
+
+
+@functools.cache
+def example_models() -> tuple[ExampleModel, ...]:
+    """Every model of `examples/models`, by name."""
+    data = json.loads(
+        resources.files("attnplug.matrix").joinpath("example_models.json").read_text(encoding="utf-8")
+    )
+    models = []
+    for each in data:
+        specs = [LayerSpec.from_dict(spec) for spec in each["specs"]]
+        layers = {name: specs[number] for name, number in each["layers"].items()}
+        models.append(ExampleModel(each["name"], each["model_type"], layers))
+    return tuple(models)
+
+
+def models_text(models: Iterable[ExampleModel]) -> str:
+    """The file that `example_models` reads: each spec once, a line for each model."""
+    lines = []
+    for model in models:
+        specs = list(dict.fromkeys(model.layers.values()))
+        layers = {name: specs.index(spec) for name, spec in model.layers.items()}
+        data = {"name": model.name, "model_type": model.model_type, "specs": [s.to_dict() for s in specs]}
+        lines.append(json.dumps({**data, "layers": layers}))
+    return "[\n" + ",\n".join(lines) + "\n]\n"
+
+
 def model_data(registry: Registry) -> dict[str, Any]:
     """The data as plain JSON values.
 
     `answers` has a list for each model, in it a list for each device, in it an index into `texts` for each KV
     dtype. The page puts the name of the GPU in place of "{gpu}" in the sentence and the command of a text. A kind of
     layers has indices into `tables`: the candidates of a decision, with indices into `reasons`.
+
 
     Raises:
         PolicyError, PluginError: settings of the environment that no backend can follow.
@@ -49,7 +109,7 @@ def model_data(registry: Registry) -> dict[str, Any]:
         "start": list(START),
         "common": len(COMMON_GPUS) + 1,
         "letters": letters(registry.backends()),
-        "models": [_model(model) for model in example_models()],
+        "models": [_layers(model) for model in example_models()],
         "gpus": gpus,
         "devices": devices,
         "dtypes": [
@@ -70,16 +130,10 @@ class _TextNumbers:
         self.texts: dict[str, int] = {}
         self.tables: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
-        self._served: collections.Counter[str] = collections.Counter()
-
-    def backends(self) -> list[str]:
-        """The backends that serve layers, those that serve most first."""
-        return [name for name, _ in self._served.most_common()]
 
     def text(self, model: ExampleModel, answer: BackendAnswer, choice: str) -> int:
         """The number of the text of an answer."""
         outcome = answer.outcome
-        self._served.update(name for kind in outcome.kinds for name in kind.backends)
         stored = any(not spec.direct_kv for spec in model.layers.values())
         dtype = f" --kv-cache-dtype {outcome.kv_cache_dtype}" if stored and choice != "auto" else ""
         data = {
@@ -116,21 +170,23 @@ class _TextNumbers:
 
 def _gpus() -> list[dict[str, str]]:
     """Every GPU that attnplug knows, and the CPU; the common ones first."""
-    gpus = [_gpu(model.name, str(resolve_device(model.name)), model.arch) for model in gpu_models()]
+    gpus = []
+    for model in gpu_models():
+        said = f"{'an' if model.name[0] in _VOWEL_LETTERS else 'a'} {model.name}"
+        device = str(resolve_device(model.name))
+        gpus.append(
+            {"key": _key(model.name), "name": model.name, "said": said, "device": device}
+            | {"arch": model.arch}
+        )
     gpus.append({"key": "cpu", "name": "CPU", "said": "a CPU", "device": "cpu", "arch": ""})
     common = [*map(_key, COMMON_GPUS), "cpu"]
     return sorted(gpus, key=lambda gpu: common.index(gpu["key"]) if gpu["key"] in common else len(common))
-
-
-def _gpu(name: str, device: str, arch: str) -> dict[str, str]:
-    article = "an" if name[0] in _VOWEL_LETTERS else "a"
-    return {"key": _key(name), "name": name, "said": f"{article} {name}", "device": device, "arch": arch}
 
 
 def _key(name: str) -> str:
     return name.lower().replace(" ", "")
 
 
-def _model(model: ExampleModel) -> dict[str, Any]:
+def _layers(model: ExampleModel) -> dict[str, Any]:
     specs = list(dict.fromkeys(model.layers.values()))
     return {"name": model.name, "layers": [specs.index(spec) for spec in model.layers.values()]}

@@ -6,14 +6,14 @@ import dataclasses
 import datetime as dt
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from attnplug._system import files, json_files
 from attnplug._system.json_files import parse_json
 from attnplug.core.errors import MatrixFileError
-from attnplug.matrix.extent import Extent
+from attnplug.matrix.axes import Extent
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.matrix.words import AXIS_NAMES
 
@@ -43,12 +43,11 @@ def _is_axes(value: Any) -> bool:
     return value is None or (
         isinstance(value, dict)
         and value.keys() == AXIS_NAMES.keys()
-        and all(isinstance(values, list) and all(map(_is_value, values)) for values in value.values())
+        and all(isinstance(values, list) for values in value.values())
+        and all(
+            each is None or _is_text(each) or _is_count(each) for values in value.values() for each in values
+        )
     )
-
-
-def _is_value(value: Any) -> bool:
-    return value is None or _is_text(value) or _is_count(value)
 
 
 def _is_date(value: Any) -> bool:
@@ -122,7 +121,11 @@ def _write_samples(run: Run) -> dict[str, Any] | None:
 
 def matrix_text(matrix: Matrix) -> str:
     """The JSON of the matrix, a line for each cell: the file is small, and `git diff` readable."""
-    runs = [_run_text(run_to_dict(run)) for run in matrix.runs]
+    runs = []
+    for run in map(run_to_dict, matrix.runs):
+        about = ",\n".join(f"{_line(name)}: {_line(value)}" for name, value in run.items() if name != "cells")
+        cells = ",\n".join(map(_line, run["cells"]))
+        runs.append(f'{{{about},\n"cells": [' + (f"\n{cells}\n" if cells else "") + "]}")
     head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
     return head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n"
 
@@ -133,11 +136,7 @@ def write_matrix(matrix: Matrix, path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        MatrixFileError: the file cannot be written; an older one is unchanged.
-    """
+    """Write a file atomically. MatrixFileError: the file cannot be written; an older one is unchanged."""
     try:
         files.write_text(path, text)
     except OSError as problem:
@@ -227,12 +226,6 @@ class _Reader:
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise MatrixFileError(self._path, what, remedy)
-
-
-def _run_text(run: dict[str, Any]) -> str:
-    about = ",\n".join(f"{_line(name)}: {_line(value)}" for name, value in run.items() if name != "cells")
-    cells: Sequence[str] = [_line(cell) for cell in run["cells"]]
-    return f'{{{about},\n"cells": [' + ("\n" + ",\n".join(cells) + "\n" if cells else "") + "]}"
 
 
 def _line(value: Any) -> str:

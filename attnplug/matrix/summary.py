@@ -5,13 +5,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 from attnplug.core.kv_format import kv_format
-from attnplug.matrix.axes import is_plain_value
-from attnplug.matrix.extent import Extent
-from attnplug.matrix.model import Finding, Matrix, Run, Status
+from attnplug.matrix.axes import AXES, PLAIN, Extent, cell_values, goes_with
+from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
 from attnplug.matrix.words import (
     AXIS_NAMES,
     MEANINGS,
@@ -24,9 +22,6 @@ from attnplug.matrix.words import (
 
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
-CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.SAMPLED, Status.REFUTED, Status.NOT_RUN})
-"""The statuses of a cell, or of several, that its backend claims to serve."""
-
 STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
@@ -38,10 +33,8 @@ STRONGEST_FIRST = (
 )
 """The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
 run counts more than a claim. Verified cells together are only a sample, unless every combination was run."""
-_AXES = tuple(AXIS_NAMES)
 _FEW = 2
 """The most served values that an answer names; more are counted."""
-_values = operator.attrgetter(*_AXES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,7 +163,7 @@ def by_device(matrix: Matrix) -> dict[str, list[Run]]:
 
 def summarise(run: Run) -> RunSummary:
     """Sum up a run by every value of every axis."""
-    rows = [(_values(finding.cell), finding) for finding in run.findings]
+    rows = [(cell_values(finding.cell), finding) for finding in run.findings]
     groups: dict[tuple[int, Value], list[Finding]] = collections.defaultdict(list)
     for values, finding in rows:
         for key in enumerate(values):
@@ -179,7 +172,7 @@ def summarise(run: Run) -> RunSummary:
     limits = _limits(rows)
     restrictions = _restrictions(rows)
     answers: dict[str, dict[Value, ValueSummary]] = {}
-    for index, axis in enumerate(_AXES):
+    for index, axis in enumerate(AXES):
         values_of_axis = in_order(axis, (value for position, value in groups if position == index))
         answers[axis] = {
             value: dataclasses.replace(
@@ -199,7 +192,10 @@ def _answer(
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
     if status is Status.REFUSED:
-        why = _common(same)
+        # The reasons common to all; if there are none, the shortest list.
+        others = [set(each) for each in set(same)]
+        shortest = min(same, key=len)
+        why = tuple(reason for reason in shortest if all(reason in each for each in others)) or shortest
     elif status in (Status.REFUTED, Status.NOT_RUN):
         why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
     else:
@@ -207,13 +203,6 @@ def _answer(
     if status is Status.VERIFIED and not extent.is_whole(findings, axis, value):
         return ValueSummary(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
     return ValueSummary(status, dict(counts), why)
-
-
-def _common(whys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """The reasons common to all; if there are none, the shortest list."""
-    shortest = min(whys, key=len)
-    others = [set(why) for why in set(whys)]
-    return tuple(reason for reason in shortest if all(reason in why for why in others)) or shortest
 
 
 def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int, Value], list[Limit]]:
@@ -231,7 +220,7 @@ def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int
         for one, other in itertools.combinations(enumerate(values), 2):
             if one in served and other in served and (one, other) not in pairs:
                 for this, that in ((one, other), (other, one)):
-                    limit = Limit(_AXES[that[0]], that[1], finding.why)
+                    limit = Limit(AXES[that[0]], that[1], finding.why)
                     found.setdefault(this, {}).setdefault(that, limit)
     return {key: list(limits.values()) for key, limits in found.items()}
 
@@ -256,9 +245,9 @@ def _restrictions(
             by_value[its] = claimed or by_value.get(its, False)
     found: dict[tuple[int, Value], Restriction] = {}
     for (index, value, other), by_value in asked.items():
-        axis = _AXES[other]
+        axis = AXES[other]
         served = [its for its, is_served in by_value.items() if is_served]
-        own = _AXES[index] == "feature" and not any(is_plain_value(axis, its) for its in by_value)
+        own = AXES[index] == "feature" and not any(goes_with(PLAIN, axis, its) for its in by_value)
         refused = [its for its in by_value if its not in served and (own or (other, its) in anywhere)]
         if served and refused and (own or len(served) <= _FEW or len(served) < len(refused)):
             restriction = Restriction(axis, tuple(in_order(axis, served)), len(by_value))

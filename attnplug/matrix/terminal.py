@@ -98,9 +98,8 @@ class _Page:
         table = WrappedTable(("backend", "from", "date", "cells"))
         for summary in summaries:
             run = summary.run
-            source = f"{run.distribution or '-'} {run.version or ''}".strip()
             self._shown.update(summary.total.counts)
-            row = (run.backend, source, run.date[:10] or "-", counts_in_words(summary.total))
+            row = (run.backend, run.source, run.date[:10] or "-", counts_in_words(summary.total))
             table.add_row(*(Text(one_line(word)) for word in row))
         self._console.print(table)
         for line in refusal_lines(summaries):

@@ -16,7 +16,7 @@ from attnplug.runtime.plan.plan_pages import planned_caches
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.matrix.example_models import ExampleModel
+    from attnplug.matrix.model_page import ExampleModel
     from attnplug.registry.registry import Registry, SelectKwargs
     from attnplug.registry.selection.decision import Decision
 

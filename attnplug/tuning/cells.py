@@ -1,10 +1,6 @@
-"""What a tuning measures, reports to its observer, and gives at its end.
+"""What a tuning measures, reports to its observer, and gives at its end: cells, contenders and outcome.
 
-The backends that a tuning measures for a layer: those that a selection accepts, and composites for mixed steps.
-
-The versions for which a time is valid, and the facts about this machine that a table keeps for people.
-
-A wrong output while tuning becomes a refuted cell of the matrix, which selections refuse from then on.
+Also the versions for which a time is valid, facts about this machine, and wrong outputs as refuted cells.
 """
 
 from __future__ import annotations

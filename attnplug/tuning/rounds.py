@@ -104,7 +104,11 @@ def measure_in_turns(
     noisy = ""
     if len(steady) <= _DROP_AFTER:
         noisy, steady = _why(moments), list(range(number + 1))
-    least = _mean_speed_change(moments) if noisy else 0.0
+    least = 0.0
+    if noisy:
+        # The mean change of the device's speed, because the median of two speeds in turn has no deviation.
+        middle_us = statistics.median(moment.us for moment in moments)
+        least = statistics.fmean(abs(moment.us / middle_us - 1) for moment in moments)
     found = {name: timing_of(_chosen(each, steady)) for name, each in times.items()}
     return {
         name: dataclasses.replace(each, spread=max(each.spread, least), noisy=noisy)
@@ -128,12 +132,6 @@ def _steady(moments: Sequence[DeviceState], rounds: int) -> list[int]:
         for moment in moments
     ]
     return [number for number in range(rounds) if fine[number] and fine[number + 1]]
-
-
-def _mean_speed_change(moments: Sequence[DeviceState]) -> float:
-    """The mean change of the device's speed, because the median of two speeds in turn has no deviation."""
-    middle = statistics.median(moment.us for moment in moments)
-    return statistics.fmean(abs(moment.us / middle - 1) for moment in moments)
 
 
 def _why(moments: Sequence[DeviceState]) -> str:

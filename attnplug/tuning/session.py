@@ -30,7 +30,6 @@ _CHECKERS = 4
 """Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
 _CHECKS_AT_ONCE = 12
 _GROWTH = 4
-_OUT_OF_MEMORY = "out of memory"
 
 Save: TypeAlias = Callable[[Callable[["TunedTable | None"], "TunedTable"]], "TunedTable"]
 Run = Callable[["Device", Sequence[Job]], Iterable[Event]]
@@ -160,13 +159,11 @@ class Tuner:
     def _mixed_cells(self) -> list[TuneCell]:
         """The mixed steps, with the composite of the backends that are fastest in each phase so far."""
         table = self._change(None)
-        return [
-            dataclasses.replace(
-                cell, contenders=(*cell.contenders, *composites(self.registry, self.device, cell.spec, table))
-            )
-            for cell in self.cells
-            if cell.shape.phase is None
-        ]
+        found = []
+        for cell in (cell for cell in self.cells if cell.shape.phase is None):
+            more = composites(self.registry, self.device, cell.spec, table)
+            found.append(dataclasses.replace(cell, contenders=(*cell.contenders, *more)))
+        return found
 
     def decisions(
         self, table: TunedTable, assumed: AssumeInstalled = None
@@ -251,20 +248,19 @@ class Tuner:
         for name, count in Counter(each.offer.name for _, each in checks).items():
             observer.checking(name, count)
         crowded: list[Job] = []
-        for event in events_of(map(self._started, by_worker.values()), self._checks_at_once, is_late):
+        started = (iter(self._run(self.device, jobs)) for jobs in by_worker.values())
+        for event in events_of(started, self._checks_at_once, is_late):
             cell, each = checks[event["job"]]
-            if _is_short_of_memory(event) and self._checks_at_once > 1:
+            lacks_memory = event["event"] == "failed" and "out of memory" in str(event["why"]).lower()
+            if lacks_memory and self._checks_at_once > 1:
                 crowded.append(self._job(event["job"], cell, [each]))
             else:
                 self._note_check(cell, each, event, observer, compiled)
         # The workers share the device's memory, so a backend that found too little is run again alone.
-        for event in events_of((self._started([job]) for job in crowded), 1, is_late):
+        for event in events_of((iter(self._run(self.device, [job])) for job in crowded), 1, is_late):
             cell, each = checks[event["job"]]
             self._note_check(cell, each, event, observer, compiled)
         return compiled
-
-    def _started(self, jobs: Sequence[Job]) -> Iterator[Event]:
-        return iter(self._run(self.device, jobs))
 
     def _note_check(
         self,
@@ -292,17 +288,13 @@ class Tuner:
         self, pending: Sequence[TuneCell], observer: Observer, deadline: float | None
     ) -> Iterable[TuneCell]:
         """Measure the cells until the deadline, and give each as it is done."""
-        by_number = dict(enumerate(pending))
-        jobs = [
-            self._job(number, cell, self._contenders_left(cell), timed=True)
-            for number, cell in by_number.items()
-        ]
-        jobs = [job for job in jobs if job.backends]
+        left = enumerate(map(self._contenders_left, pending))
+        jobs = [self._job(number, pending[number], each, timed=True) for number, each in left if each]
         started = iter(jobs)
         if not jobs or self._is_late(deadline):
             return
         has_begun = False
-        observer.started(by_number[next(started).number])
+        observer.started(pending[next(started).number])
         for event in self._run(self.device, jobs):
             if event["event"] == "environment":
                 has_begun = True
@@ -313,16 +305,18 @@ class Tuner:
                 if not has_begun and self._is_late(deadline):
                     return
                 continue
-            cell = by_number[event["job"]]
+            cell = pending[event["job"]]
             if event["event"] == "done":
-                observer.finished(cell, self._rows_of(cell))
+                names = [each.offer.full_name for each in cell.contenders]
+                rows = (self._rows.get((cell.layer, cell.shape, name)) for name in names)
+                observer.finished(cell, [row for row in rows if row is not None])
                 self._measured.add((cell.layer, cell.shape))
                 yield cell
                 if self._is_late(deadline):
                     return
                 following = next(started, None)
                 if following is not None:
-                    observer.started(by_number[following.number])
+                    observer.started(pending[following.number])
                 continue
             contender = next(each for each in cell.contenders if each.offer.name == event["backend"])
             if event["event"] in ("failed", "wrong"):
@@ -356,23 +350,12 @@ class Tuner:
     def _job(
         self, number: int, cell: TuneCell, contenders: Sequence[Contender], *, timed: bool = False
     ) -> Job:
-        offers = [each.offer for each in contenders]
-        return Job(
-            number,
-            cell.spec,
-            cell.shape,
-            tuple((offer.name, offer.distribution) for offer in offers),
-            offers[0].name if offers else None,
-            timed,
-        )
+        backends = tuple((each.offer.name, each.offer.distribution) for each in contenders)
+        return Job(number, cell.spec, cell.shape, backends, backends[0][0] if backends else None, timed)
 
     def _row(self, cell: TuneCell, contender: Contender, status: RowStatus, **figures: Any) -> TimedRow:
         date = self._now().isoformat(timespec="seconds")
         return TimedRow(contender.subject, cell.shape, contender.pages, status, date=date, **figures)
-
-    def _rows_of(self, cell: TuneCell) -> list[TimedRow]:
-        names = [each.offer.full_name for each in cell.contenders]
-        return [row for name in names if (row := self._rows.get((cell.layer, cell.shape, name))) is not None]
 
     def _change(self, current: TunedTable | None) -> TunedTable:
         """The table of the file with this tuning's layers in it."""
@@ -418,10 +401,6 @@ def _parts(cells: Sequence[TuneCell]) -> Iterator[Sequence[TuneCell]]:
 
 def _place(row: TimedRow) -> Hashable:
     return row.subject.backend, row.subject.distribution, row.shape, row.pages
-
-
-def _is_short_of_memory(event: Event) -> bool:
-    return event["event"] == "failed" and _OUT_OF_MEMORY in str(event["why"]).lower()
 
 
 def _earlier(layer: TunedLayer | None, shape: StepShape, contender: Contender) -> TimedRow | None:

@@ -225,8 +225,6 @@ def measured_ceilings(
         device: to measure.
         clock_us: gives the microseconds of a function on the device.
     """
-    import torch
-
     on_cpu = device.type == "cpu"
     source = torch.ones(1 << (22 if on_cpu else 28), device=device)
     target = torch.empty_like(source)

@@ -20,16 +20,14 @@ from attnplug.registry.selection.gates import import_parts, preferred_pages, ser
 from attnplug.testing.comparison import tolerance
 from attnplug.tuning.cells import environment
 from attnplug.tuning.jobs import Job
-from attnplug.tuning.reference import check_output
 from attnplug.tuning.rounds import Timing, measure_in_turns
-from attnplug.tuning.step_inputs import SharedCaches, StepInputs, made_inputs, made_parts
+from attnplug.tuning.step_inputs import SharedCaches, StepInputs, check_output, made_inputs, made_parts
 from attnplug.tuning.timers import Timer, measured_ceilings, release, synchronize, timer_for
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
     from attnplug.registry.measured.step_shapes import StepShape
-    from attnplug.registry.plugins.records import Offer
 
     _Candidate = tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any], torch.Tensor]
     """The inputs of a job for one backend, its forward, its builder, and the output of its first call."""
@@ -146,14 +144,8 @@ class Runner:
             if why is not None:
                 self._tell("wrong", job=job.number, backend=name, why=why, feature=None)
                 continue
-            figures = {
-                "us": timing.us,
-                "spread": timing.spread,
-                "rounds": timing.rounds,
-                "build_us": build_us[name],
-                "why": timing.noisy,
-            }
-            self._tell("timed", job=job.number, backend=name, **figures)
+            figures = {"us": timing.us, "spread": timing.spread, "rounds": timing.rounds, "why": timing.noisy}
+            self._tell("timed", job=job.number, backend=name, build_us=build_us[name], **figures)
 
     def _candidates(self, job: Job) -> dict[str, _Candidate]:
         """The parts of each backend, after a first call."""
@@ -213,17 +205,14 @@ class Runner:
 
         return announced
 
-    def _offer(self, name: str, distribution: str | None) -> Offer:
-        found = self._offers.get((name, distribution))
-        # A composite is no offer of a plugin: its halves are.
-        pairs = self._plugins.find(name) if found is None else (found,)
-        return next(offer for offer in pairs if offer.distribution == distribution)
-
     def _made(
         self, job: Job, name: str, distribution: str | None
     ) -> tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any]]:
         """The inputs of a job for one backend, its forward, and its builder."""
-        offer = self._offer(name, distribution)
+        # A composite is no offer of a plugin: its halves are.
+        offer = self._offers.get((name, distribution)) or next(
+            offer for offer in self._plugins.find(name) if offer.distribution == distribution
+        )
         served, asked = serving(offer, Placement(job.spec, self._device, job.shape.phase))
         backend: type[AttentionBackend] = served.backend
         if (reason := import_parts(backend)) is not None:
@@ -248,7 +237,11 @@ class Runner:
 
     def _replays(self, shape: StepShape, builder: AttentionMetadataBuilder[Any]) -> bool:
         """Whether steps are replayed as graphs: decodes, as engines run them, but no mixed steps and prefills."""
-        return self._timer.has_graphs and _is_short(shape) and _has_graphs(builder, shape.query)
+        if not (self._timer.has_graphs and _is_short(shape)):
+            return False
+        one, more = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH
+        declared = builder.get_cudagraph_support(builder.config, builder.kv_cache_spec)
+        return declared >= (one if shape.query == 1 else more)
 
     @torch.inference_mode()
     def _build_us(self, job: Job, candidates: dict[str, _Candidate]) -> dict[str, float]:
@@ -303,14 +296,6 @@ def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _is_short(shape: StepShape) -> bool:
     return shape.query <= _SHORT and shape.phase is not None
-
-
-def _has_graphs(builder: AttentionMetadataBuilder[Any], query: int) -> bool:
-    """Whether a backend declares that a graph may replay decodes of `query` tokens."""
-    needed = (
-        AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if query == 1 else AttentionCGSupport.UNIFORM_BATCH
-    )
-    return builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) >= needed
 
 
 class _Remembering:

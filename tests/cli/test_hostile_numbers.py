@@ -141,7 +141,7 @@ def test_a_configuration_of_a_giant_model_is_refused_before_it_is_built(changed,
 
 
 def test_numbers_of_inner_configurations_and_lists_are_checked():
-    check = pytest.importorskip("attnplug.integrations.reader.config_limits").check_numbers
+    check = pytest.importorskip("attnplug.integrations.reader.config_file").check_numbers
     for data in (
         {"vision_config": {"depth": 10**6}},
         {"a": [{"b": {"num_hidden_layers": 10**6}}]},
@@ -185,7 +185,7 @@ def test_a_latent_of_a_giant_rank_is_refused(changed):
 
 
 def test_a_model_of_too_many_modules_ends_while_it_is_built(monkeypatch):
-    limits = pytest.importorskip("attnplug.integrations.reader.config_limits")
+    limits = pytest.importorskip("attnplug.integrations.reader.architecture")
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(limits, "_MOST_MODULES", 10)
     with limits.modules_limited(), pytest.raises(ModelConfigError, match="more than 10 modules"):

@@ -27,7 +27,7 @@ from attnplug.integrations.vllm import builder as builder_module
 from attnplug.integrations.vllm import latent as latent_module
 from attnplug.integrations.vllm.backends import backend_class
 from attnplug.integrations.vllm.builder import Builder
-from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent_backends import latent_class
 from attnplug.registry.default import get_registry
 

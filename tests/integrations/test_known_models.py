@@ -42,7 +42,7 @@ def full(path: Path, data: dict[str, Any], ranks: int = 1, client: Client = Clie
     path.write_text(json.dumps(data))
     try:
         return read_model(
-            load_config(path), ranks, "auto" if client is Client.TRANSFORMERS else "fp8", client
+            load_config(path)[0], ranks, "auto" if client is Client.TRANSFORMERS else "fp8", client
         )
     except ModelConfigError as error:
         return str(error)

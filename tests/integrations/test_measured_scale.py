@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.qwen3 import modeling_qwen3
 
 from attnplug.errors import ModelConfigError
-from attnplug.integrations.reader import measured_scale
+from attnplug.integrations.reader import number_checks
 from attnplug.integrations.transformers import read_config
 
 ROOT = 16**-0.5
@@ -197,10 +197,10 @@ def test_keys_that_are_multiplied_by_zero_are_refused(small: Any) -> None:
 def test_a_large_batch_is_measured_by_its_first_row(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:
     forward = with_lines(modeling_llama.LlamaAttention, "query_states = query_states * 0.5")
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    monkeypatch.setattr(measured_scale, "_MOST_ELEMENTS", 3000)
+    monkeypatch.setattr(number_checks, "_MOST_ELEMENTS", 3000)
     with pytest.raises(ModelConfigError, match="elements; a LayerSpec cannot describe that"):
         read_config(small("Llama"))
     windows, positions = torch.zeros(8, 61, 64), torch.zeros(1, 61, 16)
-    args, kwargs = measured_scale._first_rows((windows,), {"cos": positions, "mask": windows, "layer": 8})
+    args, kwargs = number_checks._first_rows((windows,), {"cos": positions, "mask": windows, "layer": 8})
     assert [args[0].shape[0], kwargs["mask"].shape[0], kwargs["cos"].shape[0]] == [1, 1, 1]
     assert kwargs["layer"] == 8

@@ -43,6 +43,7 @@ from own_structures import (  # noqa: E402
 
 from attnplug.core.spec import LayerSpec  # noqa: E402
 from attnplug.errors import ModelConfigError  # noqa: E402
+from attnplug.integrations.reader import architecture  # noqa: E402
 from attnplug.integrations.transformers import read_config  # noqa: E402
 
 SPEC = LayerSpec(
@@ -55,10 +56,16 @@ def read(monkeypatch):
     """Reads a model class of the tests."""
 
     def read_class(cls, **options):
-        monkeypatch.setattr(transformers, "ModelOfTests", cls, raising=False)
+        # transformers replaces its own module when it is first asked for processors, so a test may have another one.
+        monkeypatch.setattr(architecture.transformers, "ModelOfTests", cls, raising=False)
         return read_config(ShapesConfig(architectures=["ModelOfTests"]), **options)
 
     return read_class
+
+
+def test_a_configuration_outside_of_any_package_has_no_other_classes():
+    with pytest.raises(ModelConfigError, match="has no model class for shapes_of_tests"):
+        read_config(ShapesConfig(architectures=["ClassOfNobody"]))
 
 
 @pytest.mark.parametrize(

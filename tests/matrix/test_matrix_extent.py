@@ -12,8 +12,8 @@ from synthetic_matrix import finding, run, synthetic_matrix
 
 from attnplug.backends.triton import TritonBackend
 from attnplug.matrix import Finding, Matrix, Run, Status
+from attnplug.matrix.axes import Extent, served_values
 from attnplug.matrix.design import declare
-from attnplug.matrix.extent import Extent, served_values
 from attnplug.matrix.html import page_data
 from attnplug.matrix.merging import merge
 from attnplug.matrix.results import read_matrix, run_to_dict, write_matrix

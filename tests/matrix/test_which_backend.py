@@ -12,8 +12,7 @@ import pytest
 
 from attnplug.cli import main
 from attnplug.integrations.transformers import read_config
-from attnplug.matrix.example_models import ExampleModel, example_models, models_text
-from attnplug.matrix.model_page import model_data
+from attnplug.matrix.model_page import ExampleModel, example_models, model_data, models_text
 from attnplug.matrix.which_backend import KV_CHOICES, answers_for
 from attnplug.matrix.words import letters
 from attnplug.registry import Registry

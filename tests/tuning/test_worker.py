@@ -26,8 +26,7 @@ from attnplug.registry.selection.refuted import read_evidence
 from attnplug.tuning import jobs, timers
 from attnplug.tuning.cells import Contender, record_wrong
 from attnplug.tuning.jobs import Event, Job, run_jobs
-from attnplug.tuning.reference import check_output
-from attnplug.tuning.step_inputs import StepInputs, made_inputs, made_parts
+from attnplug.tuning.step_inputs import StepInputs, check_output, made_inputs, made_parts
 from attnplug.tuning.worker import Runner
 
 CPU, HERE = torch.device("cpu"), Device("cpu")

@@ -87,8 +87,7 @@ def declared_cells(
         PolicyError: a feature is unknown, or a pattern matches no cell.
     """
     from attnplug.matrix.axes import FEATURES
-    from attnplug.matrix.design import declare
-    from attnplug.matrix.unsampled import evaluate
+    from attnplug.matrix.design import declare, evaluate
 
     for name in features:
         if name not in FEATURES:
@@ -129,7 +128,7 @@ def declared_cells(
 def _named_by(pattern: str, pairs: Sequence[Pair], features: Sequence[str]) -> tuple[list[Cell], int]:
     """The result of `combinations` for the values of all backends together."""
     from attnplug.matrix.axes import axes_of, own_latents
-    from attnplug.matrix.unsampled import combinations
+    from attnplug.matrix.design import combinations
 
     axes: dict[str, list[Any]] = {}
     latents: set[int] = set()
@@ -143,7 +142,7 @@ def _named_by(pattern: str, pairs: Sequence[Pair], features: Sequence[str]) -> t
 
 
 def _unmatched(pattern: str, number: int, ids: Sequence[str], sampled_only: bool) -> PolicyError:
-    from attnplug.matrix.unsampled import MOST_COMBINATIONS
+    from attnplug.matrix.design import MOST_COMBINATIONS
 
     if number > MOST_COMBINATIONS:
         limit = f"names {number:,} combinations, none of them sampled; at most {MOST_COMBINATIONS:,} are evaluated"

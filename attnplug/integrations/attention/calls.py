@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import torch
@@ -64,8 +65,7 @@ class AttentionCall:
     def check(self, dropout: float, scaling: Any) -> None:
         """Refuse training, and tensors that no mask makes servable.
 
-        Raises:
-            BatchError: dropout in training, gradients, or shapes, dtypes or a scale that are not served.
+        BatchError: dropout in training, gradients, or shapes, dtypes or a scale that are not served.
         """
         # Outside of training eager attention applies no dropout either, so the value is harmless there.
         if dropout and self.module.training:
@@ -137,8 +137,7 @@ class AttentionCall:
     def check_positions(self, step: StepMask, given: Any) -> None:
         """Refuse positions `given [B or 1, Lq]` that start anew inside a row whose mask separates no sequences.
 
-        Raises:
-            BatchError: transformers' mask lets such a sequence see those before it.
+        BatchError: transformers' mask lets such a sequence see those before it.
         """
         fits = isinstance(given, torch.Tensor) and given.ndim == 2 and given.shape[1] == step.q_length
         if not fits or not step.pattern.causal or step.segments is not None or given is step.positions:
@@ -212,8 +211,7 @@ class AttentionCall:
 def read_keywords(given: Mapping[str, Any], layer: str) -> Keywords:
     """The values of the keywords that `layer` passes.
 
-    Raises:
-        BatchError: a keyword that is unknown, or that asks for something not served.
+    BatchError: a keyword that is unknown, or that asks for something not served.
     """
     for name, value in given.items():
         if name in _KNOWN or name in _INERT or value is None or value is False:
@@ -221,21 +219,14 @@ def read_keywords(given: Mapping[str, Any], layer: str) -> Keywords:
         why = _UNSERVED.get(name, "is not known to attnplug and may change the result")
         remedy = _OWN_ROWS if why is _PACKED else _EAGER
         raise BatchError(name, _shown(value), f"{why} (passed by {layer})", remedy)
+    numbers: dict[str, Any] = {"sliding_window": int, "softcap": float}
+    for name, kind in numbers.items():
+        value = given.get(name)
+        if isinstance(value, bool) or not isinstance(value, (int, float, NoneType)):
+            raise BatchError(name, _shown(value), f"must be a number (passed by {layer})", _EAGER)
+        numbers[name] = None if value is None else kind(value)
     causal = given.get("is_causal")
-    return Keywords(
-        is_causal=None if causal is None else bool(causal),
-        sliding_window=_number("sliding_window", given.get("sliding_window"), layer, int),
-        softcap=_number("softcap", given.get("softcap"), layer, float),
-        sinks=given.get("s_aux"),
-    )
-
-
-def _number(name: str, value: Any, layer: str, kind: type[Any]) -> Any:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise BatchError(name, _shown(value), f"must be a number (passed by {layer})", _EAGER)
-    return kind(value)
+    return Keywords(None if causal is None else bool(causal), sinks=given.get("s_aux"), **numbers)
 
 
 def _shown(value: Any) -> object:

@@ -54,16 +54,13 @@ def attention_kind(module: torch.nn.Module) -> Kind:
         if "softmax" in names:
             return Kind.OWN
         named = _NAMED_ATTENTION.search(cls.__name__)
-        return Kind.OWN if named and not _has_attention_below(module) else Kind.NONE
+        parts = (part for child in module.children() for part in child.modules())
+        below = any(attention_kind(part) is not Kind.NONE for part in parts) if named else False
+        return Kind.OWN if named and not below else Kind.NONE
     # A class of another name computes attention if it projects, multiplies, normalises and multiplies again.
     projects = sum(isinstance(child, torch.nn.Linear) for child in module.children()) > 1
     is_attention = projects and {"softmax", _REPEATED} <= names and not works_on_single_tokens(module)
     return Kind.OWN if is_attention else Kind.NONE
-
-
-def _has_attention_below(module: torch.nn.Module) -> bool:
-    below = (part for child in module.children() for part in child.modules())
-    return any(attention_kind(part) is not Kind.NONE for part in below)
 
 
 def class_table(cls: type[PreTrainedModel], name: str) -> str | None:

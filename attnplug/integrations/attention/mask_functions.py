@@ -45,8 +45,8 @@ def read_mask_function(
     transformers' own functions are read once for each window and chunk. Other functions are also evaluated at
     every given position.
 
-    Raises:
-        UnknownMaskError: it is neither full, causal, a window nor chunks, with spans or without.
+
+    UnknownMaskError: it is neither full, causal, a window nor chunks, with spans or without.
     """
     walk = _Walk()
     key, plain = walk.visit(function, "mask_function")
@@ -55,9 +55,10 @@ def read_mask_function(
         spans = None
         if walk.has_blocks:
             spans = read_spans(function, pattern, batch, queries, keys, device)
-        agrees = (
-            walk.has_blocks or not walk.foreign or _agrees(function, pattern, batch, queries, keys, device)
-        )
+        agrees = True
+        if walk.foreign and not walk.has_blocks:
+            found, expected = seen_by(function, pattern, batch, queries, keys, device)
+            agrees = bool((found == expected).all())
     except UnknownMaskError:
         raise
     except Exception as error:
@@ -118,7 +119,15 @@ class _Walk:
         if not is_own:
             self.foreign = True
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-        parts = [self._cell(cell.cell_contents, name, is_own) for name, cell in cells]
+        parts: list[tuple[Hashable, Any]] = []
+        for name, cell in cells:
+            value = cell.cell_contents
+            # Newer transformers (seen in 5.23) ask the mask of packed rows for the positions in each sequence.
+            if is_own and name == "position_ids" and isinstance(value, torch.Tensor):
+                self.positions = value
+                parts.append((name, _OwnPositions()))
+            else:
+                parts.append(self.visit(value, name))
         defaults = self.visit(function.__defaults__, "default")
         plain = types.FunctionType(
             function.__code__,
@@ -128,13 +137,6 @@ class _Walk:
             tuple(types.CellType(part) for _, part in parts),
         )
         return (function.__code__, defaults[0], tuple(key for key, _ in parts)), plain
-
-    def _cell(self, value: Any, name: str, is_own: bool) -> tuple[Hashable, Any]:
-        # Newer transformers (seen in 5.23) ask the mask of packed rows for the positions in each sequence.
-        if is_own and name == "position_ids" and isinstance(value, torch.Tensor):
-            self.positions = value
-            return name, _OwnPositions()
-        return self.visit(value, name)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> Any:
         """A meta tensor in place of one that does not change the pattern; `read_mask` makes it real."""
@@ -174,18 +176,6 @@ def _check_positions(positions: torch.Tensor, segments: torch.Tensor | None, chu
     begins = torch.nn.functional.pad(~continues, (1, 0), value=True)
     if chunk is not None and bool((begins & (positions % chunk != 0)).any()):
         raise UnknownMaskError(f"its position_ids begin inside a chunk of {chunk}")
-
-
-def _agrees(
-    function: MaskFunction,
-    pattern: MaskPattern,
-    batch: int,
-    queries: range,
-    keys: range,
-    device: torch.device,
-) -> bool:
-    found, expected = seen_by(function, pattern, batch, queries, keys, device)
-    return bool((found == expected).all())
 
 
 _HIDDEN = -1e4
@@ -237,7 +227,10 @@ def _read(mask: torch.Tensor, batch: int, q_length: int, kv_length: int) -> Step
         padding=padding,
         keys_only=padding is not None,
     )
-    for offset in _offsets(seen, q_length, kv_length):
+    # The last keys are the queries', or a static cache has keys after them.
+    last = int(torch.arange(kv_length, device=seen.device).masked_fill(~seen[:, -1], -1).max())
+    offsets = {kv_length - q_length, last - q_length + 1}
+    for offset in sorted((offset for offset in offsets if offset >= 0), reverse=True):
         # A single query sees the keys that are tokens; it is causal only if its own key is one of them.
         is_query_seen = q_length > 1 or bool(real[:, offset].all())
         if is_query_seen and _is_causal(seen, real, offset):
@@ -245,13 +238,6 @@ def _read(mask: torch.Tensor, batch: int, q_length: int, kv_length: int) -> Step
     if bool((seen == real[:, None]).all()):
         return step
     return "it is neither plain causal nor full with padding"
-
-
-def _offsets(seen: torch.Tensor, q_length: int, kv_length: int) -> list[int]:
-    """Possible positions of the first query: the last keys are the queries', or a static cache has keys after them."""
-    last = torch.arange(kv_length, device=seen.device).masked_fill(~seen[:, -1], -1).max()
-    found = [kv_length - q_length, int(last) - q_length + 1]
-    return sorted({offset for offset in found if offset >= 0}, reverse=True)
 
 
 def _is_causal(seen: torch.Tensor, real: torch.Tensor, offset: int) -> bool:

@@ -55,11 +55,7 @@ class Packing:
 def pack_all(
     batch: int, q_length: int, kv_length: int, kv_offset: int, padding: _Bools | None, device: torch.device
 ) -> Packing:
-    """Cross attention: every query sees all keys that are tokens.
-
-    Raises:
-        BatchError: a padding mask of another batch size.
-    """
+    """Cross attention: every query sees all keys that are tokens. BatchError: a padding mask of another batch size."""
     real = None
     if padding is not None:
         _check_rows(padding, batch)
@@ -95,7 +91,10 @@ def pack_real(
     if keys.start > queries.start or keys.stop < end:
         raise BatchError("key", f"positions {keys}", f"must cover the queries' positions {queries}")
     if padding is not None:
-        _check_covers(padding, batch, end)
+        _check_rows(padding, batch)
+        if padding.shape[1] < end:
+            limit = f"must cover all {end} positions, including those in the cache"
+            raise BatchError("attention_mask", padding.shape, limit, "extend it with each step")
     if padding is None or bool(padding[:, :end].all()):
         if left_padding is not None and left_padding.any():
             raise _chunks_elsewhere(left_padding)
@@ -166,13 +165,6 @@ def _rows(real: _Bools | None, batch: int, count: int, device: torch.device) -> 
 def _check_rows(padding: _Bools, batch: int) -> None:
     if padding.ndim != 2 or padding.shape[0] != batch:
         raise BatchError("attention_mask", padding.shape, f"must have one row for each of {batch} sequences")
-
-
-def _check_covers(padding: _Bools, batch: int, end: int) -> None:
-    _check_rows(padding, batch)
-    if padding.shape[1] < end:
-        limit = f"must cover all {end} positions, including those in the cache"
-        raise BatchError("attention_mask", padding.shape, limit, "extend it with each step")
 
 
 def _check_unbroken(real: _Bools) -> None:

@@ -17,18 +17,20 @@ from attnplug.core.precision import without_autocast
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall, read_keywords
 from attnplug.integrations.attention.class_code import Kind, class_table
-from attnplug.integrations.attention.layers import LayerState, layer_state, name_in_model, set_state
 from attnplug.integrations.attention.mask_functions import read_mask_function
 from attnplug.integrations.attention.model_hooks import (
     NAME,
+    LayerState,
     attention_modules,
     forward_pass,
+    layer_state,
+    name_in_model,
+    set_state,
     uses_attnplug,
     watch,
     watch_running_model,
 )
-from attnplug.integrations.attention.paged import attend_paged, take_paged
-from attnplug.integrations.attention.paged_cache import serve_continuous_batching
+from attnplug.integrations.attention.paged import attend_paged, serve_continuous_batching, take_paged
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.reader.mask_pattern import UnknownMaskError
 from attnplug.registry.selection.decision import Decision

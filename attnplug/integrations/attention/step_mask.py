@@ -48,8 +48,7 @@ class StepMask:
     def packing(self, device: torch.device, *, is_cross: bool) -> Packing:
         """The packed rows on `device`, cached. With `is_cross` the mask applies to keys only.
 
-        Raises:
-            BatchError: padding between tokens under a window or chunks, or a mask of another size.
+        BatchError: padding between tokens under a window or chunks, or a mask of another size.
         """
         key = (device, is_cross)
         if key in self.packings:
@@ -155,8 +154,8 @@ def read_spans(
     None if all queries see the keys of `pattern`. A query that sees more has one range, with the keys of `pattern`
     in it: an image's tokens see the image, or the part of it that a window leaves.
 
-    Raises:
-        UnknownMaskError: a query sees fewer keys, or keys that are not one range, or ranges are out of order.
+
+    UnknownMaskError: a query sees fewer keys, or keys that are not one range, or ranges are out of order.
     """
     keys = range(keys.start, min(keys.stop, queries.stop))
     if not keys or not queries:

@@ -22,8 +22,7 @@ _MOST_SHOWN = 20
 def check_rows(rows: torch.Tensor, count: int, *, written: bool) -> None:
     """Refuse `cache_batch_idx` outside of a cache of `count` rows, and a row twice if new keys are written.
 
-    Raises:
-        BatchError: it names the request.
+    BatchError: it names the request.
     """
     if rows.dtype != torch.int32 or not must_check(rows.device):
         return  # another dtype is refused where the pages are cut
@@ -45,8 +44,8 @@ def check_pages(pages: Pages, lengths: Lengths, given: tuple[torch.Tensor | None
     Only the pages of the first `lengths` tokens are read. The others may have any number. Inside of `one_step` layers
     that give the same tensors `given` are checked once.
 
-    Raises:
-        BatchError: it names the request and its page.
+
+    BatchError: it names the request and its page.
     """
     if not must_check(pages.table.device):
         return
@@ -97,8 +96,7 @@ def _check_writes(table: _Places, used: npt.NDArray[np.bool_], lens: Ints, added
 def check_writable(tensors: Mapping[str, torch.Tensor], written: Sequence[str]) -> None:
     """Refuse tensors of which some are `written`, if these share memory with themselves or with another one.
 
-    Raises:
-        BatchError: it names both.
+    BatchError: it names both.
     """
     # Most tensors have an allocation of their own, which costs less to see than which bytes they have.
     ranges = {name: allocation(tensor) for name, tensor in tensors.items()}

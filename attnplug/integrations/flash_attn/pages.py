@@ -93,8 +93,7 @@ def block_sizes(*caches: torch.Tensor) -> tuple[int, ...]:
 def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: int) -> Pages:
     """Caches `[N, block_size, Hkv, D]` and a block table.
 
-    Raises:
-        BatchError: a table that is no int32 `[batch, max_blocks]` on the caches' device.
+    BatchError: a table that is no int32 `[batch, max_blocks]` on the caches' device.
     """
     if (table.dtype, table.device, table.shape[0]) != (torch.int32, keys.device, batch):
         found = f"{table.dtype} {tuple(table.shape)} on {table.device}"
@@ -108,8 +107,7 @@ def cut_into_pages(
 ) -> Pages:
     """Caches `[B_cache, S, Hkv, D]` as pages of one of their `block_sizes`; `rows` int32 `[batch]`.
 
-    Raises:
-        BatchError: fewer cache rows than requests, or other `rows`.
+    BatchError: fewer cache rows than requests, or other `rows`.
     """
     size = keys.shape[1]
     count = size // block_size

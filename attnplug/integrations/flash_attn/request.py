@@ -47,45 +47,37 @@ class Request:
     def spec(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int | None) -> LayerSpec:
         """The layer for `q [..., H, D]`, `k [..., Hkv, D]` and `v [..., Hkv, Dv]`; without a block size K and V are given.
 
-        Raises:
-            SpecError: an impossible number, such as heads that are no multiple of KV heads.
+        SpecError: an impossible number, such as heads that are no multiple of KV heads.
         """
-        try:
-            return self._spec(q, k, v, block_size)
-        except SpecError as problem:
-            raise self._in_callers_words(problem) from None
-
-    def _spec(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_size: int | None) -> LayerSpec:
         kind, causal, window = AttentionType.DECODER, self.causal or self.single, self.window
         if causal:
             window = (window[0], -1)
         elif not self.by_position and block_size is None:
             kind = AttentionType.ENCODER_DECODER
-        return LayerSpec(
-            num_heads=q.shape[-2],
-            num_kv_heads=k.shape[-2],
-            head_size=q.shape[-1],
-            head_size_v=v.shape[-1],
-            dtype=q.dtype,
-            attn_type=kind,
-            causal=causal,
-            scale=self.scale,
-            window=window,
-            logits_soft_cap=self.softcap,
-            has_alibi=self.slopes is not None,
-            direct_kv=block_size is None,
-            block_size=block_size,
-            needs_lse=self.with_lse,
-        )
-
-    def _in_callers_words(self, problem: SpecError) -> SpecError:
-        """The error of a LayerSpec with the caller's argument in place of the spec's field."""
-        window, q, k, v = self.given
-        if problem.field == "window":
-            return SpecError(window, self.given[window], problem.limit, problem.remedy)
-        name = {"num_kv_heads": k, "block_size": k, "head_size_v": v}.get(problem.field, q)
-        limit = f"has {problem.field}={problem.value}, which {problem.limit}"
-        return SpecError(name, self.given[name], limit, problem.remedy)
+        try:
+            return LayerSpec(
+                num_heads=q.shape[-2],
+                num_kv_heads=k.shape[-2],
+                head_size=q.shape[-1],
+                head_size_v=v.shape[-1],
+                dtype=q.dtype,
+                attn_type=kind,
+                causal=causal,
+                scale=self.scale,
+                window=window,
+                logits_soft_cap=self.softcap,
+                has_alibi=self.slopes is not None,
+                direct_kv=block_size is None,
+                block_size=block_size,
+                needs_lse=self.with_lse,
+            )
+        except SpecError as problem:
+            # The caller knows its own arguments, not the fields of a LayerSpec.
+            places = {"window": 0, "num_kv_heads": 2, "block_size": 2, "head_size_v": 3}
+            name = list(self.given)[places.get(problem.field, 1)]
+            limit = f"has {problem.field}={problem.value}, which {problem.limit}"
+            limit = problem.limit if problem.field == "window" else limit
+            raise SpecError(name, self.given[name], limit, problem.remedy) from None
 
 
 def read_request(
@@ -102,8 +94,7 @@ def read_request(
 ) -> Request:
     """The shared arguments of a call of `batch` requests; `tensors` are its queries `[..., H, D]`, keys and values, by name.
 
-    Raises:
-        BatchError: dropout, slopes for each request, a number out of its limits, or a value of another type.
+    BatchError: dropout, slopes for each request, a number out of its limits, or a value of another type.
     """
     if _number("dropout_p", dropout_p, "must be the number 0.0"):
         limit = f"cannot be served by {function}: attnplug computes inference only"
@@ -188,8 +179,7 @@ def _sides(window: Any) -> list[int]:
 def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> None:
     """Refuse other numbers of dimensions, if that is given, mixed dtypes or devices, and gradients.
 
-    Raises:
-        BatchError: it names the arguments.
+    BatchError: it names the arguments.
     """
     names = ", ".join(tensors)
     for name, tensor in tensors.items():
@@ -212,11 +202,7 @@ def check_tensors(function: str, dims: int | None, **tensors: torch.Tensor) -> N
 
 
 def refuse(function: str, **given: Any) -> None:
-    """Refuse arguments that are not None.
-
-    Raises:
-        BatchError: it names the first such argument.
-    """
+    """Refuse arguments that are not None. BatchError: it names the first such argument."""
     for name, value in given.items():
         if value is not None:
             shown = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else value

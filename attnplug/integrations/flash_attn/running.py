@@ -67,8 +67,7 @@ _STEPS: Scopes[dict[Hashable, tuple[Any, ...]]] = Scopes("attnplug_one_step")
 def bind(spec: LayerSpec, device: torch.device, slopes: torch.Tensor | None, *, is_decode: bool) -> Binding:
     """The impl and builder for `spec` under the current selection rules; made on first use.
 
-    Raises:
-        NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
+    NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
     """
     phase = None
     if phase_rule_for(rule_sets(), spec, NAME):

@@ -19,6 +19,7 @@ from attnplug.integrations.known.fields import (
     Check,
     Family,
     Layers,
+    all_of,
     each_rope_is_known,
     listed,
     number,
@@ -72,7 +73,9 @@ def _decoder(
         kv_heads = values["num_key_value_heads"] or heads
         if values["hidden_size"] % heads or heads % kv_heads or not experts_fit(values):
             return None
-        if one_rope and not _rope_is_known(values, size, ropes):
+        share = values.get("partial_rotary_factor")
+        rotating = size if share is None else int(size * share)
+        if one_rope and rope_of(values, rotating, ropes, share) is None:
             return None
         each = kinds(values)
         if each is None or len(each) != values["num_hidden_layers"] or size % 2:
@@ -102,13 +105,6 @@ def _decoder(
     return read
 
 
-def _rope_is_known(values: Values, size: int, ropes: tuple[str, ...]) -> bool:
-    share = values.get("partial_rotary_factor")
-    if share is None:
-        return rope_of(values, size, ropes) is not None
-    return rope_of(values, int(size * share), ropes, share) is not None
-
-
 def _every_layer(values: Values) -> Kinds:
     """A window, where there is one, on every layer."""
     sliding = values["sliding_window"] is not None and values.get("use_sliding_window", True)
@@ -124,15 +120,20 @@ def _late_layers(values: Values) -> Kinds | None:
     return [_SLIDING if index >= first else _FULL for index in range(values["num_hidden_layers"])]
 
 
-def _all_but_each(pattern: Callable[[Values], int]) -> Callable[[Values], Kinds]:
-    """A window on all layers but each `pattern`-th."""
+def _all_but_each(pattern: int) -> Callable[[Values], Kinds]:
+    """A window on all layers but each `pattern`-th, or as the file says."""
 
     def kinds(values: Values) -> Kinds:
-        every = pattern(values)
+        every = values.get("sliding_window_pattern", pattern)
         layers = range(1, values["num_hidden_layers"] + 1)
         return values["layer_types"] or [_SLIDING if index % every else _FULL for index in layers]
 
     return kinds
+
+
+def _scale_of_gemma(values: Values) -> float:
+    scale: float = values["query_pre_attn_scalar"] ** -0.5
+    return scale
 
 
 def _gemma3(values: Values) -> Layers | None:
@@ -147,11 +148,7 @@ def _gemma3(values: Values) -> Layers | None:
         return None
     if not each_rope_is_known(ropes, head_dim_of(values), ("default", "linear")):
         return None
-    return _decoder(
-        _all_but_each(lambda values: values.get("sliding_window_pattern", 6)),
-        scale=lambda values: values["query_pre_attn_scalar"] ** -0.5,
-        one_rope=False,
-    )(values)
+    return _decoder(_all_but_each(6), scale=_scale_of_gemma, one_rope=False)(values)
 
 
 def _cohere2(values: Values) -> Layers | None:
@@ -159,7 +156,7 @@ def _cohere2(values: Values) -> Layers | None:
     size = values["hidden_size"] // values["num_attention_heads"]
     if values.get("head_dim", size) != size:
         return None
-    return _decoder(_all_but_each(lambda values: values.get("sliding_window_pattern", 4)))(values)
+    return _decoder(_all_but_each(4))(values)
 
 
 def _llama4(values: Values) -> Kinds | None:
@@ -180,8 +177,7 @@ _BASES: Final = {"Gemma3": "Gemma3TextModel", "Llama4": "Llama4TextModel"}
 """Base models whose name has another form; Gemma3Model and Llama4Model read images too."""
 _HEAD: Final = whole(2, 1 << 12)
 _GEMMA: Final[dict[str, Check]] = {
-    "attn_logit_softcapping": optional(real(1e-3, 1e6)),
-    "final_logit_softcapping": optional(real(1e-3, 1e6)),
+    **all_of(optional(real(1e-3, 1e6)), "attn_logit_softcapping final_logit_softcapping"),
     "head_dim": _HEAD,
     "hidden_activation": ACTIVATION,
     "query_pre_attn_scalar": whole(2, 1 << 16),
@@ -263,11 +259,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "gemma2": _family(
         "Gemma2",
-        _decoder(
-            _all_but_each(lambda values: 2),
-            scale=lambda values: values["query_pre_attn_scalar"] ** -0.5,
-            cap="attn_logit_softcapping",
-        ),
+        _decoder(_all_but_each(2), scale=_scale_of_gemma, cap="attn_logit_softcapping"),
         {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
         | {"sliding_window": 4096, "attn_logit_softcapping": 50.0},
         **_GEMMA,
@@ -282,16 +274,15 @@ DECODERS: Final[dict[str, Family]] = {
         {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
         | {"sliding_window": 4096},
         **{**_GEMMA, "attn_logit_softcapping": one_of(None)},
-        _sliding_window_pattern=whole(1, 512),
+        **all_of(whole(1, 512), "_sliding_window_pattern sliding_window_pattern"),
         cache_implementation=one_of("hybrid"),
         layer_types=_KINDS,
         rope_local_base_freq=number(2),
         sliding_window=WINDOW,
-        sliding_window_pattern=whole(1, 512),
     ),
     "gpt_oss": _family(
         "GptOss",
-        _decoder(_all_but_each(lambda values: 2), sinks=True),
+        _decoder(_all_but_each(2), sinks=True),
         {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "layer_types": None}
         | {"num_local_experts": 128, "num_experts_per_tok": 4},
         experts_per_token=HEADS,
@@ -306,11 +297,10 @@ DECODERS: Final[dict[str, Family]] = {
         "Phi3",
         _decoder(_every_layer, ropes=("default", "longrope")),
         {"num_key_value_heads": None, "sliding_window": None},
-        embd_pdrop=number(0, 1),
         num_key_value_heads=optional(HEADS),
         original_max_position_embeddings=whole(64, 1 << 24),
         partial_rotary_factor=one_of(0.25, 0.5, 0.75, 1.0),
-        resid_pdrop=number(0, 1),
+        **all_of(number(0, 1), "embd_pdrop resid_pdrop"),
         sliding_window=optional(WINDOW),
     ),
     "glm": _family("Glm", _decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
@@ -323,31 +313,27 @@ DECODERS: Final[dict[str, Family]] = {
         cache_implementation=one_of("hybrid"),
         head_dim=_HEAD,
         layer_norm_eps=real(0, 1),
-        layer_switch=whole(1, 512),
         layer_types=_KINDS,
         order_of_interleaved_layers=one_of("local_attn_first"),
         position_embedding_type=one_of("rope_gptj"),
         rotary_pct=one_of(1.0),
-        use_embedding_sharing=YES_OR_NO,
-        use_gated_activation=YES_OR_NO,
-        use_parallel_block=YES_OR_NO,
-        use_parallel_embedding=YES_OR_NO,
         use_qk_norm=one_of(False),
         logit_scale=real(0, 1e3),
         num_key_value_heads=optional(HEADS),
         sliding_window=WINDOW,
-        sliding_window_pattern=whole(1, 512),
+        **all_of(
+            YES_OR_NO, "use_embedding_sharing use_gated_activation use_parallel_block use_parallel_embedding"
+        ),
+        **all_of(whole(1, 512), "layer_switch sliding_window_pattern"),
     ),
     "granite": _family(
         "Granite",
         _decoder(scale=lambda values: float(values["attention_multiplier"])),
         {"num_key_value_heads": None, "attention_multiplier": 1.0},
         attention_multiplier=number(1e-6, 1e3),
-        embedding_multiplier=number(1e-6, 1e6),
-        logits_scaling=number(1e-6, 1e6),
         mlp_bias=YES_OR_NO,
         num_key_value_heads=optional(HEADS),
-        residual_multiplier=number(1e-6, 1e6),
+        **all_of(number(1e-6, 1e6), "embedding_multiplier logits_scaling residual_multiplier"),
     ),
     "llama4_text": _family(
         "Llama4",
@@ -357,16 +343,14 @@ DECODERS: Final[dict[str, Family]] = {
         | {"num_experts_per_tok": 1},
         attention_chunk_size=WINDOW,
         attn_scale=real(0, 1e3),
-        attn_temperature_tuning=YES_OR_NO,
         floor_scale=whole(1, 1 << 24),
         head_dim=_HEAD,
-        interleave_moe_layer_step=whole(1, 512),
         intermediate_size_mlp=SIZE,
         layer_types=optional(some(one_of(_FULL, _CHUNKED))),
         moe_layers=optional(listed(SMALL)),
-        no_rope_layer_interval=whole(1, 512),
         no_rope_layers=optional(listed(one_of(0, 1))),
-        use_qk_norm=YES_OR_NO,
+        **all_of(YES_OR_NO, "attn_temperature_tuning use_qk_norm"),
+        **all_of(whole(1, 512), "interleave_moe_layer_step no_rope_layer_interval"),
         **EXPERTS,
     ),
 }

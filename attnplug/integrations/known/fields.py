@@ -1,8 +1,6 @@
 """Checks of the fields in a config.json: each says whether a rule understands the value.
 
-One attention layer as a rule describes it, before the ranks divide its heads.
-
-Checks of rotary embeddings: their kind decides whether transformers can build the model.
+An attention layer before the ranks divide its heads, and the rotary embeddings that transformers can build.
 """
 
 from __future__ import annotations
@@ -66,19 +64,9 @@ def settings(value: object) -> bool:
     return type(value) in (str, bool, NoneType) or number(-1024, 1024)(value)
 
 
-def code_map(value: object) -> bool:
-    """The classes of remote code by the class that loads them. No such code is run."""
-    return type(value) is dict and settings(value)
-
-
 def quantization(value: object) -> bool:
     """How the weights are stored: the full reader builds no weights. False for methods that were not tried."""
     return type(value) is dict and value.get("quant_method") in _METHODS and settings(value)
-
-
-def anything(value: object) -> bool:
-    """Any value: nothing reads the field."""
-    return True
 
 
 LAYERS: Final = whole(1, 512)
@@ -96,30 +84,30 @@ TOKENS: Final[Check] = lambda value: value is None or TOKEN(value) or listed(TOK
 ACTIVATION: Final = one_of("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES: Final = ("float16", "bfloat16", "float32")
 
+
+def all_of(check: Check, names: str) -> dict[str, Check]:
+    """The check of several fields, whose names have blanks between them."""
+    return dict.fromkeys(names.split(), check)
+
+
 COMMON: Final[Mapping[str, Check]] = MappingProxyType(
     {
-        "_name_or_path": TEXT,
+        **all_of(TEXT, "_name_or_path model_type transformers_version"),
+        **all_of(optional(TOKEN), "bos_token_id pad_token_id"),
+        **all_of(one_of(False), "is_encoder_decoder output_attentions output_hidden_states"),
+        **all_of(YES_OR_NO, "tie_word_embeddings use_cache"),
+        **all_of(optional(one_of(*DTYPES)), "dtype torch_dtype"),
         "architectures": optional(listed(TEXT, 1)),
         "attention_dropout": SHARE,
-        "auto_map": code_map,
-        "bos_token_id": optional(TOKEN),
+        # The classes of remote code by the class that loads them. No such code is run.
+        "auto_map": lambda value: type(value) is dict and settings(value),
         "chunk_size_feed_forward": one_of(0),
-        "dtype": optional(one_of(*DTYPES)),
         "eos_token_id": TOKENS,
         "initializer_range": real(0, 1),
-        "is_encoder_decoder": one_of(False),
         "max_position_embeddings": POSITIONS,
-        "model_type": TEXT,
-        "output_attentions": one_of(False),
-        "output_hidden_states": one_of(False),
-        "pad_token_id": optional(TOKEN),
         "problem_type": one_of(None),
         "quantization_config": quantization,
         "return_dict": one_of(True),
-        "tie_word_embeddings": YES_OR_NO,
-        "torch_dtype": optional(one_of(*DTYPES)),
-        "transformers_version": TEXT,
-        "use_cache": YES_OR_NO,
         "vocab_size": SIZE,
     }
 )
@@ -128,34 +116,26 @@ COMMON: Final[Mapping[str, Check]] = MappingProxyType(
 DECODER: Final[Mapping[str, Check]] = MappingProxyType(
     {
         **COMMON,
+        **all_of(SIZE, "hidden_size intermediate_size"),
+        **all_of(HEADS, "num_attention_heads num_key_value_heads"),
         "attention_bias": YES_OR_NO,
         "hidden_act": ACTIVATION,
-        "hidden_size": SIZE,
-        "intermediate_size": SIZE,
-        "num_attention_heads": HEADS,
         "num_hidden_layers": LAYERS,
-        "num_key_value_heads": HEADS,
         "rms_norm_eps": real(0, 1),
-        # rope.py checks these four together.
-        "rope_parameters": anything,
-        "rope_scaling": anything,
-        "rope_theta": anything,
+        # `rope_of` checks these together.
+        **all_of(lambda value: True, "rope_parameters rope_scaling rope_theta"),
     }
 )
 """Fields of decoders with rotary embeddings."""
 
 EXPERTS: Final[Mapping[str, Check]] = MappingProxyType(
     {
+        **all_of(HEADS, "num_experts num_experts_per_tok num_local_experts"),
+        **all_of(YES_OR_NO, "norm_topk_prob output_router_logits"),
+        **all_of(real(0, 1e3), "router_aux_loss_coef router_jitter_noise"),
         "decoder_sparse_step": whole(1, 512),
         "mlp_only_layers": listed(SMALL),
         "moe_intermediate_size": SIZE,
-        "norm_topk_prob": YES_OR_NO,
-        "num_experts": HEADS,
-        "num_experts_per_tok": HEADS,
-        "num_local_experts": HEADS,
-        "output_router_logits": YES_OR_NO,
-        "router_aux_loss_coef": real(0, 1e3),
-        "router_jitter_noise": real(0, 1e3),
     }
 )
 """Fields of mixtures of experts. No router affects the attention."""
@@ -247,44 +227,37 @@ class Family:
 
 _FACTOR: Final = number(1, 1e6)
 _POSITIONS: Final = whole(2, 1 << 24)
-_SHARED: Final[dict[str, Check]] = {"rope_theta": number(2)}
-_KINDS: Final[dict[str, dict[str, Check]]] = {
-    "default": {},
-    "linear": {"factor": _FACTOR},
-    "dynamic": {"factor": _FACTOR},
-    "llama3": {
-        "factor": _FACTOR,
-        "low_freq_factor": number(0.01, 1e3),
-        "high_freq_factor": number(0.01, 1e3),
-        "original_max_position_embeddings": _POSITIONS,
-    },
-    "yarn": {
-        "factor": _FACTOR,
-        "original_max_position_embeddings": _POSITIONS,
-        "attention_factor": optional(number(0.01, 1e3)),
-        "beta_fast": number(1, 1e3),
-        "beta_slow": number(0.01, 1),
-        "mscale": number(0.01, 1e2),
-        "mscale_all_dim": number(0.01, 1e2),
-        "truncate": one_of(True, False),
-    },
-    "longrope": {
-        "short_factor": listed(number(0.01, 1e6)),
-        "long_factor": listed(number(0.01, 1e6)),
-        "original_max_position_embeddings": _POSITIONS,
-        "attention_factor": optional(number(0.01, 1e3)),
-        "factor": optional(_FACTOR),
-    },
+_SOME: Final = number(0.01, 1e3)
+_KINDS: Final[dict[str, tuple[str, dict[str, Check]]]] = {
+    "default": ("", {}),
+    "linear": ("factor", {}),
+    "dynamic": ("factor", {}),
+    "llama3": (
+        "factor low_freq_factor high_freq_factor",
+        {"low_freq_factor": _SOME, "high_freq_factor": _SOME, "original_max_position_embeddings": _POSITIONS},
+    ),
+    "yarn": (
+        "factor",
+        {
+            **all_of(number(0.01, 1e2), "mscale mscale_all_dim"),
+            "original_max_position_embeddings": _POSITIONS,
+            "attention_factor": optional(_SOME),
+            "beta_fast": number(1, 1e3),
+            "beta_slow": number(0.01, 1),
+            "truncate": YES_OR_NO,
+        },
+    ),
+    "longrope": (
+        "short_factor long_factor",
+        {
+            **all_of(listed(number(0.01, 1e6)), "short_factor long_factor"),
+            "original_max_position_embeddings": _POSITIONS,
+            "attention_factor": optional(_SOME),
+            "factor": optional(_FACTOR),
+        },
+    ),
 }
-"""Values of each kind."""
-_REQUIRED: Final = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-    "yarn": ("factor",),
-    "longrope": ("short_factor", "long_factor"),
-}
+"""The values that each kind requires, and the checks of all but `rope_theta` and a plain `factor`."""
 USUAL: Final = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -327,8 +300,10 @@ def _is_known(rope: dict[str, Any], rotary_size: int, kinds: tuple[str, ...]) ->
     kind = rope.setdefault("rope_type", legacy or "default")
     if kind not in kinds or legacy not in (None, kind):
         return False
-    checks = {**_SHARED, **_KINDS[kind]}
-    if any(name not in rope for name in _REQUIRED[kind]):
+    required, own = _KINDS[kind]
+    plain = {} if kind == "default" else {"factor": _FACTOR}
+    checks = {"rope_theta": number(2), **plain, **own}
+    if any(name not in rope for name in required.split()):
         return False
     if not all(name in checks and checks[name](value) for name, value in rope.items() if name != "rope_type"):
         return False

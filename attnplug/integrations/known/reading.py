@@ -8,11 +8,10 @@ from typing import Any, Final
 
 from attnplug.integrations.known.decoders import DECODERS
 from attnplug.integrations.known.fields import Family, dtype_of
-from attnplug.integrations.known.latent import LATENT
 from attnplug.integrations.known.others import OTHERS
 from attnplug.integrations.model_spec import Client, ModelSpec, family_note
 
-FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **LATENT, **OTHERS}
+FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **OTHERS}
 """The rules by model type."""
 _ALIKE: Final = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not have, by the type whose class their `architectures` name."""
@@ -29,39 +28,46 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         kv_cache_dtype: storage of paged KV caches.
         client: the program that runs the model.
 
-    Raises:
-        ModelConfigError: the ranks do not divide the heads.
+
+    ModelConfigError: the ranks do not divide the heads.
     """
     model_type = data.get("model_type")
     if not isinstance(model_type, str):
         return None
-    family = FAMILIES.get(_ALIKE.get(model_type, model_type))
-    if model_type in _ALIKE and not data.get("architectures"):
+    known = _ALIKE.get(model_type, model_type)
+    family = FAMILIES.get(known)
+    if known != model_type and not data.get("architectures"):
         return None  # without the name of a class, nothing says that it is alike
-    if family is None or client not in family.clients or not _version_fits():
+    if family is None or client not in family.clients or not (_installed() or _VERSION).startswith(_VERSION):
         return None
     if not _understands(family, data):
         return None
     name = (data.get("architectures") or [next(iter(family.classes))])[0]
     if name not in family.classes:
         return None
-    layers = family.read({**family.defaults, **data, "model_type": _ALIKE.get(model_type, model_type)})
+    values = {**family.defaults, **data, "model_type": known}
+    layers = family.read(values)
     if layers is None:
         return None
-    before, dtype = family.classes[name], dtype_of(data)
-    layers = list(layers)
-    sparse = [f"{before}{path}" for path, each in layers if each.sparse is not None]
+    notes: tuple[str, ...] = ()
+    if known != model_type:
+        notes = (family_note(f"model_type {model_type!r}", _installed() or f"{_VERSION}x", known, name),)
+    by_path = {f"{family.classes[name]}{path}": each for path, each in layers}
     return ModelSpec(
         layers={
-            f"{before}{path}": each.spec(f"{before}{path}", ranks, dtype, kv_cache_dtype, client)
-            for path, each in layers
+            path: each.spec(path, ranks, dtype_of(data), kv_cache_dtype, client)
+            for path, each in by_path.items()
         },
         other_layers={},
         kv_sharing={},
         model_type=model_type,
         name=name,
-        notes=_family_notes(model_type, name),
-        index_keys=dict.fromkeys(sparse, int({**family.defaults, **data}.get("index_head_dim") or 0)),
+        notes=notes,
+        index_keys={
+            path: int(values.get("index_head_dim") or 0)
+            for path, each in by_path.items()
+            if each.sparse is not None
+        },
     )
 
 
@@ -75,19 +81,6 @@ def _understands(family: Family, data: Mapping[str, Any]) -> bool:
     padding = data.get("pad_token_id")
     # torch's embedding refuses a padding token outside the vocabulary.
     return padding is None or padding < data.get("vocab_size", 0)
-
-
-def _family_notes(model_type: str, cls: str) -> tuple[str, ...]:
-    alike = _ALIKE.get(model_type)
-    if alike is None:
-        return ()
-    return (family_note(f"model_type {model_type!r}", _installed() or f"{_VERSION}x", alike, cls),)
-
-
-def _version_fits() -> bool:
-    """Whether the installed transformers is one that the rules follow, or none is installed."""
-    version = _installed()
-    return version is None or version.startswith(_VERSION)
 
 
 def _installed() -> str | None:

@@ -5,22 +5,23 @@ Finds transformers' own family and class for a configuration that names remote c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import transformers
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.model_spec import family_note
 from attnplug.integrations.reader.config_json import one_line
-from attnplug.integrations.reader.config_limits import modules_limited
 from attnplug.integrations.reader.device_mode import SquaresOfOnes
 
 
@@ -62,20 +63,20 @@ def _family_of(class_name: str) -> str | None:
     return None
 
 
-def class_like(name: str, classes: Iterable[type]) -> type | None:
-    """The class of the same name but for case and underscores, such as PhimoeForCausalLM for PhiMoEForCausalLM."""
-    return next((cls for cls in classes if _plain(cls.__name__) == _plain(name)), None)
+_MOST_MODULES = 60_000
+"""Parts of a model. DeepSeek-V3 has about 1,300, since transformers keeps the experts of a layer in one module."""
+_TOWERS = ("vision_config", "audio_config", "speech_config")
 
 
 def _plain(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-_TOWERS = ("vision_config", "audio_config", "speech_config")
+def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
+    """The class named in `architectures`, else the family's class for this kind of configuration.
 
-
-def _model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
-    """The class named in `architectures`, else the family's class for this kind of configuration; and a note."""
+    Also a sentence if transformers has no class that `architectures` names, else "".
+    """
     named = [name for name in config.architectures or () if isinstance(name, str)]
     found: Any
     for name in named:
@@ -84,8 +85,11 @@ def _model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
             return found, ""
     if not named:
         return _class_of_family(config), ""
-    like = (class_like(name, _classes_of_package(config)) for name in named)
-    found = next((cls for cls in like if cls is not None), None) or _class_of_family(config)
+    # Names may differ in case and underscores, such as PhimoeForCausalLM and PhiMoEForCausalLM.
+    classes = {_plain(cls.__name__): cls for cls in reversed(list(_classes_of_package(config)))}
+    found = next(filter(None, (classes.get(_plain(name)) for name in named)), None) or _class_of_family(
+        config
+    )
     return found, (
         f"architectures names {', '.join(named)}, which transformers {transformers.__version__} does not have; "
         f"its {found.__name__}, of the family {config.model_type!r}, was read, and code of its own was not run"
@@ -99,8 +103,8 @@ def _class_of_family(config: PreTrainedConfig) -> type[PreTrainedModel]:
         except ValueError:
             continue  # the mapping names a class that transformers does not export
         if found is not None:
-            chosen: type[PreTrainedModel] = found[0] if isinstance(found, (tuple, list)) else found
-            return chosen
+            first: type[PreTrainedModel] = found[0] if isinstance(found, (tuple, list)) else found
+            return first
     declared = list(_classes_of_package(config))
     if not declared:
         raise ModelConfigError(
@@ -114,28 +118,19 @@ def _class_of_family(config: PreTrainedConfig) -> type[PreTrainedModel]:
 def _classes_of_package(config: PreTrainedConfig) -> Iterator[type[PreTrainedModel]]:
     """Model classes beside the configuration's class that take it, in the order of their files."""
     package = type(config).__module__.rpartition(".")[0]
-    folder = importlib.util.find_spec(package)
+    # A module outside of any package, such as a caller's own, has no modelling files beside it.
+    folder = importlib.util.find_spec(package) if package else None
     places = folder.submodule_search_locations if folder else None
-    for name in sorted(info.name for info in pkgutil.iter_modules(places)):
-        if not name.startswith("modeling_"):
-            continue
+    names = sorted(info.name for info in pkgutil.iter_modules(places or ()))
+    for name in (name for name in names if name.startswith("modeling_")):
         module = importlib.import_module(f"{package}.{name}")
         for cls in vars(module).values():
-            if (
-                (
-                    isinstance(cls, type)
-                    and issubclass(cls, PreTrainedModel)
-                    and cls.__module__ == module.__name__
-                )
-                and _takes(cls, type(config))
-                and cls.forward is not torch.nn.Module.forward
-            ):
+            if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+                continue
+            taken = getattr(cls.__init__, "__annotations__", {}).get("config", cls.config_class)
+            is_own = cls.__module__ == module.__name__ and cls.forward is not torch.nn.Module.forward
+            if is_own and taken in (type(config), type(config).__name__):
                 yield cls
-
-
-def _takes(cls: type[PreTrainedModel], config_class: type[PreTrainedConfig]) -> bool:
-    annotated = getattr(cls.__init__, "__annotations__", {}).get("config", cls.config_class)
-    return annotated in (config_class, config_class.__name__)
 
 
 def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
@@ -154,9 +149,24 @@ def _mappings(config: PreTrainedConfig) -> Iterator[Any]:
     yield modeling_auto.MODEL_MAPPING
 
 
-def class_note(config: PreTrainedConfig) -> str:
-    """A sentence if `architectures` names no class of transformers, so that another one is read; else nothing."""
-    return _model_class(config)[1]
+@contextlib.contextmanager
+def modules_limited() -> Iterator[None]:
+    """Inside the block, ModelConfigError when a model gets more parts than any model that can be read."""
+    count = 0
+
+    def registered(module: torch.nn.Module, name: str, part: torch.nn.Module | None) -> None:
+        nonlocal count
+        count += 1
+        if count > _MOST_MODULES:
+            raise ModelConfigError(
+                f"the model has more than {_MOST_MODULES} modules; lower the numbers of layers, experts or heads"
+            )
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> PreTrainedModel:
@@ -167,7 +177,7 @@ def build_model(config: PreTrainedConfig, attention: str | dict[str, str]) -> Pr
     """
     cls: Any
     try:
-        cls, _ = _model_class(config)
+        cls, _ = model_class(config)
     except ModelConfigError:
         raise
     except Exception as error:  # importing a modelling file may raise anything

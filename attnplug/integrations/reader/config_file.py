@@ -1,6 +1,6 @@
 """Loads a PreTrainedConfig from a local path, with an error for each possible fault.
 
-Also silences transformers' advice, and shortens its errors to one line.
+transformers keeps values of a wrong type as they are, and makes an object for each layer, expert and label.
 """
 
 from __future__ import annotations
@@ -9,41 +9,52 @@ import contextlib
 import difflib
 import logging
 import os
+import re
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
+from attnplug._system.text import shown
+from attnplug.core.checks import short_number
 from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.model_spec import OWN_SPECS
 from attnplug.integrations.reader.architecture import with_known_types
 from attnplug.integrations.reader.config_json import config_path, one_line, parse
-from attnplug.integrations.reader.config_limits import check_entries, check_numbers, check_types
 
-_SIZES = ("num_hidden_layers", "num_attention_heads", "hidden_size")
-_OTHER_NAMES = {"num_hidden_layers": ("num_layers",)}
-"""Fields of a class beside the usual one, from which its model takes the size."""
+_SIZES = {"num_hidden_layers": ("num_layers",), "num_attention_heads": (), "hidden_size": ()}
+"""Sizes that a file must have, with fields of a class beside the usual one from which its model takes them."""
+_LIMITS = (
+    (re.compile(r"(layers?|depths?|blocks|stages|levels|repeats?|repeat_times)$"), 1024),
+    (re.compile(r"(heads|experts|codebooks|quantizers|groups|streams|adapters)$"), 1 << 16),
+    (re.compile(r"(position_embeddings|n_positions|n_ctx)$|max_(source|target)_positions"), 1 << 24),
+    # Numbers about the training are notes, of which nothing is built.
+    (re.compile(r"^(num|n)_(?!.*(param|train|step|sample|flop|token))"), 1 << 20),
+)
+"""The largest number under a name, by the first pattern that the name matches."""
+_OF_CLASSES: Final = frozenset({"sub_configs", "attribute_map"})
+"""Attributes of transformers' classes about the fields. An entry of a file would replace them."""
+_NUMBERS: Final = ("sliding_window", "max_source_positions")
+_LISTS: Final = ("layer_types", "layers_block_type", "attn_type_list", "architectures")
 
 
-def load_config(source: str | os.PathLike[str] | PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration in `source`, or `source` itself. ModelConfigError if it cannot be read."""
-    return load_with_notes(source)[0]
-
-
-def load_with_notes(
+def load_config(
     source: str | os.PathLike[str] | PreTrainedConfig,
 ) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """`load_config`, and a note for each family that was found by the `architectures` of the file."""
+    """The configuration in `source`, or `source` itself, and a note for each family found by its `architectures`.
+
+    ModelConfigError if it cannot be read.
+    """
     if isinstance(source, PreTrainedConfig):
         if not source.model_type:
             raise ModelConfigError(
                 f"{type(source).__name__} has no model_type, so no model class belongs to it"
             )
-        check_types(source)
+        _check_types(source)
         check_numbers(type(source).__name__, source.to_dict())
         return source, ()
     if not isinstance(source, (str, os.PathLike)):
@@ -55,7 +66,7 @@ def load_with_notes(
     data, notes = with_known_types(parse(path))
     _check_model_type(path, data)
     check_numbers(str(path), data)
-    check_entries(str(path), data)
+    _check_entries(str(path), data)
     try:
         with quiet_transformers():
             # The reader must neither use the network nor run code from a model's folder.
@@ -70,7 +81,7 @@ def load_with_notes(
             f"{data['model_type']} configuration: {one_line(error)}",
             unreadable=True,
         ) from error
-    check_types(config)
+    _check_types(config)
     _check_sizes(path, data, config)
     return config, notes
 
@@ -102,9 +113,9 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
     if config.sub_configs:
         return
     default = type(config)()
-    for name in _SIZES:
+    for name, others in _SIZES.items():
         stored = config.attribute_map.get(name, name)
-        given = {name, stored, *(other for other in _OTHER_NAMES.get(name, ()) if hasattr(default, other))}
+        given = {name, stored, *(other for other in others if hasattr(default, other))}
         if given & set(data) or isinstance(getattr(type(config), name, None), property):
             continue
         if hasattr(config, name) and getattr(config, name) == getattr(default, name, None):
@@ -113,37 +124,108 @@ def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> 
             )
 
 
+def _walk(source: str, data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
+    """Place, name and value of each entry, and whether all objects around it are configurations."""
+    # A stack, because a file may be nested as deeply as the parser of JSON allows.
+    rest = [(f"{source}: ", data, True)]
+    while rest:
+        before, part, in_configs = rest.pop()
+        for name, value in part.items():
+            yield f"{before}{name}", str(name), value, in_configs
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, Mapping):
+                    is_config = each is value and str(name).endswith("_config")
+                    rest.append((f"{before}{name}.", each, in_configs and is_config))
+
+
+def check_numbers(source: str, data: Mapping[str, Any]) -> None:
+    """ModelConfigError, which names `source`, for a number that makes transformers build more than any model has."""
+    for place, name, value, _ in _walk(source, data):
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            _check_number(place, name, one)
+
+
+def _check_number(place: str, name: str, value: object) -> None:
+    most = next((most for pattern, most in _LIMITS if pattern.search(name)), None)
+    # Floats too, because a family may make an integer of 1e30. NaN and infinity are no counts.
+    if (
+        most is None
+        or isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or -most <= value <= most
+    ):
+        return
+    found = short_number(value) if isinstance(value, int) else value
+    raise ModelConfigError(
+        f"{place}={found}: must be at most {most}; the model is built without weights to read it",
+        unreadable=True,
+    )
+
+
+def _check_entries(source: str, data: Mapping[str, Any]) -> None:
+    """ModelConfigError for an entry of a wrong type, or one that would replace an attribute of the class."""
+    for place, name, value, in_configs in _walk(source, data):
+        if not in_configs:
+            continue
+        if name in _OF_CLASSES or callable(getattr(PreTrainedConfig, name, None)):
+            raise ModelConfigError(
+                f"{place}={shown(value, 40)}: is no field, but an attribute of transformers' "
+                "configuration classes; remove it"
+            )
+        _check_value(place, name, value)
+
+
+def _check_types(config: PreTrainedConfig) -> None:
+    """ModelConfigError for a part that is no configuration, and for a value of a type that no layer can have."""
+    for before, part in parts_of(config):
+        for name in (*_NUMBERS, *_LISTS):
+            _check_value(f"{before}{name}", name, getattr(part, name, None))
+
+
+def _check_value(place: str, name: str, value: object) -> None:
+    if value is None:
+        return
+    if name in _NUMBERS and not isinstance(value, (int, float)):
+        remedy = "; where layers differ, layer_types says which of them have the window"
+        raise ModelConfigError(
+            f"{place}={shown(value, 80)}: must be one number of tokens"
+            f"{remedy if name == 'sliding_window' else ''}"
+        )
+    if name in _LISTS and not isinstance(value, (list, tuple)):
+        raise ModelConfigError(f"{place}={shown(value, 80)}: must be a list")
+
+
+def parts_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The configuration and those inside it, each with its place; ModelConfigError for a part that is none."""
+    yield before, config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if isinstance(part, PreTrainedConfig):
+            yield from parts_of(part, f"{before}{name}.")
+        elif part is not None and not isinstance(part, Mapping):
+            raise ModelConfigError(
+                f"{before}{name}={shown(part, 40)}: must be an object with the configuration of that part"
+            )
+
+
+_LOCK, _BLOCKS, _SETTINGS = threading.Lock(), list[None](), contextlib.ExitStack()
+"""The settings belong to the process, so of several blocks the first changes them and the last restores them."""
+
+
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
     """No warnings and no log lines of transformers inside the block; restores the settings after it."""
-    _QUIET.begin()
+    with _LOCK:
+        if not _BLOCKS:
+            _SETTINGS.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
+            transformers.logging.set_verbosity(logging.CRITICAL)
+            _SETTINGS.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+        _BLOCKS.append(None)
     try:
         yield
     finally:
-        _QUIET.end()
-
-
-class _Quiet:
-    """The settings belong to the process, so of several blocks the first changes them and the last restores them."""
-
-    def __init__(self) -> None:
-        self._lock, self._blocks, self._settings = threading.Lock(), 0, contextlib.ExitStack()
-
-    def begin(self) -> None:
-        with self._lock:
-            self._blocks += 1
-            if self._blocks > 1:
-                return
-            self._settings.callback(transformers.logging.set_verbosity, transformers.logging.get_verbosity())
-            transformers.logging.set_verbosity(logging.CRITICAL)
-            self._settings.enter_context(warnings.catch_warnings())
-            warnings.simplefilter("ignore")
-
-    def end(self) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if not self._blocks:
-                self._settings.close()
-
-
-_QUIET = _Quiet()
+        with _LOCK:
+            _BLOCKS.pop()
+            if not _BLOCKS:
+                _SETTINGS.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class ValuesWithoutWeights(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.to:
             return _convert(*args, **kwargs)
-        tensors = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        tensors = [*tensors_in((*args, *kwargs.values()))]
         if len({tensor.is_meta for tensor in tensors}) < 2 and not _is_large(tensors):
             return func(*args, **kwargs)
         if func is torch.Tensor.__getitem__:
@@ -56,17 +56,16 @@ class SquaresOfOnes(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is not torch.ones or "device" in (kwargs or {}):
-            return func(*args, **(kwargs or {}))
         made = func(*args, **(kwargs or {}))
-        shape = made.shape
-        if len(shape) < 2 or shape[-1] != shape[-2] or not 1 < made.nbytes <= _LARGEST_SQUARE:
+        if func is not torch.ones or "device" in (kwargs or {}):
             return made
-        return func(*args, **(kwargs or {}), device="cpu")
+        is_square = made.dim() > 1 and made.shape[-1] == made.shape[-2]
+        is_mask = is_square and 1 < made.nbytes <= _LARGEST_SQUARE
+        return func(*args, **(kwargs or {}), device="cpu") if is_mask else made
 
 
 def _make(func: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    if any(tensor.is_meta for tensor in _tensors((*args, *kwargs.values()))):
+    if any(tensor.is_meta for tensor in tensors_in((*args, *kwargs.values()))):
         return func(*args, **kwargs)
     if func in (torch.tensor, torch.as_tensor):
         return func(*args, **{**kwargs, "device": "cpu"})
@@ -92,24 +91,29 @@ def _is_large(tensors: list[torch.Tensor]) -> bool:
     return elements > _LARGEST
 
 
-def _tensors(values: tuple[Any, ...] | list[Any]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+def tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among values, and in their tuples and lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            yield value
         elif isinstance(value, (tuple, list)):
-            found += _tensors(value)
-    return found
+            yield from tensors_in(value)
+
+
+def each_changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`change` of a value, or of each one in a tuple, a list or a dictionary."""
+    if type(value) in (tuple, list):
+        return type(value)(each_changed(item, change) for item in value)
+    if type(value) is dict:
+        return {name: each_changed(item, change) for name, item in value.items()}
+    return change(value)
 
 
 def _to_meta(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.is_meta else value.to("meta")
-    if type(value) in (tuple, list):
-        return type(value)(_to_meta(item) for item in value)
-    if type(value) is dict:
-        return {name: _to_meta(item) for name, item in value.items()}
-    return value
+    def moved(each: Any) -> Any:
+        return each.to("meta") if isinstance(each, torch.Tensor) and not each.is_meta else each
+
+    return each_changed(value, moved)
 
 
 def _convert(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

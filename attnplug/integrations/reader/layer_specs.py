@@ -13,21 +13,18 @@ from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client, make_spec
-from attnplug.integrations.reader.eager_check import CheckFailedError, check_eager, check_own
 from attnplug.integrations.reader.mask_pattern import MaskPattern
-from attnplug.integrations.reader.measured_scale import measured_factor
+from attnplug.integrations.reader.number_checks import (
+    CheckFailedError,
+    check_eager,
+    check_own,
+    measured_factor,
+)
 from attnplug.integrations.reader.trace import AttentionCall
 
 _UNDERSTOOD = frozenset({"sliding_window", "softcap", "s_aux", "is_causal", "indices"})
 _BOOKKEEPING = frozenset(
-    {
-        "cache_position",
-        "layer_idx",
-        "logits_to_keep",
-        "past_key_values",
-        "position_ids",
-        "return_dict",
-    }
+    {"cache_position", "layer_idx", "logits_to_keep", "past_key_values", "position_ids", "return_dict"}
     | {"use_cache"}
 )
 _EXPLAINED = {
@@ -150,6 +147,8 @@ class SpecMaker:
     def _check_for_sinks(self, call: AttentionCall) -> bool:
         """`check_eager` or `check_own`, run once for calls of the same code and shapes."""
         own = call.own
+        names = getattr(getattr(call.eager, "__code__", None), "co_names", ())
+        settings = [(name, vars(call.module).get(name)) for name in names]
         key = (
             call.eager,
             own and (own.before, own.mask, own.whole, tuple(func for func, _, _ in own.operations)),
@@ -163,23 +162,17 @@ class SpecMaker:
                 for name, value in sorted(call.keywords.items())
             ),
             tuple(name for name, _ in call.module.named_parameters(recurse=False)),
-            _settings_read(call),
+            # Plain attributes of the module that the file's own attention names, such as a layer's index.
+            tuple((name, value) for name, value in settings if isinstance(value, (bool, int, float, str))),
         )
         if key not in self._checked:
             try:
                 if own is not None:
-                    check_own(call)
+                    check_own(call, own)
                 self._checked[key] = own is None and check_eager(call)
             except CheckFailedError as error:
                 raise _refused(call, f"cannot be verified: {error}") from error
         return self._checked[key]
-
-
-def _settings_read(call: AttentionCall) -> tuple[tuple[str, object], ...]:
-    """Plain attributes of the module that the file's own attention names, such as a layer's index."""
-    names = getattr(getattr(call.eager, "__code__", None), "co_names", ())
-    values = ((name, vars(call.module).get(name)) for name in names)
-    return tuple((name, value) for name, value in values if isinstance(value, (bool, int, float, str)))
 
 
 def is_another_sequence(call: AttentionCall, earlier: AttentionCall) -> bool:
@@ -201,9 +194,7 @@ def _refused(call: AttentionCall, reason: str) -> ModelConfigError:
 
 def _check_keywords(call: AttentionCall) -> None:
     for name, value in call.keywords.items():
-        if name in _UNDERSTOOD or name in _BOOKKEEPING or name.startswith("output_"):
-            continue
-        if value is False:
+        if value is False or name in _UNDERSTOOD | _BOOKKEEPING or name.startswith("output_"):
             continue
         reason = _EXPLAINED.get(name, f"passes {name} to attention, which the reader does not know")
         raise _refused(call, reason)
@@ -211,11 +202,10 @@ def _check_keywords(call: AttentionCall) -> None:
 
 def _check_shapes(call: AttentionCall) -> None:
     query, key, value = call.query.shape, call.key.shape, call.value.shape
+    shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
     if not all((*query, *key, *value)):
-        shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
         raise _refused(call, f"has a dimension of size 0 ({shapes})")
     if query[0] != key[0] or key[:3] != value[:3] or query[3] != key[3] or query[1] % key[1]:
-        shapes = f"query {tuple(query)}, key {tuple(key)}, value {tuple(value)}"
         raise _refused(call, f"folds other dimensions into batch or heads ({shapes})")
     groups = getattr(call.module, "num_key_value_groups", None)
     if isinstance(groups, int) and query[1] != key[1] * groups:
@@ -282,17 +272,12 @@ def index_key_size(call: AttentionCall) -> int | None:
     """Elements of the key that the indexer of the call's module keeps for each token; None without an indexer."""
     if call.keywords.get("indices") is None:
         return None
-    indexer = getattr(call.module, "indexer", None)
-    size = getattr(indexer, "head_dim", None)
+    size = getattr(getattr(call.module, "indexer", None), "head_dim", None)
     return size if isinstance(size, int) else None
 
 
 def _latent_dims(call: AttentionCall) -> MLADims | None:
-    """The MLADims of a module that caches a latent; None for other modules.
-
-    A latent can replace keys and values only if they are linear in it. ModelConfigError refuses a module with
-    a part that may break this.
-    """
+    """The MLADims of a module that caches a latent, of which keys and values must be linear; None for other modules."""
     module = call.module
     rank = getattr(module, "kv_lora_rank", None)
     if rank is None:
@@ -306,19 +291,14 @@ def _latent_dims(call: AttentionCall) -> MLADims | None:
     missing = [dim for dim in _LATENT_DIMS if not isinstance(getattr(module, dim, None), int)]
     if missing:
         raise ModelConfigError(f"{name} keeps a latent but lacks {', '.join(missing)}")
-    nope, rope, size_v = (getattr(module, dim) for dim in _LATENT_DIMS)
+    sizes = {dim: getattr(module, dim) for dim in _LATENT_DIMS}
+    nope, rope, size_v = sizes.values()
     if call.query.shape[3] != nope + rope or call.value.shape[3] != size_v:
         raise ModelConfigError(
             f"{name} has queries of {call.query.shape[3]} and values of {call.value.shape[3]} elements, "
             f"but latent dimensions of {nope} + {rope} and {size_v}"
         )
     try:
-        return MLADims(
-            q_lora_rank=getattr(module, "q_lora_rank", None),
-            kv_lora_rank=rank,
-            qk_nope_head_dim=nope,
-            qk_rope_head_dim=rope,
-            v_head_dim=size_v,
-        )
+        return MLADims(q_lora_rank=getattr(module, "q_lora_rank", None), kv_lora_rank=rank, **sizes)
     except SpecError as error:
         raise ModelConfigError(f"{name}: {error}") from error

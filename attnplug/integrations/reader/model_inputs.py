@@ -1,19 +1,144 @@
-"""Inputs for one run of a model, by the names in its forward's signature and the sizes in its configuration."""
+"""Inputs for one run of a model, by the names in its forward's signature and the sizes in its configuration.
+
+A configuration, or one inside it, gives sizes of images, audio and series under many names.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
-from attnplug.integrations.reader.input_sizes import TOKENS, Sizes
 
-ENCODER_LENGTH = 43
+TOKENS = (61, 37, 13)
+"""Tokens of a decoder, or of a model without one; fewer where positions are few. A prime is unlikely to equal
+another dimension."""
+LONG = (1021, 509, 251, 127)
+"""Tokens of a longer text. Some models attend otherwise in a short one; the square of 1,021 tokens has values in a run."""
+_TEXT = ("text",)
+_VISION = ("vision", "image", "visual", "backbone", "encoder")
+_AUDIO = ("audio", "speech", "acoustic", "encoder")
+
+
+def _named(default: int, preferred: tuple[str, ...], *names: str) -> Any:
+    """A size under any of `names`, first in configurations of `preferred` names."""
+    return dataclasses.field(default=default, metadata={"named": (default, preferred, *names)})
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Image sizes are in pixels, `mel` in bins, `audio_frames` in feature frames, `samples` in audio samples.
+
+    `tokens` is the length of a text, `first` the number of features that the first layer with weights takes. The
+    defaults are sizes that most models take.
+    """
+
+    tokens: int
+    first: int
+    height: int
+    width: int
+    audio_frames: int
+    hidden: int
+    encoder_hidden: int
+    text_hidden: int
+    series: int
+    samples: int = 16000
+    codebooks: int = _named(1, _AUDIO, "num_codebooks", "num_channels")
+    channels: int = _named(3, _VISION, "num_channels", "in_channels", "in_chans", "num_image_channels")
+    patch: int = _named(16, _VISION, "patch_size", "spatial_patch_size")
+    temporal_patch: int = _named(1, _VISION, "temporal_patch_size")
+    frames: int = _named(8, _VISION, "num_frames", "frames_per_clip")
+    tiles: int = _named(1, _VISION, "max_num_tiles")
+    mel: int = _named(
+        80,
+        _AUDIO,
+        *("num_mel_bins", "feature_projection_input_dim", "input_feat_per_channel", "n_mels", "input_dim"),
+        *("input_feat_size", "feat_dim", "input_size", "model_in_dim"),
+    )
+    audio_channels: int = _named(1, _AUDIO, "audio_channels")
+    queries: int = _named(32, _VISION, "num_query_tokens", "num_queries")
+    series_channels: int = _named(1, _AUDIO, "num_input_channels", "input_size")
+    time_features: int = _named(1, _AUDIO, "num_time_features")
+    state: int = _named(17, _AUDIO, "state_dim")
+    action: int = _named(4, _AUDIO, "act_dim")
+
+
+def read_sizes(part: PreTrainedModel, lengths: tuple[int, ...] = TOKENS) -> Sizes:
+    """The sizes in the configuration of `part`, or in those inside it.
+
+    The text has the first of `lengths` that fits into the positions, or the first of TOKENS.
+    """
+    config = part.config
+
+    found = {
+        each.name: _size(config, *each.metadata["named"])
+        for each in dataclasses.fields(Sizes)
+        if each.metadata
+    }
+    height, width = _pair(_find(config, ("image_size", "img_size", "input_size"), _VISION), 224)
+    hidden = _size(config, 64, _AUDIO, "hidden_size", "d_model", "embed_dim", "dim")
+    source = _find(config, ("max_source_positions",), _AUDIO)
+    positions = _find(config, ("max_position_embeddings", "max_text_len"), _TEXT)
+    limit = positions if isinstance(positions, int) else max(lengths)
+    return Sizes(
+        **found,
+        tokens=next((length for length in (*lengths, *TOKENS) if length <= limit), TOKENS[0]),
+        first=next(filter(None, map(_width, part.modules())), hidden),
+        height=height,
+        width=width,
+        audio_frames=2 * source if isinstance(source, int) else _size(config, 1024, _AUDIO, "max_length"),
+        hidden=hidden,
+        encoder_hidden=_size(config, hidden, _AUDIO, "encoder_hidden_size", "cross_attention_hidden_size"),
+        text_hidden=_size(config.get_text_config(), hidden, _TEXT, "hidden_size", "d_model"),
+        series=_size(config, 64, _AUDIO, "context_length", "prediction_length"),
+    )
+
+
+def _size(config: PreTrainedConfig, default: int, preferred: tuple[str, ...], *names: str) -> int:
+    return _pair(_find(config, names, preferred), default)[0]
+
+
+def _width(module: torch.nn.Module) -> int | None:
+    if isinstance(module, torch.nn.LayerNorm):
+        return module.normalized_shape[-1] if len(module.normalized_shape) == 1 else None
+    name = {torch.nn.Linear: "in_features", torch.nn.Conv1d: "in_channels"}.get(type(module), "")
+    width = getattr(module, name, None)
+    return width if isinstance(width, int) else None
+
+
+def _pair(value: Any, default: int) -> tuple[int, int]:
+    """Height and width of a number, a list or a dictionary; of a longer list, its last two."""
+    if isinstance(value, dict):
+        value = [value.get("height"), value.get("width")]
+    if isinstance(value, (list, tuple)) and value and all(isinstance(item, int) for item in value):
+        return (value * 2)[-2], value[-1]
+    return (value, value) if isinstance(value, int) and value > 0 else (default, default)
+
+
+def _find(config: PreTrainedConfig, names: tuple[str, ...], preferred: tuple[str, ...]) -> Any:
+    """The first of `names` that `config` has; else of the configurations inside it, `preferred` ones first."""
+    for owner in _with_parts(config, preferred):
+        for name in names:
+            value = getattr(owner, name, None)
+            if value is not None and value is not False:
+                return value
+    return None
+
+
+def _with_parts(config: PreTrainedConfig, preferred: tuple[str, ...]) -> Iterator[PreTrainedConfig]:
+    yield config
+    parts = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+    for name in sorted(parts, key=lambda name: not any(word in name for word in preferred)):
+        yield from _with_parts(parts[name], preferred)
+
+
+_ENCODER_LENGTH = 43
 """Tokens of an encoder whose output a decoder reads."""
 _GRID = (12, 12)
 """Patches of an image given as patches: whole windows and merged squares of every known family."""
@@ -38,10 +163,6 @@ def _images(s: Sizes) -> list[Shape]:
         (1, 2, *image),
         (_PATCHES, s.channels, s.patch, s.patch),
     ]
-
-
-def _pixel_masks(s: Sizes) -> list[Shape]:
-    return [shape[:-3] + shape[-2:] if len(shape) > 3 else (1, _PATCHES) for shape in _images(s)]
 
 
 def _features(s: Sizes) -> list[Shape]:
@@ -91,68 +212,53 @@ def _series(s: Sizes) -> list[Shape]:
 
 
 _FLOATS: Table = {
-    "pixel_values": _images,
-    "image": _images,
-    "images": _images,
+    **dict.fromkeys(("pixel_values", "image", "images", "prompt_pixel_values", "prompt_masks"), _images),
     "pixel_values_videos": lambda s: [(1, s.frames, s.channels, s.height, s.width), *_images(s)[4:5]],
-    "prompt_pixel_values": _images,
-    "prompt_masks": _images,
     "flattened_patches": lambda s: [(1, _PATCHES, s.channels * s.patch * s.patch + 2)],
-    "input_features": _features,
-    "audio_mel": _features,
-    "mel_spectrogram": _features,
+    **dict.fromkeys(("input_features", "audio_mel", "mel_spectrogram"), _features),
     "spectrogram": lambda s: [(1, s.audio_frames, s.mel)],
     "input_values": _samples,
     "hidden_states": _states,
     "inputs_embeds": lambda s: [(1, s.tokens, s.hidden)],
     "query_embeds": lambda s: [(1, s.queries, s.hidden)],
-    "context": lambda s: [(1, ENCODER_LENGTH, s.hidden)],
-    "past_values": _series,
-    "past_observed_mask": _series,
+    "context": lambda s: [(1, _ENCODER_LENGTH, s.hidden)],
+    **dict.fromkeys(("past_values", "past_observed_mask"), _series),
     "past_time_features": lambda s: [(1, s.series, s.time_features)],
     "states": lambda s: [(1, s.tokens, s.state)],
     "actions": lambda s: [(1, s.tokens, s.action)],
-    "rewards": lambda s: [(1, s.tokens, 1)],
-    "returns_to_go": lambda s: [(1, s.tokens, 1)],
-    "encoder_hidden_states": lambda s: [(1, ENCODER_LENGTH, s.encoder_hidden)],
-    "cross_attention_states": lambda s: [(1, ENCODER_LENGTH, s.text_hidden)],
+    **dict.fromkeys(("rewards", "returns_to_go"), lambda s: [(1, s.tokens, 1)]),
+    "encoder_hidden_states": lambda s: [(1, _ENCODER_LENGTH, s.encoder_hidden)],
+    "cross_attention_states": lambda s: [(1, _ENCODER_LENGTH, s.text_hidden)],
 }
 """Inputs of floating-point numbers; each list has the layouts to try, in the same order for every name."""
 
 _ONES: Table = {
-    "pixel_mask": _pixel_masks,
-    "pixel_attention_mask": _pixel_masks,
+    **dict.fromkeys(
+        ("pixel_mask", "pixel_attention_mask"),
+        lambda s: [each[:-3] + each[-2:] if len(each) > 3 else (1, _PATCHES) for each in _images(s)],
+    ),
     "patch_attention_mask": lambda s: [(1, s.height // s.patch, s.width // s.patch)],
-    "input_features_mask": _feature_masks,
-    "feature_attention_mask": _feature_masks,
-    "mask": _feature_masks,
-    "audio_mel_mask": _feature_masks,
+    **dict.fromkeys(
+        ("input_features_mask", "feature_attention_mask", "mask", "audio_mel_mask"), _feature_masks
+    ),
     "padding_mask": _samples,
     "past_values_padding": _series,
 }
 _IDS: Table = {
-    "input_ids": _ids_of_text,
-    "decoder_input_ids": _ids_of_text,
-    "qformer_input_ids": lambda _: [(1, ENCODER_LENGTH)],
-    "task_inputs": lambda _: [(1, ENCODER_LENGTH)],
+    **dict.fromkeys(("input_ids", "decoder_input_ids"), _ids_of_text),
+    **dict.fromkeys(("qformer_input_ids", "task_inputs"), lambda _: [(1, _ENCODER_LENGTH)]),
     "bbox": lambda s: [(1, s.tokens, 4)],
     "timesteps": lambda s: [(1, s.tokens)],
     "freq": lambda _: [(1, 1)],
 }
 _VALUES: Mapping[str, tuple[str, Callable[[Sizes], Any]]] = {
-    "grid_thw": ("pixel_values", lambda _: [[1, *_GRID]]),
-    "image_grid_thw": ("pixel_values", lambda _: [[1, *_GRID]]),
-    "spatial_shapes": ("pixel_values", lambda _: [[*_GRID]]),
-    "target_sizes": ("pixel_values", lambda _: [[*_GRID]]),
+    **dict.fromkeys(("grid_thw", "image_grid_thw"), ("pixel_values", lambda _: [[1, *_GRID]])),
+    **dict.fromkeys(("spatial_shapes", "target_sizes"), ("pixel_values", lambda _: [[*_GRID]])),
     "merge_sizes": ("pixel_values", lambda _: [1]),
     "image_sizes": ("pixel_values", lambda s: [[s.height, s.width]]),
-    "pixel_position_ids": (
-        "pixel_values",
-        lambda _: [[[x, y] for y in range(_GRID[0]) for x in range(_GRID[1])]],
-    ),
-    "image_position_ids": (
-        "pixel_values",
-        lambda _: [[[x, y] for y in range(_GRID[0]) for x in range(_GRID[1])]],
+    **dict.fromkeys(
+        ("pixel_position_ids", "image_position_ids"),
+        ("pixel_values", lambda _: [[[x, y] for y in range(_GRID[0]) for x in range(_GRID[1])]]),
     ),
     "aspect_ratio_ids": ("pixel_values", lambda _: [[1]]),
     "aspect_ratio_mask": ("pixel_values", lambda s: [[[1] * s.tiles]]),
@@ -166,7 +272,7 @@ _LAYOUTS = 8
 
 def encoder_tokens(tokens: int) -> int:
     """Tokens of an encoder beside a decoder of `tokens`."""
-    return min(ENCODER_LENGTH, tokens - 2) if tokens <= max(TOKENS) else tokens - 2
+    return min(_ENCODER_LENGTH, tokens - 2) if tokens <= max(TOKENS) else tokens - 2
 
 
 def input_attempts(part: Any, is_whole: bool, sizes: Sizes) -> Iterator[dict[str, Any]]:
@@ -192,6 +298,8 @@ def input_attempts(part: Any, is_whole: bool, sizes: Sizes) -> Iterator[dict[str
             raise ModelConfigError(
                 f"{type(part).__name__} needs the input {name}, a {kind}, which the reader cannot make"
             )
+    is_packed = any(name in accepted for name in _MADE_OF_PATCHES)
+    layouts = sorted(range(_LAYOUTS), key=lambda layout: is_packed and layout not in (3, 4, 7))
     tried: set[str] = set()
     # States of an encoder take the place of the images from which a model computes them.
     states = {"cross_attention_states"} & set(accepted)
@@ -199,25 +307,13 @@ def input_attempts(part: Any, is_whole: bool, sizes: Sizes) -> Iterator[dict[str
     if "inputs_embeds" in accepted:
         choices.append(needed - {"input_ids"} | {"inputs_embeds"})
     for wanted in choices:
-        for layout in _layouts(accepted):
+        for layout in layouts:
             given = _inputs(wanted, accepted, config, sizes, dtype, layout)
             for inputs in _variants(given, accepted, config, dtype, is_whole):
                 shapes = repr({name: getattr(v, "shape", v) for name, v in sorted(inputs.items())})
                 if shapes not in tried:
                     tried.add(shapes)
                     yield inputs
-
-
-def _layouts(accepted: Iterable[str]) -> list[int]:
-    return (
-        sorted(range(_LAYOUTS), key=lambda n: n not in (3, 4, 7))
-        if _is_packed(accepted)
-        else [*range(_LAYOUTS)]
-    )
-
-
-def _is_packed(accepted: Iterable[str]) -> bool:
-    return any(name in accepted for name in _MADE_OF_PATCHES)
 
 
 def _inputs(
@@ -228,16 +324,20 @@ def _inputs(
     dtype: torch.dtype,
     layout: int,
 ) -> dict[str, Any]:
+    def shape(table: Table, name: str) -> Shape:
+        shapes = table[name](sizes)
+        return shapes[min(layout, len(shapes) - 1)]
+
     given: dict[str, Any] = {}
     if config.is_encoder_decoder and "decoder_input_ids" in accepted:
         wanted = wanted | {"decoder_input_ids"}
     for name in (n for n in accepted if n in wanted):
         if name in _FLOATS:
-            given[name] = torch.zeros(_pick(_FLOATS[name](sizes), layout), dtype=dtype, device="meta")
+            given[name] = torch.zeros(shape(_FLOATS, name), dtype=dtype, device="meta")
         elif name in _ONES:
-            given[name] = torch.ones(_pick(_ONES[name](sizes), layout), dtype=torch.int64)
+            given[name] = torch.ones(shape(_ONES, name), dtype=torch.int64)
         elif name in _IDS:
-            given[name] = torch.zeros(_pick(_IDS[name](sizes), layout), dtype=torch.int64)
+            given[name] = torch.zeros(shape(_IDS, name), dtype=torch.int64)
         elif accepted[name].default is inspect.Parameter.empty and name not in _VALUES:
             given[name] = _unknown(name, sizes, dtype)
     for name in (n for n in accepted if n in _VALUES):
@@ -258,10 +358,6 @@ def _unknown(name: str, sizes: Sizes, dtype: torch.dtype) -> torch.Tensor:
     return torch.zeros(1, sizes.tokens, sizes.hidden, dtype=dtype, device="meta")
 
 
-def _pick(shapes: list[Shape], layout: int) -> Shape:
-    return shapes[min(layout, len(shapes) - 1)]
-
-
 def _variants(
     given: dict[str, Any],
     accepted: Mapping[str, inspect.Parameter],
@@ -274,7 +370,7 @@ def _variants(
     if "use_cache" in accepted and is_whole:
         plain["use_cache"] = True
     if getattr(config, "add_cross_attention", False) and "encoder_hidden_states" in accepted:
-        shape = (1, ENCODER_LENGTH, config.hidden_size)
+        shape = (1, _ENCODER_LENGTH, config.hidden_size)
         plain.setdefault("encoder_hidden_states", torch.zeros(shape, dtype=dtype, device="meta"))
     # With token types, models show the spans of tokens that see each other in both directions.
     kinds = {

@@ -17,18 +17,19 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.model_spec import NOT_READ, OWN_SPECS, Client, ModelSpec, make_spec
-from attnplug.integrations.reader.architecture import build_model, class_note
+from attnplug.integrations.reader.architecture import build_model, model_class
 from attnplug.integrations.reader.config_file import quiet_transformers
 from attnplug.integrations.reader.config_json import one_line
-from attnplug.integrations.reader.input_sizes import LONG, Sizes, read_sizes
 from attnplug.integrations.reader.layer_specs import SpecMaker, index_key_size, is_another_sequence
 from attnplug.integrations.reader.mixers import (
+    UnreachedError,
     attention_inside,
+    find_other_layers,
     looks_like_attention,
+    own_attention_refused,
     works_on_single_tokens,
 )
-from attnplug.integrations.reader.model_inputs import encoder_tokens, input_attempts
-from attnplug.integrations.reader.other_layers import UnreachedError, find_other_layers, own_attention_refused
+from attnplug.integrations.reader.model_inputs import LONG, Sizes, encoder_tokens, input_attempts, read_sizes
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,
@@ -61,8 +62,7 @@ def read_model(
 ) -> ModelSpec:
     """The layers of the model of `config`, of `dtype` if it is given, and `notes` with those of this reading.
 
-    Raises:
-        ModelConfigError: a layer cannot be read.
+    ModelConfigError: a layer cannot be read.
     """
     if dtype is not None:
         config = _with_dtype(config, dtype)
@@ -75,7 +75,7 @@ def read_model(
         )
     with quiet_transformers(), probe_registered():
         model = _probed_model(config)
-        notes = (*notes, *translated, *filter(None, (class_note(config),)))
+        notes = (*notes, *translated, *filter(None, model_class(config)[1:]))
         try:
             found = _read_whole(model, ranks, kv_cache_dtype, client)
         except ModelConfigError as error:
@@ -170,7 +170,8 @@ def _failure(part: PreTrainedModel, failures: list[RunFailedError], sizes: Sizes
         if any(call.module is module for call in farthest.trace.calls):
             continue
         path = farthest.trace.first_path(module)
-        if not _uses_interface(module):
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or "ALL_ATTENTION_FUNCTIONS" not in code.co_names:
             return own_attention_refused(path, module)
         return ModelConfigError(
             f"{path}: {type(module).__name__} fails before it attends, so its attention cannot be checked: "
@@ -179,12 +180,6 @@ def _failure(part: PreTrainedModel, failures: list[RunFailedError], sizes: Sizes
     return ModelConfigError(
         f"{type(part).__name__} cannot be run without data, so its attention cannot be checked: {one_line(cause)}"
     )
-
-
-def _uses_interface(module: torch.nn.Module) -> bool:
-    """Whether the forward of `module` names transformers' table of attention functions."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
 @contextlib.contextmanager
@@ -318,14 +313,14 @@ def _layers(
     owners: dict[int, str] = {}
     runs: Counter[str] = Counter()
     previous: dict[tuple[str, int], tuple[AttentionCall, str]] = {}
-    own = {call.path: "" for call in trace.calls if call.own is not None}
-    if client is Client.TRANSFORMERS:
-        for path in own | trace.own_attention:
-            name = type(trace.model.get_submodule(path)).__name__
-            raise ModelConfigError(
-                f"{path}: {name} computes attention of its own and would never call attnplug; leave the model's "
-                "attn_implementation unchanged"
-            )
+    own = next(
+        (call.path for call in trace.calls if call.own is not None), next(iter(trace.own_attention), None)
+    )
+    if client is Client.TRANSFORMERS and own is not None:
+        raise ModelConfigError(
+            f"{own}: {type(trace.model.get_submodule(own)).__name__} computes attention of its own and would never "
+            "call attnplug; leave the model's attn_implementation unchanged"
+        )
     for call in trace.calls:
         spec = maker.spec(call)
         visit = (call.path, call.visit)

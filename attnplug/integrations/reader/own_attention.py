@@ -1,8 +1,6 @@
 """Follows tensors through attention that a module computes itself, from the product of queries and keys to the values.
 
-Every operation between the two products is understood, or the attention is refused.
-
-The heads of attention that a module computes itself, or the reason why they are unknown.
+Every operation between the two products is understood, or the attention is refused; likewise its heads.
 """
 
 from __future__ import annotations
@@ -10,11 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from attnplug.integrations.reader.mask_pattern import MaskPattern, matrix_pattern, together
+
+if TYPE_CHECKING:
+    from attnplug.integrations.reader.trace import Trace
 
 _PRODUCTS: Final = frozenset({"matmul", "__matmul__", "bmm"})
 _OTHER_PRODUCTS: Final = frozenset({"__rmatmul__", "baddbmm", "einsum"})
@@ -59,20 +60,10 @@ class OwnAttention:
     unknown: str = ""
 
 
-class Listener(Protocol):
-    """Takes what a Follower finds."""
-
-    def mask_of(self, tensor: torch.Tensor) -> MaskPattern | str | None:
-        """The pattern of a mask that transformers made for the model, or a reason."""
-
-    def own(self, owner: str, attention: OwnAttention, value: torch.Tensor | None) -> None:
-        """Attention of the module `owner`; without `value` for weights that meet no values."""
-
-
 class Follower:
-    """Remembers which tensors are logits, or weights, and which are others times a number."""
+    """Remembers which tensors are logits, or weights, and which are others times a number; tells `listener` the rest."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Trace) -> None:
         self._listener = listener
         # The tensors are kept alive too, because Python would reuse the id of a freed one.
         self._logits: dict[int, tuple[torch.Tensor, OwnAttention]] = {}
@@ -152,7 +143,8 @@ class Follower:
         return None if known is None else known[1]
 
     def _product(self, name: str, tensors: list[torch.Tensor], result: torch.Tensor) -> None:
-        if len(tensors) < 2 or result.dim() < 3 or any(map(_is_weight, tensors)):
+        bases = (each if each._base is None else each._base for each in tensors)
+        if len(tensors) < 2 or result.dim() < 3 or any(isinstance(b, torch.nn.Parameter) for b in bases):
             return
         query, key = tensors[-2:]
         if min(query.dim(), key.dim()) < 3:
@@ -293,11 +285,6 @@ class Follower:
         return _masked(attention, pattern)
 
 
-def _is_weight(tensor: torch.Tensor) -> bool:
-    base = tensor if tensor._base is None else tensor._base
-    return isinstance(base, torch.nn.Parameter)
-
-
 def _number(value: Any) -> float | None:
     if isinstance(value, torch.Tensor):
         return float(value) if value.dim() == 0 and not value.is_meta else None
@@ -342,7 +329,13 @@ def by_heads(
     if attention.unknown or value is None:
         return attention.unknown or "does not multiply its weights with values"
     heads = _named(modules[:1], _HEADS)
-    query, key, value = (_unfolded(each, heads) for each in (attention.query, attention.key, value))
+    # [B, H, T, D] of [B * H, T, D].
+    query, key, value = (
+        each.reshape(-1, heads, *each.shape[1:])
+        if each.dim() == 3 and heads and each.shape[0] % heads == 0
+        else each
+        for each in (attention.query, attention.key, value)
+    )
     if not query.dim() == key.dim() == value.dim() == 4:
         shapes = ", ".join(str(tuple(each.shape)) for each in (query, key, value))
         return f"has queries, keys and values of the shapes {shapes}, whose heads are unknown"
@@ -356,7 +349,11 @@ def by_heads(
     rest = sorted(set(factors) - attention.factors)
     if rest:
         return f"multiplies tensors by {', '.join(f'{each:.6g}' for each in rest)} in an unknown place"
-    if not _projects(modules, query.shape[1] * query.shape[3]):
+    # One weight makes the queries, maybe with keys and values: those of channels do not fit. A module without weights
+    # gets its queries from the one around it.
+    weights = next((found for module in modules if (found := list(module.parameters()))), [])
+    sizes = [times * query.shape[1] * query.shape[3] for times in (1, 2, 3)]
+    if not any(length in sizes for weight in weights for length in weight.shape):
         return "has queries of a size that no weight of it has, so that they may be no tokens"
     return query, key, value
 
@@ -364,19 +361,3 @@ def by_heads(
 def _named(owners: Sequence[Any], names: Sequence[str]) -> int | None:
     values = (getattr(owner, name, None) for owner in owners for name in names)
     return next((value for value in values if isinstance(value, int)), None)
-
-
-def _unfolded(tensor: torch.Tensor, heads: int | None) -> torch.Tensor:
-    """`[B, H, T, D]` of `[B * H, T, D]`."""
-    if tensor.dim() == 3 and heads and tensor.shape[0] % heads == 0:
-        return tensor.reshape(-1, heads, *tensor.shape[1:])
-    return tensor
-
-
-def _projects(modules: Sequence[torch.nn.Module], size: int) -> bool:
-    """Whether one weight makes queries of `size`, maybe with keys and values: those of channels do not fit.
-
-    A module without weights gets its queries from the one around it.
-    """
-    weights = next((found for module in modules if (found := list(module.parameters()))), [])
-    return any(length in (size, 2 * size, 3 * size) for weight in weights for length in weight.shape)

@@ -1,7 +1,4 @@
-"""The storage of keys and values that a checkpoint names, in its configuration or in a file beside it. Imports no torch.
-
-Reads one value with which a quantizer names the storage of keys and values. Imports no torch.
-"""
+"""The storage of keys and values that a checkpoint names, in its configuration or in a file beside it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,6 +20,7 @@ from attnplug.integrations.reader.stored_names import (
     about_projections,
     check_modules,
     check_projections,
+    fits,
 )
 
 _FORMATS: Final = {(8, "float"): "fp8_e4m3", (8, "int"): "int8"}
@@ -56,8 +54,7 @@ def says_something(value: object) -> bool:
 def dtype_of(place: str, value: object) -> str:
     """The dtype that a word ("FP8"), a scheme of numbers, or a list of one of them names.
 
-    Raises:
-        ModelConfigError: any other value; it names `place`.
+    ModelConfigError: any other value; it names `place`.
     """
     if isinstance(value, (list, tuple)) and len(value) == 1:
         return dtype_of(place, value[0])
@@ -111,19 +108,16 @@ def dtype_of_outputs(place: str, patterns: object, configs: Mapping[str, Any], c
             none.
     """
     names = [patterns] if isinstance(patterns, str) else patterns
-    if isinstance(names, Mapping):
-        names = list(names)
+    names = list(names) if isinstance(names, Mapping) else names
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ModelConfigError(f"{place}={shown(patterns)}: must be a list of names; {REMEDY}")
     check_projections(place, names, caches)
     found: dict[str, str] = {}
     for name, config in configs.items():
-        if any(_matches(name, pattern) for pattern in names):
+        if any(fits(name, pattern) for pattern in names):
             outputs = config.get("output_tensors") if isinstance(config, Mapping) else None
-            if says_something(outputs):
-                found[dtype_of(f"{name}.output_tensors", outputs)] = name
-            else:
-                found[""] = name
+            said = dtype_of(f"{name}.output_tensors", outputs) if says_something(outputs) else ""
+            found[said] = name
     if not found or "" in found:
         lacking = found.get("", "any of them")
         raise ModelConfigError(
@@ -137,12 +131,6 @@ def dtype_of_outputs(place: str, patterns: object, configs: Mapping[str, Any], c
     return next(iter(found))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    # Not fnmatch: it normalizes case on some systems, and these names are not paths.
-    text = "".join(".*" if letter == "*" else re.escape(letter) for letter in pattern)
-    return name == pattern or re.fullmatch(text, name) is not None
-
-
 _SECTIONS: Final = ("quantization_config", "compression_config", "quantization")
 """Fields with all that a quantizer says, on the top level or in a configuration inside."""
 _BESIDE: Final = (
@@ -151,14 +139,8 @@ _BESIDE: Final = (
 )
 """Files with the same as a section, by ModelOpt, AutoRound, AutoGPTQ, AutoAWQ, TensorRT-LLM, AutoFP8."""
 _NAMED: Final = frozenset(
-    {
-        "kv_cache_scheme",
-        "kv_cache_quant_algo",
-        "kv_cache_quant_method",
-        "kv_cache_dtype",
-        "kv_cache_quant_dtype",
-    }
-    | {"static_kv_dtype"}
+    {"kv_cache_scheme", "kv_cache_quant_algo", "kv_cache_quant_method", "kv_cache_dtype"}
+    | {"kv_cache_quant_dtype", "static_kv_dtype"}
 )
 """Fields whose value is a word or a scheme. Outside of a section only these count."""
 _ABOUT: Final = re.compile(r"(^|_)kv_?cache|(^|_)kv_(dtype|bits|quant|scheme)|\[?[kv]{1,2}\]?_bmm_quantizer")
@@ -273,17 +255,18 @@ def _of_quark(before: str, section: Mapping[str, Any], caches: Caches) -> Iterat
     if says_something(own):
         yield place, dtype_of_outputs(place, own, configs, caches)
     elif not grouped:
-        outputs = [name for name, each in configs.items() if _quantizes_outputs(name, each)]
+        outputs = [
+            name
+            for name, each in configs.items()
+            if PROJECTION.search(name)
+            and isinstance(each, Mapping)
+            and says_something(each.get("output_tensors"))
+        ]
         if outputs:
             raise ModelConfigError(
                 f"{before}layer_quant_config: quantizes the outputs of {', '.join(outputs[:2])}, and no "
                 f"kv_cache_group says whether these are the cache; {REMEDY}"
             )
-
-
-def _quantizes_outputs(name: str, config: object) -> bool:
-    about = PROJECTION.search(name) is not None
-    return about and isinstance(config, Mapping) and says_something(config.get("output_tensors"))
 
 
 def _of_groups(

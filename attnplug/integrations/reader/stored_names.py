@@ -97,12 +97,11 @@ def check_projections(
 def check_modules(place: str, targets: Sequence[str], caches: Caches, ignored: Sequence[str] = ()) -> None:
     """Refuse targets that name the attention modules of some layers only."""
     paths = set(caches())
-    covered = {
-        path
-        for path in paths
-        if any(_matches(place, target, path) for target in targets)
-        and not any(_matches(place, target, path) for target in ignored)
-    }
+
+    def is_named(path: str, names: Sequence[str]) -> bool:
+        return any(_matches(place, target, path) for target in names)
+
+    covered = [path for path in paths if is_named(path, targets) and not is_named(path, ignored)]
     _check_all(place, len(covered), len(paths))
 
 
@@ -111,6 +110,13 @@ def _check_all(place: str, covered: int, layers: int) -> None:
         raise ModelConfigError(
             f"{place}: names the caches of {covered} of {layers} layers, which would differ; {REMEDY}"
         )
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Whether a name is a pattern's, in which "*" stands for any letters."""
+    # Not fnmatch: it normalizes case on some systems, and these names are not paths.
+    text = "".join(".*" if letter == "*" else re.escape(letter) for letter in pattern)
+    return name == pattern or re.fullmatch(text, name) is not None
 
 
 def _is_pattern(target: str) -> bool:
@@ -127,12 +133,8 @@ def _matches(place: str, target: str, name: str, whole: bool = False) -> bool:
     tail = found[0] if (found := _TAIL.search(name)) else name
     names = {name, *(f"{before}{tail}" for before in _BEFORE)}
     if not target.startswith("re:"):
-        # Not fnmatch: it normalizes case on some systems, and these names are not paths.
-        text = "".join(".*" if letter == "*" else re.escape(letter) for letter in target)
-        return (
-            any(name == target or name.endswith(f".{target}") or re.fullmatch(text, name) for name in names)
-            or _CLASS.fullmatch(target) is not None
-        )
+        ends = any(name.endswith(f".{target}") or fits(name, target) for name in names)
+        return ends or _CLASS.fullmatch(target) is not None
     try:
         pattern = re.compile(target.removeprefix("re:"))
     except re.error as error:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
-from attnplug.integrations.reader.mixers import looks_like_attention
+from attnplug.integrations.reader.mixers import looks_like_attention, parents
 from attnplug.integrations.reader.own_attention import Follower, OwnAttention, by_heads
 
 PROBE = "attnplug_reader"
@@ -48,10 +48,10 @@ class AttentionCall:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    mask: MaskPattern | str | None
-    scaling: float | None
+    mask: MaskPattern | str | None = None
+    scaling: float | None = None
     keywords: Mapping[str, Any]
-    eager: Callable[..., Any] | None
+    eager: Callable[..., Any] | None = None
     constants: tuple[float, ...] = ()
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
     own: OwnAttention | None = None
@@ -136,7 +136,7 @@ class Trace:
 
     def own(self, owner: str, attention: OwnAttention, value: torch.Tensor | None) -> None:
         """Record attention that the module `owner` computes itself, or note why it is unknown."""
-        modules = [self.model.get_submodule(path) for path in (owner, *_parents(owner))]
+        modules = [self.model.get_submodule(path) for path in dict.fromkeys((owner, *parents(owner), ""))]
         _, visit, factors = next(
             (frame for frame in reversed(self.stack) if frame[0] == owner), (owner, 0, set())
         )
@@ -156,16 +156,9 @@ class Trace:
                 mask=attention.mask,
                 scaling=attention.scaling,
                 keywords={} if attention.mask is not None else {"is_causal": False},
-                eager=None,
                 own=attention,
             )
         )
-
-
-def _parents(path: str) -> Iterator[str]:
-    while path:
-        path = path.rpartition(".")[0]
-        yield path
 
 
 def _attention(
@@ -234,12 +227,7 @@ def _mask(
 
 
 class ReachedAttentionError(Exception):
-    """A module's forward has reached attention inside `stopped_at_attention`, with these queries and keys."""
-
-    def __init__(self, query: torch.Tensor, key: torch.Tensor) -> None:
-        super().__init__("attention is reached")
-        self.query = query
-        self.key = key
+    """A module's forward has reached attention inside `stopped_at_attention`; its arguments are queries and keys."""
 
 
 @contextlib.contextmanager
@@ -295,15 +283,13 @@ def constant_of(func: Any, args: tuple[Any, ...]) -> float | None:
     one, other = args
     if name in _TIMES and _is_number(one) and not _is_number(other):
         one, other = other, one
-    if not _is_number(other) or _is_number(one) or not isinstance(one, torch.Tensor):
+    if not isinstance(one, torch.Tensor) or not one.is_floating_point():
         return None
-    if not one.is_floating_point():
+    if not _is_number(other) or _is_number(one):
         return None
     value = math.nan if isinstance(other, torch.Tensor) and other.is_meta else float(other)
-    if value == 1.0:
-        return None
-    if name in _TIMES:
-        return value
+    if value == 1.0 or name in _TIMES:
+        return None if value == 1.0 else value
     return 1.0 / value if value else math.inf
 
 
@@ -322,11 +308,7 @@ class _Watch(TorchFunctionMode):
     def __init__(self, trace: Trace) -> None:
         super().__init__()
         self._trace = trace
-        self._follower = Follower(trace)
-
-    def end(self) -> None:
-        """Note attention that was not followed to its end."""
-        self._follower.end()
+        self.follower = Follower(trace)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -351,13 +333,14 @@ class _Watch(TorchFunctionMode):
             return good.expand(args[0].shape)
         result = func(*args, **(kwargs or {}))
         if name == "scaled_dot_product_attention":
-            self._follower.whole(func, args, kwargs or {}, self._owner())
+            self.follower.whole(func, args, kwargs or {}, self._owner())
         elif name == "softmax":
-            known = self._follower.softmax(args, kwargs or {}, result, self._owner())
-            if not known and self._over_keys(args, kwargs or {}):
+            known = self.follower.softmax(args, kwargs or {}, result, self._owner())
+            tensor = args[0] if args else (kwargs or {})["input"]
+            if not known and tensor.dim() >= 3 and tensor.shape[-1] in self._trace.lengths:
                 self._trace.own_attention[self._owner()] = ""
         else:
-            self._follower.follow(func, args, kwargs or {}, result)
+            self.follower.follow(func, args, kwargs or {}, result)
         return result
 
     def _record_torch_module(
@@ -393,8 +376,6 @@ class _Watch(TorchFunctionMode):
                 query=heads[0],
                 key=heads[1],
                 value=heads[2],
-                mask=None,
-                scaling=None,
                 keywords={"is_causal": False},
                 eager=_torch_attention,
             )
@@ -407,14 +388,8 @@ class _Watch(TorchFunctionMode):
         modules = {path: self._trace.model.get_submodule(path) for path in running}
         named = (path for path, module in modules.items() if looks_like_attention(module))
         # A softmax may be a module of torch's.
-        models = (
-            path for path, module in modules.items() if not type(module).__module__.startswith("torch.")
-        )
-        return next(named, next(models, ""))
-
-    def _over_keys(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        tensor = args[0] if args else kwargs["input"]
-        return tensor.dim() >= 3 and tensor.shape[-1] in self._trace.lengths
+        own = (path for path, each in modules.items() if not type(each).__module__.startswith("torch."))
+        return next(named, next(own, ""))
 
 
 class RunFailedError(Exception):
@@ -445,7 +420,7 @@ def record_run(
     try:
         with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace) as watch:
             part(**inputs)
-            watch.end()
+            watch.follower.end()
     except Exception as error:
         raise RunFailedError(trace) from error
     finally:

@@ -1,7 +1,4 @@
-"""Fields about attention that a configuration has and its model class does not read: named in a note, or refused.
-
-Whether the layers of a model already are as a field says that its class does not read.
-"""
+"""Fields about attention that a configuration has and its model class does not read: named in a note, or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -20,12 +17,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
 from attnplug._system.text import shown
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
+from attnplug.integrations.reader.config_file import parts_of
 
-CAUSALITY: Final = re.compile(r"^(is_|use_)?(causal|bidirectional)(_(attention|attn|mask|masking))?$")
-_WINDOWS: Final = re.compile(r"sliding|window|(^|_)swa(_|$)")
-_SOFT_CAP: Final = re.compile(r"soft_?cap")
-_SINKS: Final = re.compile(r"(^|_)sinks?(_|$)")
-_ALIBI: Final = re.compile(r"(^|_)alibi$")
+_CAUSALITY: Final = re.compile(r"^(is_|use_)?(causal|bidirectional)(_(attention|attn|mask|masking))?$")
 _NORM: Final = re.compile(r"(^|_)(q|k|qk|query|key|query_key)_?(layer_?)?norm(alization)?$")
 _OFF_AT_ZERO: Final = re.compile(r"^(sliding_window(_size)?|(local_)?window_size|\w*soft_?cap(ping)?)$")
 """Fields with a number, whose 0 switches the feature off."""
@@ -33,12 +27,12 @@ _FACTOR: Final = re.compile(r"^(rotary|rope)_\w*(factor|scale)$|^(query|key|valu
 """Numbers by which something is multiplied, so that 1 changes nothing."""
 
 
-def layers_say(
+def _layers_say(
     model: PreTrainedModel, layers: Mapping[str, LayerSpec], config: Any, name: str, value: Any
 ) -> bool | None:
     """True if the layers are as the field says, False if they are otherwise, None if they do not show it."""
     specs = list(layers.values())
-    if CAUSALITY.search(name):
+    if _CAUSALITY.search(name):
         causal = value if "causal" in name else not value
         return causal in {spec.causal for spec in specs} if isinstance(value, bool) and specs else None
     if isinstance(value, bool):
@@ -59,7 +53,7 @@ def layers_say(
 
 
 def notes_on_slopes(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
-    """A note about ALiBi whose slopes the class makes otherwise than the configuration, or the layer, says."""
+    """A note for ALiBi slopes that the class makes otherwise than the configuration, or the layer, says."""
     attention = getattr(model.config, "attn_config", None)
     most = getattr(attention, "alibi_bias_max", 8)
     if model.config.model_type == "mpt" and most != 8:
@@ -79,6 +73,19 @@ def notes_on_slopes(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> 
         )
 
 
+def _has_window(spec: LayerSpec) -> bool:
+    return spec.window[0] >= 0 or spec.chunk_size is not None
+
+
+_FEATURES: Final[tuple[tuple[re.Pattern[str], Callable[[LayerSpec], bool]], ...]] = (
+    (re.compile(r"(^|_)alibi$"), lambda spec: spec.has_alibi),
+    (re.compile(r"(^|_)sinks?(_|$)"), lambda spec: spec.has_sinks),
+    (re.compile(r"soft_?cap"), lambda spec: spec.logits_soft_cap is not None),
+    (re.compile(r"sliding|window|(^|_)swa(_|$)"), _has_window),
+)
+"""What switches on and off by fields of such names."""
+
+
 def _present(model: PreTrainedModel, specs: Sequence[LayerSpec], name: str) -> bool | None:
     """Whether the layers have the feature that a field of this name switches on and off; None if they do not show it."""
     if name == "scale_attn_weights":
@@ -86,24 +93,15 @@ def _present(model: PreTrainedModel, specs: Sequence[LayerSpec], name: str) -> b
             spec.scale is None or math.isclose(spec.scale, spec.head_size**-0.5, rel_tol=1e-3)
             for spec in specs
         )
-    if _ALIBI.search(name):
-        return any(spec.has_alibi for spec in specs)
-    if _SINKS.search(name):
-        return any(spec.has_sinks for spec in specs)
-    if _SOFT_CAP.search(name):
-        return any(spec.logits_soft_cap is not None for spec in specs)
-    if _WINDOWS.search(name):
-        return any(_has_window(spec) for spec in specs)
+    for pattern, has in _FEATURES:
+        if pattern.search(name):
+            return any(map(has, specs))
     if _NORM.search(name):
         return any(_NORM.search(path.rpartition(".")[2]) for path, _ in model.named_modules())
     # A class that always computes a feature often keeps its factor under the name of the field.
     kept = [vars(module)[name] for module in model.modules() if name in vars(module)]
     numbers = [each for each in kept if isinstance(each, (bool, int, float))]
     return any(numbers) if numbers else None
-
-
-def _has_window(spec: LayerSpec) -> bool:
-    return spec.window[0] >= 0 or spec.chunk_size is not None
 
 
 def _as_with_a_window(
@@ -130,58 +128,31 @@ def _as_with_a_window(
 
 
 _KINDS: Final = frozenset(
-    {"attn_type_list", "attn_types", "attention_types", "attention_layers", "block_types", "layer_types"}
-    | {
-        "layers_block_type",
-        "layer_type_list",
-        "mixer_types",
-        "hybrid_override_pattern",
-        "hybrid_layer_pattern",
+    {
+        *(
+            "attn_type_list",
+            "attn_types",
+            "attention_types",
+            "attention_layers",
+            "block_types",
+            "layer_types",
+        ),
+        *("layers_block_type", "layer_type_list", "mixer_types"),
+        *("hybrid_override_pattern", "hybrid_layer_pattern"),
     }
 )
 """Fields with the kind of each layer. Layers of another kind have no KV cache, so such a field is never left out."""
 _NAMES: Final = _KINDS | {
-    *("sliding_window", "sliding_window_size", "sliding_window_pattern", "window_size", "max_window_layers"),
-    *(
-        "interleaved_sliding_window",
-        "local_window_size",
-        "chunk_size",
-        "no_rope_layers",
-        "no_rope_layer_interval",
-    ),
-    *("alibi", "use_alibi", "alibi_bias_max", "position_embedding_type", "relative_attention_num_buckets"),
-    *("logits_soft_cap", "final_attn_softcap", "softmax_scale", "query_pre_attn_scalar", "key_multiplier"),
-    *(
-        "scale_attn_weights",
-        "scale_attn_by_inverse_layer_idx",
-        "clip_qkv",
-        "qk_norm",
-        "use_qk_norm",
-        "qk_layernorm",
-    ),
-    *(
-        "head_dim",
-        "v_head_dim",
-        "kv_channels",
-        "num_key_value_heads",
-        "num_kv_heads",
-        "multi_query",
-        "kv_lora_rank",
-    ),
-    *(
-        "num_kv_shared_layers",
-        "index_topk",
-        "index_head_dim",
-        "rotary_dim",
-        "rotary_pct",
-        "partial_rotary_factor",
-    ),
+    *("alibi_bias_max", "chunk_size", "clip_qkv", "index_topk", "key_multiplier", "kv_channels"),
+    *("kv_lora_rank", "local_window_size", "max_window_layers", "multi_query", "no_rope_layer_interval"),
+    *("no_rope_layers", "num_kv_shared_layers", "position_embedding_type", "qk_layernorm", "qk_norm"),
+    *("softmax_scale", "use_qk_norm", "window_size"),
 }
-"""Names of fields about attention, as model families have them."""
+"""Names of fields about attention that the rule does not find."""
 _RULE: Final = re.compile(
     r"attn|attention|sliding|alibi|soft_?cap|causal|bidirectional|(^|_)mla_|(^|_)sinks?(_|$)|(^|_)swa_|rotary|head_dim|kv_heads|key_value_heads"
 )
-"""The rule for other names."""
+"""The rule for names."""
 _OTHERS: Final = re.compile(
     r"drop|bias|fp32|^offset_alibi$|implementation|flash|sdpa|xformers|output_|hidden_size|mask_|^_|init|norm_eps"
 )
@@ -198,8 +169,7 @@ _MARKS: Final = {"attn_type_list": (1, "1"), "hybrid_override_pattern": ("*",)}
 def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     """`config`, or a copy with the `layer_types` that MiniMax-Text-01 has in `attn_type_list`, and a note about it.
 
-    Raises:
-        ModelConfigError: the list has another length, or contradicts the `layer_types` of the file.
+    ModelConfigError: the list has another length, or contradicts the `layer_types` of the file.
     """
     given = getattr(config, "attn_type_list", None)
     if config.model_type != "minimax" or not isinstance(given, (list, tuple)):
@@ -221,29 +191,28 @@ def with_kinds(config: Any) -> tuple[PreTrainedConfig, tuple[str, ...]]:
     )
 
 
-def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> tuple[str, ...]:
+def notes_on_unread(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
     """A note with the fields about attention that no class of `model` reads, or that show in no layer.
 
-    Raises:
-        ModelConfigError: such a field says that some layers are no softmax attention.
+    ModelConfigError if such a field says that some layers are no softmax attention.
     """
-    text = _source(frozenset(type(module).__module__ for module in model.modules()))
-    unread = list(dict.fromkeys([*_unknown(model, layers, text), *_without_effect(model, layers)]))
-    if not unread:
-        return ()
-    return (
-        f"{type(model).__name__} does not read {', '.join(unread)}: the layers are those of the class without it.",
-    )
+    unread = ", ".join(dict.fromkeys([*_unknown(model, layers), *_without_effect(model, layers)]))
+    if unread:
+        yield f"{type(model).__name__} does not read {unread}: the layers are those of the class without it."
 
 
-def _unknown(model: PreTrainedModel, layers: Mapping[str, LayerSpec], text: str) -> Iterator[str]:
+def _unknown(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
     """Fields whose name neither the configuration class nor a class of the model has, and that the layers do not show."""
-    for before, config in _configs(model.config):
+    text = _source(frozenset(type(module).__module__ for module in model.modules()))
+    for before, config in parts_of(model.config):
         for name, value in vars(config).items():
-            if not _is_about_attention(name) or _declares(config, name):
+            about = name in _NAMES or (_RULE.search(name) and not _OTHERS.search(name))
+            if not about or _declares(config, name):
                 continue
-            shown_value = layers_say(model, layers, config, name, value)
-            if _has_name(config, name, text) and not (shown_value is False and _switches_off(name, value)):
+            shown_value = _layers_say(model, layers, config, name, value)
+            # A class that has the name may ignore it: what the field switches off, the class may always have.
+            off = shown_value is False and (value is False or _CAUSALITY.search(name))
+            if not off and _has_name(config, name, text):
                 continue
             if shown_value is None and not _says_something(name, value):
                 continue
@@ -253,11 +222,6 @@ def _unknown(model: PreTrainedModel, layers: Mapping[str, LayerSpec], text: str)
                 _refuse_other_kinds(model, before, name, value)
             if shown_value is not True:
                 yield _in_words(f"{before}{name}", value)
-
-
-def _switches_off(name: str, value: Any) -> bool:
-    """Whether a field may be ignored by a class that has its name: what it switches off, the class may always have."""
-    return value is False or CAUSALITY.search(name) is not None
 
 
 def _without_effect(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterator[str]:
@@ -273,28 +237,12 @@ def _without_effect(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> 
         "alibi": any(spec.has_alibi for spec in specs),
         "use_alibi": any(spec.has_alibi for spec in specs),
     }
-    before = "" if config is model.config else _place(model.config, config)
+    before = next((place for place, part in parts_of(model.config) if part is config), "")
     for name, does in shows.items():
         value = getattr(config, name, None)
         default = getattr(type(config), name, None)
         if not does and _says_something(name, value) and value != default:
             yield _in_words(f"{before}{name}", value)
-
-
-def _place(whole: Any, part: Any) -> str:
-    return next((f"{name}." for name in whole.sub_configs if getattr(whole, name, None) is part), "")
-
-
-def _configs(config: PreTrainedConfig, before: str = "") -> Iterator[tuple[str, Any]]:
-    yield before, config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PreTrainedConfig):
-            yield from _configs(part, f"{before}{name}.")
-
-
-def _is_about_attention(name: str) -> bool:
-    return name in _NAMES or bool(_RULE.search(name) and not _OTHERS.search(name))
 
 
 def _says_something(name: str, value: Any) -> bool:
@@ -328,10 +276,10 @@ def _declares(config: PreTrainedConfig, name: str) -> bool:
 def _has_name(config: PreTrainedConfig, name: str, text: str) -> bool:
     """Whether a class reads the name, as older files have fields that the configuration class does not declare."""
     word = rf"\b{re.escape(name)}\b"
-    texts = [inspect.getsource(modeling_rope_utils)] if "rotary" in name else []
-    texts.append(_source(frozenset({type(config).__module__})))
+    rope = inspect.getsource(modeling_rope_utils) if "rotary" in name else ""
+    of_config = f"{rope}\n{_source(frozenset({type(config).__module__}))}"
     # A module's own attribute of that name comes from elsewhere, unless the name is there without `self` too.
-    return any(re.search(word, each) for each in texts) or re.search(rf"(?<!self\.){word}", text) is not None
+    return bool(re.search(word, of_config) or re.search(rf"(?<!self\.){word}", text))
 
 
 @functools.lru_cache(maxsize=64)
@@ -348,20 +296,19 @@ def _is_full(name: str, kind: object) -> bool:
 
 
 def _refuse_other_kinds(model: PreTrainedModel, before: str, name: str, value: Any) -> None:
+    def may_be_softmax(kind: object) -> bool:
+        if isinstance(kind, str) and len(kind) > 1:
+            return bool(_SOFTMAX.search(kind)) and not _LINEAR.search(kind)
+        # Numbers and letters mean something else in each field: 1 is a window in hybrid_layer_pattern.
+        return name not in _MARKS or _is_full(name, kind)
+
     kinds = list(value) if isinstance(value, (list, tuple, str)) else []
-    others = [kind for kind in kinds if not _may_be_softmax(name, kind)]
+    others = [kind for kind in kinds if not may_be_softmax(kind)]
     if others:
         raise ModelConfigError(
             f"{before}{name}: {len(others)} of {len(kinds)} layers are no softmax attention ({shown(others[0], 40)}), and "
             f"{type(model).__name__} does not read the field; set model_type to a family that does, or remove it"
         )
-
-
-def _may_be_softmax(name: str, kind: object) -> bool:
-    if isinstance(kind, str) and len(kind) > 1:
-        return bool(_SOFTMAX.search(kind)) and not _LINEAR.search(kind)
-    # Numbers and letters mean something else in each field: 1 is a window in hybrid_layer_pattern.
-    return name not in _MARKS or _is_full(name, kind)
 
 
 def _in_words(name: str, value: object) -> str:

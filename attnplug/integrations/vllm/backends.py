@@ -18,9 +18,8 @@ from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
-from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.engine_config import drafts_of
-from attnplug.integrations.vllm.impl import KINDS, Layer
+from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.registry.default import explain, list_backends
 
@@ -236,8 +235,7 @@ def _subclass(base: type[Any], backend: str | None) -> type[Any]:
 def class_of(base: type[Backend], name: str, backend: str | None, **fields: Any) -> type[Backend]:
     """The subclass of `base` that vLLM calls `name`, for one backend, or for all.
 
-    Raises:
-        AttributeError: no backend has that name.
+    AttributeError: no backend has that name.
     """
     known = list_backends()
     if backend is not None and backend not in known:
@@ -257,11 +255,7 @@ def class_of(base: type[Backend], name: str, backend: str | None, **fields: Any)
 
 @functools.cache
 def backend_class(name: str) -> type[Backend]:
-    """The class for ATTNPLUG or ATTNPLUG_NAME.
-
-    Raises:
-        AttributeError: no backend has that name.
-    """
+    """The class for ATTNPLUG or ATTNPLUG_NAME. AttributeError: no backend has that name."""
     prefix = f"{AUTOMATIC}_"
     # Without the prefix it is the name of no backend.
     backend = None if name == AUTOMATIC else name[len(prefix) :] if name.startswith(prefix) else ""

@@ -21,8 +21,8 @@ def check_cache(kv_cache_spec: Any) -> None:
 
     vLLM changes the steps of such layers, such as those with static sinks, whose pages begin with keys of no token.
 
-    Raises:
-        SpecError: another kind of cache, or values of another size than keys.
+
+    SpecError: another kind of cache, or values of another size than keys.
     """
     kind, size = type(kv_cache_spec).__name__, kv_cache_spec.head_size
     if kind not in _CACHES:

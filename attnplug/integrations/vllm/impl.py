@@ -9,23 +9,35 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
+from attnplug.core.dtypes import is_quantized_kv_cache
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.integrations.vllm.caches import logical
 from attnplug.integrations.vllm.engine_config import drafts_of
 from attnplug.integrations.vllm.names import AUTOMATIC
+from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.default import get_registry, select
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.plan.plan_choice import check_served, phase_choices, phase_notes
 
+HAS_CACHE_SHAPE = hasattr(AttentionBackend, "get_kv_cache_shape")
+"""Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size]."""
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""
+
+
+def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torch.Tensor:
+    """`kv_cache` in attnplug's logical order (blocks, 2, tokens, heads, size) and its stored dtype, without a copy."""
+    if kv_cache.ndim == 4:
+        kv_cache = kv_cache.view(*kv_cache.shape[:-1], 2, head_size).permute(0, 3, 2, 1, 4)
+    # vLLM's pages of 16 bits come in their dtype, and "auto" is no type of its own.
+    stored = STORAGE_DTYPES.get(kv_cache_dtype) if is_quantized_kv_cache(kv_cache_dtype) else None
+    return kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
 
 
 def by_phase(spec: LayerSpec) -> Decision:
@@ -33,8 +45,8 @@ def by_phase(spec: LayerSpec) -> Decision:
 
     `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
 
-    Raises:
-        NoBackendError, BackendUnavailableError: with each candidate's reasons.
+
+    NoBackendError, BackendUnavailableError: with each candidate's reasons.
     """
     registry, device = get_registry(), resolve_device(None)
     # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
@@ -117,8 +129,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
     def spec(self) -> LayerSpec:
         """What the layer asks for; where vLLM has no model yet, its first call tells the dtype.
 
-        Raises:
-            SpecError: before that.
+        SpecError: before that.
         """
         if self._spec is None:
             raise SpecError("dtype", None, "is not known before the layer's first call")
@@ -135,8 +146,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         Where vLLM is left to select, it is one for each phase. With drafts it is one for both, because a backend that
         prefills may need exact lengths.
 
-        Raises:
-            NoBackendError, BackendUnavailableError: with each candidate's reasons.
+
+        NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
         spec = self.spec
         if block_size is not None and not spec.direct_kv:

@@ -15,8 +15,7 @@ from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla import MLADims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
-from attnplug.integrations.vllm.caches import logical
-from attnplug.integrations.vllm.impl import Bound
+from attnplug.integrations.vllm.impl import Bound, logical
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
 
@@ -90,8 +89,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
     def decide(self, block_size: int | None) -> Decision:
         """The backend for the layer in pages of `block_size` tokens.
 
-        Raises:
-            NoBackendError, BackendUnavailableError: with each candidate's reasons.
+        NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
         spec = self.spec if block_size is None else self.spec.replace(block_size=block_size)
         return select(spec, None, None, backend=self.backend)

@@ -11,7 +11,7 @@ from attnplug.core.errors import AttnplugError
 from attnplug.core.mla import get_mla_dims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.backends import Backend, class_of, named, reasons_against, unserved
-from attnplug.integrations.vllm.caches import HAS_CACHE_SHAPE
+from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
 
@@ -67,11 +67,7 @@ if HAS_CACHE_SHAPE:
 
 @functools.cache
 def latent_class(name: str) -> type[Backend]:
-    """The class for ATTNPLUG_MLA or ATTNPLUG_NAME_MLA.
-
-    Raises:
-        AttributeError: no backend has that name.
-    """
+    """The class for ATTNPLUG_MLA or ATTNPLUG_NAME_MLA. AttributeError: no backend has that name."""
     backend = None if name == f"{AUTOMATIC}_{LATENT}" else name[len(AUTOMATIC) + 1 : -len(LATENT) - 1]
     return class_of(LatentBackend, name, backend)
 

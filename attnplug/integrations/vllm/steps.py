@@ -24,8 +24,7 @@ _UNSERVED = {
 def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
     """A step of paged layers. `exact` says that the host's lengths are no upper bounds.
 
-    Raises:
-        BatchError: the step asks for something that attnplug's backends would not see.
+    BatchError: the step asks for something that attnplug's backends would not see.
     """
     for field, why in _UNSERVED.items():
         if getattr(step, field, None) is not None:
@@ -68,8 +67,12 @@ def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
     A graph has a fixed number of requests. vLLM fills it up with requests of no query, but counts their tokens. For
     attnplug padding requests have the queries of a decode and one key, so that a padded step has the plan of the graph.
     """
-    given, lengths = step.query_start_loc_cpu, _host_lengths(step)
-    reqs, tokens = step.num_reqs, step.num_actual_tokens
+    reqs, tokens, given = step.num_reqs, step.num_actual_tokens, step.query_start_loc_cpu
+    # Where vLLM cuts requests at the borders of chunks, only this field has the lengths of the parts.
+    host = getattr(step, "_seq_lens_cpu", None)
+    if host is None:
+        host = step.seq_lens_cpu_upper_bound
+    lengths = None if host is None or host.shape[0] < reqs else host.numpy()
     starts = given.numpy()
     last = int(starts[reqs])
     if last == tokens:
@@ -84,15 +87,6 @@ def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
         lengths = lengths[:reqs].copy()
         lengths[used:] = 1
     return torch.from_numpy(filled), lengths
-
-
-def _host_lengths(step: Any) -> npt.NDArray[np.int32] | None:
-    """The lengths that the host has, without a copy; None if it has none of these requests."""
-    # Where vLLM cuts requests at the borders of chunks, only this field has the lengths of the parts.
-    host = getattr(step, "_seq_lens_cpu", None)
-    if host is None:
-        host = step.seq_lens_cpu_upper_bound
-    return None if host is None or host.shape[0] < step.num_reqs else host.numpy()
 
 
 def for_layer(common: CommonAttentionMetadata, spec: LayerSpec) -> CommonAttentionMetadata:
