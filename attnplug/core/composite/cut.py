@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnplug.core.batch.splitting import split_decodes_and_prefills
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.metadata import LENGTHS_ON_HOST, OPTIONAL_ROWS, CommonAttentionMetadata
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +97,7 @@ def cut_at(
     return Cut(reqs, tokens, decode, prefill)
 
 
-_PER_REQUEST = (
-    *("seq_lens_host", "encoder_seq_lens", "encoder_seq_lens_cpu"),
-    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
-)
-_PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
+_CUT = LENGTHS_ON_HOST | OPTIONAL_ROWS
 
 
 def _optional(
@@ -110,11 +106,11 @@ def _optional(
     """The optional fields of the requests and tokens of the step, for each part."""
     first: dict[str, Any] = {}
     second: dict[str, Any] = {}
-    ends = dict.fromkeys(_PER_REQUEST, (reqs, common.num_reqs))
-    ends |= dict.fromkeys(_PER_TOKEN, (tokens, common.num_actual_tokens))
-    for name, (cut, end) in ends.items():
+    ends = {"request": (reqs, common.num_reqs), "token": (tokens, common.num_actual_tokens)}
+    for name, per in _CUT.items():
         value = getattr(common, name)
         if value is not None:
+            cut, end = ends[per]
             first[name], second[name] = value[:cut], value[cut:end]
     return first, second
 

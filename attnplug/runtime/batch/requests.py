@@ -112,7 +112,12 @@ class RequestTable(RequestRows):
         sizes = max_num_seqs, max_num_batched_tokens, groups, slots, self.device
         # Two sets: the host fills one while the device may still copy from the other.
         has_rows = any(isinstance(self.kv_cache_specs[g], MLAAttentionSpec) for g in self.sharded_groups)
-        forms = mm_prefix, bool(self.sharded_groups), has_rows
+        has = {
+            "encoder_seq_lens": bool(self.cross_groups),
+            "mm_prefix_spans": mm_prefix,
+            "logits_indices_padded": True,
+        }
+        forms = [name for name in has if has[name]], bool(self.sharded_groups), has_rows
         tables = self._device_tables
         staging = [
             StepStaging(*sizes, None if tables is None else tables.staging(), *forms) for _ in range(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,7 @@ class StepBatchBuilder(CheckedRequests):
         np.cumsum(scheduled, out=starts[1 : reqs + 1])
         tokens = int(starts[reqs])
         staging.fields.seq_lens[:reqs] = lengths
+        filled: dict[str, int] = {}
         encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
         counts = self._slot_counts(tokens, encoder_tokens)
         slots = staging.fields.slots(len(counts), max(counts))
@@ -131,25 +133,26 @@ class StepBatchBuilder(CheckedRequests):
             begins = np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
             encoder_positions = self._rows[:encoder_tokens] - begins
             self._slots.fill_encoder(slots, encoder_rows, encoder_positions, self._has_null_pages)
-            staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[at]
+            staging.inputs["encoder_seq_lens"].np[:reqs] = self._encoder_lens[at]
+            filled["encoder_seq_lens"] = reqs
         width = int(self._num_blocks[:, :reqs].max(initial=1))
         spans = self._spans(names, at, starts, scheduled, computed) if self._placeholders else []
         maps = map_placeholders(spans, staging.placeholders) if spans else {}
         if self._mm_prefix is not None:
-            self._mm_prefix.fill(spans, staging.mm_prefix_spans.np[:tokens])
+            self._mm_prefix.fill(spans, staging.inputs["mm_prefix_spans"].np[:tokens])
+            filled["mm_prefix_spans"] = tokens
         if wanted is not None:
             ends = np.repeat(starts[1 : reqs + 1] - wanted.cumsum(), wanted)
-            np.add(
-                self._rows[: ends.size], ends, out=staging.logits_indices.np[: ends.size], casting="same_kind"
-            )
+            rows_wanted = staging.inputs["logits_indices_padded"].np[: ends.size]
+            np.add(self._rows[: ends.size], ends, out=rows_wanted, casting="same_kind")
+            filled["logits_indices_padded"] = ends.size
         shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._cascade_groups)
-        logits = None if wanted is None else int(wanted.sum())
         if ordered is not None and self.sharded_groups:
             rows = np.repeat(self._rows[:reqs], scheduled)
         sharded = self._sharded_step(staging, scheduled, computed, rows, positions)
         self._commit_step(names, ordered, scheduled)
         return self._batch(
-            staging, tuple(names), counts, max_query, longest, width, maps, order, shared, logits, sharded
+            staging, tuple(names), counts, max_query, longest, width, filled, maps, order, shared, sharded
         )
 
     def finish_step(self, accepted: Counts | None = None) -> None:
@@ -230,12 +233,16 @@ class StepBatchBuilder(CheckedRequests):
         staging: StepStaging = self._ring.acquire()
         np.cumsum(lengths, out=staging.fields.query_start_loc[1 : num_reqs + 1])
         staging.fields.seq_lens[:num_reqs] = lengths
-        staging.encoder_seq_lens.np[:num_reqs] = self.max_encoder_len
+        filled: dict[str, int] = {}
+        if self.cross_groups:
+            staging.inputs["encoder_seq_lens"].np[:num_reqs] = self.max_encoder_len
+            filled["encoder_seq_lens"] = num_reqs
         encoder_tokens = num_reqs * self.max_encoder_len
         counts = self._slot_counts(num_tokens, encoder_tokens)
         staging.fields.slots(len(counts), max(counts))[:] = PAD_SLOT_ID
         if self._mm_prefix is not None:
-            self._mm_prefix.fill([], staging.mm_prefix_spans.np[:num_tokens])
+            self._mm_prefix.fill([], staging.inputs["mm_prefix_spans"].np[:num_tokens])
+            filled["mm_prefix_spans"] = num_tokens
         # Old requests leave their pages in the rows; a profile run must read the null block only.
         self._tables[:, :num_reqs] = 0
         self._changed(slice(None), slice(num_reqs), 0, self._tables.shape[2])
@@ -246,9 +253,8 @@ class StepBatchBuilder(CheckedRequests):
         rows = np.repeat(self._rows[:num_reqs], lengths)
         positions = self._rows[:num_tokens] - staging.fields.query_start_loc[rows]
         sharded = self._sharded_step(staging, lengths, computed, rows, positions)
-        return self._batch(
-            staging, names, counts, longest, longest, self._tables.shape[2], {}, sharded=sharded
-        )
+        width = self._tables.shape[2]
+        return self._batch(staging, names, counts, longest, longest, width, filled, sharded=sharded)
 
     def _slot_counts(self, tokens: int, encoder_tokens: int) -> tuple[int, ...]:
         groups = range(len(self.block_sizes))
@@ -317,10 +323,10 @@ class StepBatchBuilder(CheckedRequests):
         max_query: int,
         longest: int,
         width: int,
-        placeholders: Mapping[str, PlaceholderMap],
+        filled: Mapping[str, int],
+        placeholders: Mapping[str, PlaceholderMap] = MappingProxyType({}),
         order: Ints | None = None,
         shared: tuple[int, ...] = (),
-        logits: int | None = None,
         sharded: ShardedStep | None = None,
     ) -> StepBatch:
         reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
@@ -330,17 +336,9 @@ class StepBatchBuilder(CheckedRequests):
         else:
             tables = self._device_tables.send(staging.tables, reqs, width)
         starts, lens, slots = staging.fields.send(reqs, len(counts), max(counts))
-        optional: dict[str, Any] = {}
-        if self.cross_groups:
-            optional["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
-            optional["encoder_seq_lens_cpu"] = staging.encoder_seq_lens.np[:reqs]
-        if logits is not None:
-            optional["num_logits_indices"] = logits
-            optional["logits_indices_padded"] = staging.logits_indices.copy_to_gpu(logits)
-            optional["logits_indices_cpu"] = staging.logits_indices.cpu[:logits]
-        if self._mm_prefix is not None:
-            optional["mm_prefix_spans"] = staging.mm_prefix_spans.copy_to_gpu(tokens)
-            optional["mm_prefix_spans_cpu"] = staging.mm_prefix_spans.cpu[:tokens]
+        optional = staging.send(filled)
+        if "logits_indices_padded" in filled:
+            optional["num_logits_indices"] = filled["logits_indices_padded"]
         if self._selection is not None:
             optional["selection"] = self._selection[:tokens]
             # A selection of the step before would be taken for this one's if nobody wrote it.

@@ -18,9 +18,10 @@ from attnplug.core.arguments import instance, integer
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
-from attnplug.core.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.sparse import SparseSpec
+from attnplug.core.metadata import PAD_SLOT_ID, STEP_INPUTS, AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.step_inputs import StepInput
 from attnplug.runtime.batch.engine_values import first_attended, reach
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
@@ -293,24 +294,18 @@ def check_draft(index: int | None, metadata: Mapping[str, AttentionMetadata] | N
         raise BatchError("draft_index", index, limit, "set it to the number of draft steps")
 
 
-def first_with_spans(groups: Iterable[AttentionGroup]) -> str | None:
-    """A layer that needs multimodal spans; None without any."""
-    return next((g.layer_names[0] for g in groups if any(spec.mm_prefix for spec in g.specs)), None)
+NeededInputs: TypeAlias = Mapping[StepInput, tuple[str, LayerSpec]]
+"""The optional inputs that layers need, and the first layer that needs each."""
 
 
-def check_spans(field: str, common: CommonAttentionMetadata, layer: str | None) -> None:
-    """BatchError if `layer` needs multimodal spans and the step has none."""
-    if layer is not None and common.mm_prefix_spans is None:
-        remedy = "give int32 [T, 2], zeros for text; the runtime's step_batch_builder() fills them"
-        raise BatchError(
-            f"{field}.mm_prefix_spans", None, f"is required: layer {layer} has mm_prefix", remedy
-        )
-
-
-def first_sparse(specs: Mapping[str, LayerSpec], *, direct: bool) -> tuple[str, SparseSpec] | None:
-    """A sparse layer with direct K and V, or one with pages: its name and its keys; None without any."""
-    sparse = ((name, spec.sparse) for name, spec in specs.items() if spec.direct_kv is direct)
-    return next(((name, found) for name, found in sparse if found is not None), None)
+def needed_inputs(specs: Mapping[str, LayerSpec]) -> NeededInputs:
+    """The optional inputs that layers with these specs need."""
+    needed: dict[StepInput, tuple[str, LayerSpec]] = {}
+    for each in STEP_INPUTS:
+        first = next(((name, spec) for name, spec in specs.items() if each.needed_by(spec)), None)
+        if first is not None:
+            needed[each] = first
+    return needed
 
 
 def widest_topk(specs: Iterable[LayerSpec]) -> int:
@@ -318,22 +313,23 @@ def widest_topk(specs: Iterable[LayerSpec]) -> int:
     return max((spec.sparse.topk for spec in specs if spec.sparse), default=0)
 
 
-def check_given(field: str, common: CommonAttentionMetadata, layer: tuple[str, SparseSpec] | None) -> None:
-    """Refuse a step without a selection for a sparse layer; no value is read.
+def check_inputs(field: str, common: CommonAttentionMetadata, needed: NeededInputs) -> None:
+    """Refuse a step without an optional input that a layer needs; no value is read.
 
     Raises:
-        BatchError: no selection, one on another device, or one with too few rows.
+        BatchError: an input is missing, or a selection is on another device or has too few rows.
     """
-    if layer is None:
-        return
-    selection, name = common.selection, f"{field}.selection"
-    if selection is None:
-        remedy = "use the selection of the runtime's step_batch_builder(), or Selection.allocate"
-        raise BatchError(name, None, f"is required: layer {layer[0]} is sparse {layer[1]}", remedy)
-    where = common.query_start_loc.device
-    if selection.counts.device != where:
-        raise BatchError(f"{name}.device", str(selection.counts.device), f"must be {where}, like the step")
-    selection.check_size(common.num_actual_tokens)
+    for each, (layer, spec) in needed.items():
+        name, given = f"{field}.{each.name}", getattr(common, each.name)
+        if given is None and each.why:
+            limit = f"is required: layer {layer} {each.why.format(spec=spec)}"
+            raise BatchError(name, None, limit, each.remedy)
+        if isinstance(given, Selection):
+            where = common.query_start_loc.device
+            if given.counts.device != where:
+                found = str(given.counts.device)
+                raise BatchError(f"{name}.device", found, f"must be {where}, like the step")
+            given.check_size(common.num_actual_tokens)
 
 
 def check_values(common: CommonAttentionMetadata, spec: LayerSpec) -> None:

@@ -13,10 +13,16 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.metadata import OPTIONAL_ROWS, STEP_INPUTS, CommonAttentionMetadata
 from attnplug.runtime.batch.step_batch import StepBatch
 
 _Ints: TypeAlias = npt.NDArray[Any]
+_COMPARED = {
+    each.name: each.host
+    for each in STEP_INPUTS
+    if each.name in OPTIONAL_ROWS and each.host is not None and each.width is not None
+}
+"""The optional inputs with rows of requests or tokens, and their copies on the host."""
 _REMEDY = "use the batch as step() made it, or change all fields that say the same"
 
 
@@ -56,11 +62,19 @@ def check_step(field: str, common: CommonAttentionMetadata, has_slots: bool = Tr
     if has_slots and common.slot_mapping.shape[0] < tokens:
         limit = f"must have a slot for each of num_actual_tokens={tokens}"
         raise _refusal(field, "slot_mapping", tuple(common.slot_mapping.shape), limit)
-    if common.encoder_seq_lens is not None:
-        _size(field, "encoder_seq_lens", common.encoder_seq_lens, 1, reqs, torch.int32)
-        host = common.encoder_seq_lens_cpu
-        if host is not None:
-            _same(field, "encoder_seq_lens", common.encoder_seq_lens, host[:reqs], True)
+    for each in STEP_INPUTS:
+        given = getattr(common, each.name)
+        if given is None or each.name not in _COMPARED or each.width is None:
+            continue
+        rows = each.count(reqs, tokens)
+        _size(
+            field, each.name, given, 1 + len(each.width), reqs if each.per == "request" else None, torch.int32
+        )
+        if given.shape[0] < rows:
+            limit = f"must have a row for each of num_actual_tokens={tokens}"
+            raise _refusal(field, each.name, tuple(given.shape), limit)
+        if (host := getattr(common, _COMPARED[each.name])) is not None:
+            _same(field, each.name, given[:rows], np.asarray(host)[:rows], True)
     if common.key_start_loc is None and common.key_start_loc_cpu is not None:
         raise _refusal(field, "key_start_loc", None, "is required beside key_start_loc_cpu")
     if common.key_start_loc is not None:
@@ -200,23 +214,14 @@ def _same(field: str, name: str, device: torch.Tensor, host: _Ints, exact: bool)
         return
     bad = values != host if exact else values > host
     if bad.any():
-        worst = int(bad.argmax())
+        worst = np.unravel_index(int(bad.argmax()), bad.shape)
         relation = "must equal" if exact else "must not pass"
         limit = f"{relation} {int(host[worst])}, which the host has"
-        raise _refusal(field, f"{name}[{worst}]", int(values[worst]), limit)
+        raise _refusal(field, f"{name}[{', '.join(map(str, worst))}]", int(values[worst]), limit)
 
 
 def _refusal(field: str, name: str, value: object, limit: str) -> BatchError:
     return BatchError(f"{field}.{name}", value, limit, _REMEDY)
-
-
-# A field on the device, its copy on the host, and the flag that says whether that is exact.
-_PAIRS = (
-    ("query_start_loc", "query_start_loc_cpu", None),
-    ("seq_lens", "seq_lens_host", "seq_lens_host_exact"),
-    ("encoder_seq_lens", "encoder_seq_lens_cpu", None),
-    ("key_start_loc", "key_start_loc_cpu", None),
-)
 
 
 class DeviceComparison:
@@ -254,12 +259,15 @@ class DeviceComparison:
 
 
 def _differences(common: CommonAttentionMetadata) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, copied, exactness in _PAIRS:
+    pairs = {"query_start_loc": "query_start_loc_cpu", "seq_lens": "seq_lens_host"}
+    for name, copied in (pairs | {"key_start_loc": "key_start_loc_cpu"} | _COMPARED).items():
         device, host = getattr(common, name), getattr(common, copied)
         if device is None or host is None:
             continue
         values: Any = host if isinstance(host, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(host))
+        # The rows past the step's tokens are not read, and either side may have more of them.
+        rows = min(device.shape[0], values.shape[0])
         # The host waits for copies from memory that is not pinned.
-        sent = values.pin_memory().to(device.device, non_blocking=True)
-        is_exact = exactness is None or getattr(common, exactness)
-        yield name, (device != sent).any() if is_exact else (device > sent).any()
+        sent = values[:rows].pin_memory().to(device.device, non_blocking=True)
+        is_exact = name != "seq_lens" or common.seq_lens_host_exact
+        yield name, (device[:rows] != sent).any() if is_exact else (device[:rows] > sent).any()
