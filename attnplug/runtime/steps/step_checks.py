@@ -22,7 +22,7 @@ from attnplug.core.metadata import PAD_SLOT_ID, STEP_INPUTS, AttentionMetadata, 
 from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.core.step_inputs import StepInput
-from attnplug.runtime.batch.engine_values import first_attended, reach
+from attnplug.runtime.batch.kv_groups import first_attended, reach
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import tokens_per_block
