@@ -178,6 +178,24 @@ class RequestRows(OneCommit):
             spans += spans_of(names[row], self.placeholders[names[row]], *tokens)
         return spans
 
+    def ordered(self, scheduled: Ints, thresholds: Sequence[int]) -> tuple[Ints, Ints] | None:
+        """The order with decodes in front, as every threshold has it, then extends, then prefills.
+
+        Requests whose place is right stay there, so the fewest possible move. Returns the index that each request has
+        now, int64 `[R]`, and the places of those that move; None if no request moves.
+        """
+        if not thresholds:
+            return None
+        # A decode is a short query, of a new request too. A query past a threshold comes after all within it.
+        rank = np.searchsorted(thresholds, scheduled)
+        rank[(rank == len(thresholds)) & (self.computed[: scheduled.size] == 0)] += 1
+        misplaced = np.flatnonzero(rank != np.sort(rank))
+        if not misplaced.size:
+            return None
+        order = np.arange(scheduled.size)
+        order[misplaced] = misplaced[np.argsort(rank[misplaced], kind="stable")]
+        return order, misplaced
+
     # Each method from here to `finish` prepares a change, and its last statement makes it.
 
     def add(
@@ -251,14 +269,20 @@ class RequestRows(OneCommit):
         move = *self._moved(np.array([j, i]), np.array([i, j])), Members(names, self._members.order + 1)
         self._change = functools.partial(self._move, *move)
 
-    def begin(self, scheduled: Ints, ordered: tuple[Ints, Ints] | None) -> None:
-        """Begin a step of scheduled tokens, in a new order of the requests, if that is given, and of those that move."""
-        move, names = None, self.members.names
+    def begin(self, scheduled: Ints, ordered: tuple[Ints, Ints] | None) -> tuple[str, ...]:
+        """Begin a step of scheduled tokens, and return its requests.
+
+        `ordered` is None, or a new order of the requests and the places of those that move. Unlike other changes, this
+        one is written at once, because the step's buffers are filled from the rows.
+        """
+        move, names = None, tuple(self.members.names)
         if ordered is not None:
             order, misplaced = ordered
-            names = [names[row] for row in order.tolist()]
-            move = *self._moved(order[misplaced], misplaced), Members(names, self._members.order + 1)
-        self._change = functools.partial(self._begin, tuple(names), scheduled, move)
+            names = tuple(names[row] for row in order.tolist())
+            move = *self._moved(order[misplaced], misplaced), Members(list(names), self._members.order + 1)
+        self._change = functools.partial(self._begin, names, scheduled, move)
+        self._settle()
+        return names
 
     def finish(self, counts: Ints) -> None:
         """Count so many tokens of each request of the step as computed."""

@@ -284,19 +284,20 @@ class StepBatchBuilder(NotCopied):
                 tokens_of = int(computed[row]), int(scheduled[row])
                 self._mm_prefix.check_step(names[row], requests.placeholders[names[row]], *tokens_of)
         # All checks come before this line, because a step that is refused moves nothing.
-        ordered, order = self._ordered(scheduled), None
+        ordered, order = requests.ordered(scheduled, self.reorder_batch_thresholds), None
         if ordered is not None:
             order = ordered[0]
-            scheduled, wanted = scheduled[order], None if wanted is None else wanted[order]
-        requests.begin(scheduled, ordered)
-        names, encoder = self.req_ids, None
+            scheduled, lengths = scheduled[order], lengths[order]
+            wanted = None if wanted is None else wanted[order]
+        stepped, encoder = requests.begin(scheduled, ordered), None
         if self.cross_groups:
             lens = requests.encoder_lens[:reqs]
             encoder = lens, np.where(requests.encoder_written[:reqs] | (scheduled == 0), 0, lens)
         return self._buffers.batch(
-            names,
+            stepped,
             scheduled,
             computed,
+            lengths,
             max_query=max_query,
             longest=longest,
             width=int(requests.num_blocks[:, :reqs].max(initial=1)),
@@ -388,33 +389,14 @@ class StepBatchBuilder(NotCopied):
         self._requests.tables[:, :num_reqs] = 0
         self._requests.changed(slice(None), slice(num_reqs), 0, self._requests.tables.shape[2])
         return self._buffers.batch(
-            [f"profile-{index}" for index in range(num_reqs)],
+            tuple(f"profile-{index}" for index in range(num_reqs)),
             lengths,
             # From the start, so the numbers of earlier requests do not count.
             np.zeros(num_reqs, dtype=np.int64),
+            lengths,
             max_query=int(lengths[0]),
             longest=int(lengths[0]),
             width=self._requests.tables.shape[2],
             has_null_pages=True,
             encoder=(encoder, encoder) if self.cross_groups else None,
         )
-
-    def _ordered(self, scheduled: Ints) -> tuple[Ints, Ints] | None:
-        """The order with decodes in front, as every threshold has it, then extends, then prefills.
-
-        Requests whose place is right stay there, so the fewest possible move. Returns the index that each request has
-        now, int64 `[R]`, and the places of those that move; None if no request moves.
-        """
-        if not self.reorder_batch_thresholds:
-            return None
-        # A decode is a short query, of a new request too. A query past a threshold comes after all within it.
-        rank = np.searchsorted(self.reorder_batch_thresholds, scheduled)
-        rank[
-            (rank == len(self.reorder_batch_thresholds)) & (self._requests.computed[: scheduled.size] == 0)
-        ] += 1
-        misplaced = np.flatnonzero(rank != np.sort(rank))
-        if not misplaced.size:
-            return None
-        order = np.arange(scheduled.size)
-        order[misplaced] = misplaced[np.argsort(rank[misplaced], kind="stable")]
-        return order, misplaced

@@ -75,9 +75,10 @@ class StepBuffers(NotCopied):
 
     def batch(
         self,
-        names: Sequence[str],
+        names: tuple[str, ...],
         scheduled: Ints,
         computed: Ints,
+        lengths: Ints,
         *,
         max_query: int,
         longest: int,
@@ -95,8 +96,9 @@ class StepBuffers(NotCopied):
             names: of its requests, which are the first rows of the tables.
             scheduled: new tokens of each request.
             computed: its tokens before them.
+            lengths: all its tokens after them.
             max_query: the longest of `scheduled`.
-            longest: the longest sequence with its new tokens.
+            longest: the longest of `lengths`.
             width: pages of the longest request.
             has_null_pages: whether a new token may be in a null page.
             encoder: with cross groups, the encoder tokens of each request, and those that this step writes.
@@ -111,7 +113,7 @@ class StepBuffers(NotCopied):
         starts = fields.query_start_loc
         np.cumsum(scheduled, out=starts[1 : reqs + 1])
         tokens = int(starts[reqs])
-        np.add(computed, scheduled, out=fields.seq_lens[:reqs], casting="same_kind")
+        fields.seq_lens[:reqs] = lengths
         # Both tests: with two tokens for one request and none for another, the sum is equal too.
         if tokens == reqs and max_query == 1:
             rows, positions = self._counter[:reqs], computed
@@ -119,9 +121,9 @@ class StepBuffers(NotCopied):
             rows = np.repeat(self._counter[:reqs], scheduled)
             positions = self._counter[:tokens] + np.repeat(computed - starts[:reqs], scheduled)
         encoder_tokens = 0 if encoder is None else int(encoder[1].sum())
-        counts = tuple(
-            encoder_tokens if group in groups.cross else tokens for group in range(len(groups.block_sizes))
-        )
+        counts = (tokens,) * len(groups.block_sizes)
+        if encoder is not None:
+            counts = tuple(encoder_tokens if g in groups.cross else tokens for g in range(len(counts)))
         slots = fields.slots(len(counts), max(counts))
         self._slots.fill(slots, rows, positions, has_null_pages)
         if encoder is not None:
@@ -149,7 +151,7 @@ class StepBuffers(NotCopied):
         else:
             tables = requests.device_tables.send(staging.tables, reqs, width)
         sent_starts, lens_sent, slots_sent = fields.send(reqs, len(counts), max(counts))
-        optional: dict[str, Any] = staging.send(filled)
+        optional: dict[str, Any] = staging.send(filled) if filled else {}
         if wanted is not None:
             optional["num_logits_indices"] = filled["logits_indices_padded"]
         if self._selection is not None:
@@ -172,6 +174,6 @@ class StepBuffers(NotCopied):
         )
         # All copies of the set are issued, so the event that guards it can be recorded.
         self._ring.release()
-        own_groups = groups.cross, tuple(names), groups.block_sizes, maps, order, shared, groups.specs
+        own_groups = groups.cross, names, groups.block_sizes, maps, order, shared, groups.specs
         stamps = (self.serial.advance("step"),)
         return StepBatch(common, first, tables, slots_sent, counts, *own_groups, sharded, stamps).sealed()
