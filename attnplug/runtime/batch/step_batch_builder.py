@@ -128,7 +128,13 @@ class StepBatchBuilder(NotCopied):
         pool = self.num_blocks, instance("one_pool", one_pool, bool)
         self._requests = RequestRows(groups, self.max_num_seqs, width, *pool, self.device)
         sizes = self.max_num_batched_tokens, encoder
-        self._buffers = StepBuffers(self._requests, *sizes, self._mm_prefix, sparse_topk, self.device)
+        has = {
+            "encoder_seq_lens": bool(groups.cross),
+            "mm_prefix_spans": mm_prefix,
+            "logits_indices_padded": True,
+        }
+        inputs = [name for name in has if has[name]]
+        self._buffers = StepBuffers(self._requests, *sizes, self._mm_prefix, sparse_topk, inputs, self.device)
 
     @property
     def req_ids(self) -> list[str]:
@@ -289,10 +295,11 @@ class StepBatchBuilder(NotCopied):
             order = ordered[0]
             scheduled, lengths = scheduled[order], lengths[order]
             wanted = None if wanted is None else wanted[order]
-        stepped, encoder = requests.begin(scheduled, ordered), None
+        stepped, unwritten = requests.begin(scheduled, ordered), None
+        values: dict[str, Ints] = {}
         if self.cross_groups:
-            lens = requests.encoder_lens[:reqs]
-            encoder = lens, np.where(requests.encoder_written[:reqs] | (scheduled == 0), 0, lens)
+            lens = values["encoder_seq_lens"] = requests.encoder_lens[:reqs]
+            unwritten = np.where(requests.encoder_written[:reqs] | (scheduled == 0), 0, lens)
         return self._buffers.batch(
             stepped,
             scheduled,
@@ -302,7 +309,8 @@ class StepBatchBuilder(NotCopied):
             longest=longest,
             width=int(requests.num_blocks[:, :reqs].max(initial=1)),
             has_null_pages=requests.has_null_pages,
-            encoder=encoder,
+            values=values,
+            unwritten=unwritten,
             spans=requests.spans(scheduled) if requests.placeholders else (),
             wanted=wanted,
             order=order,
@@ -398,5 +406,6 @@ class StepBatchBuilder(NotCopied):
             longest=int(lengths[0]),
             width=self._requests.tables.shape[2],
             has_null_pages=True,
-            encoder=(encoder, encoder) if self.cross_groups else None,
+            values={"encoder_seq_lens": encoder} if self.cross_groups else {},
+            unwritten=encoder if self.cross_groups else None,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class StepBuffers(NotCopied):
         max_encoder_len: longest encoder sequence.
         mm_prefix: the spans of layers with mm_prefix; None without such layers.
         sparse_topk: the width of a step's selection; 0 without sparse layers.
+        inputs: the names of the other optional inputs.
         device: of the batches.
     """
 
@@ -41,6 +42,7 @@ class StepBuffers(NotCopied):
         max_encoder_len: int,
         mm_prefix: MMPrefix | None,
         sparse_topk: int,
+        inputs: Collection[str],
         device: torch.device,
     ) -> None:
         self._requests, self._mm_prefix = requests, mm_prefix
@@ -49,12 +51,7 @@ class StepBuffers(NotCopied):
         self.serial = StepSerial()
         slots = max(max_num_batched_tokens, reqs * max_encoder_len)
         sizes = reqs, max_num_batched_tokens, len(groups.block_sizes), slots, device
-        has = {
-            "encoder_seq_lens": bool(groups.cross),
-            "mm_prefix_spans": mm_prefix is not None,
-            "logits_indices_padded": True,
-        }
-        inputs, tables = [name for name in has if has[name]], requests.device_tables
+        tables = requests.device_tables
         has_rows = any(isinstance(groups.specs[group], MLAAttentionSpec) for group in groups.sharded)
         # Two sets: the host fills one while the device may still copy from the other.
         staging = [
@@ -84,7 +81,8 @@ class StepBuffers(NotCopied):
         longest: int,
         width: int,
         has_null_pages: bool,
-        encoder: tuple[Ints, Ints] | None = None,
+        values: Mapping[str, Ints],
+        unwritten: Ints | None = None,
         spans: Sequence[Span] = (),
         wanted: Ints | None = None,
         order: Ints | None = None,
@@ -101,7 +99,8 @@ class StepBuffers(NotCopied):
             longest: the longest of `lengths`.
             width: pages of the longest request.
             has_null_pages: whether a new token may be in a null page.
-            encoder: with cross groups, the encoder tokens of each request, and those that this step writes.
+            values: the values of optional inputs with a row for each request, by name.
+            unwritten: the encoder tokens of each request that this step writes; None without cross groups.
             spans: placeholders among the new tokens, in order of tokens.
             wanted: of each request, the tokens at its end whose logits are wanted; None without.
             order: see StepBatch.
@@ -120,19 +119,19 @@ class StepBuffers(NotCopied):
         else:
             rows = np.repeat(self._counter[:reqs], scheduled)
             positions = self._counter[:tokens] + np.repeat(computed - starts[:reqs], scheduled)
-        encoder_tokens = 0 if encoder is None else int(encoder[1].sum())
+        encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
         counts = (tokens,) * len(groups.block_sizes)
-        if encoder is not None:
+        if unwritten is not None:
             counts = tuple(encoder_tokens if g in groups.cross else tokens for g in range(len(counts)))
         slots = fields.slots(len(counts), max(counts))
         self._slots.fill(slots, rows, positions, has_null_pages)
-        if encoder is not None:
-            lens, written = encoder
-            begins = np.repeat(np.cumsum(written) - written, written)
-            encoder_rows, places = np.repeat(self._counter[:reqs], written), self._counter[:encoder_tokens]
+        if unwritten is not None:
+            begins = np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
+            encoder_rows, places = np.repeat(self._counter[:reqs], unwritten), self._counter[:encoder_tokens]
             self._slots.fill_encoder(slots, encoder_rows, places - begins, has_null_pages)
-            staging.inputs["encoder_seq_lens"].np[:reqs] = lens
-            filled["encoder_seq_lens"] = reqs
+        for name, rows_of in values.items():
+            staging.inputs[name].np[:reqs] = rows_of
+            filled[name] = reqs
         maps = map_placeholders(spans, staging.placeholders) if spans else {}
         if self._mm_prefix is not None:
             self._mm_prefix.fill(spans, staging.inputs["mm_prefix_spans"].np[:tokens])
