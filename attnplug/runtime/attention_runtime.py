@@ -51,18 +51,16 @@ from attnplug.runtime.steps.attention_groups import (
 from attnplug.runtime.steps.layer_steps import LayerStep, direct_steps, paged_steps
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.steps.step_checks import (
-    check_device,
-    check_draft,
+    check_arguments,
+    check_batch,
     check_groups,
     check_inputs,
-    check_kinds,
     check_order,
-    check_pool,
-    check_values,
+    check_step,
     needed_inputs,
     widest_topk,
 )
-from attnplug.runtime.steps.step_consistency import DeviceComparison, check_groups_of, check_step
+from attnplug.runtime.steps.step_values import DeviceComparison, check_pool, check_values
 from attnplug.runtime.steps.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
@@ -295,17 +293,20 @@ class AttentionRuntime(NotCopied):
         self._check_open()
         self.end_step()
         self._comparison.check()
-        check_kinds(batch, direct, self._sharded is not None, bool(self._direct_groups))
-        check_draft(draft_index, metadata, self.config.num_speculative_tokens)
-        check_device(batch, direct, self._home)
+        check_arguments(
+            *(batch, direct, metadata, draft_index),
+            is_sharded=self._sharded is not None,
+            has_direct=bool(self._direct_groups),
+            drafts=self.config.num_speculative_tokens,
+            device=self._home,
+        )
         step: dict[str, LayerStep] = {}
         if batch is not None:
             check_current("batch", batch.stamps)
             check_groups(batch, self.kv_cache_config)
             is_as_made = batch.is_as_made
             if not is_as_made:
-                check_step("batch.common", batch.common, batch.common_group not in batch.cross_groups)
-                check_groups_of(batch)
+                check_batch(batch)
                 self._comparison.begin("batch.common", batch.common)
             if self.device.type == "cpu" or self.debug:
                 # On a GPU the host would wait for the tables, so only debug mode checks them.

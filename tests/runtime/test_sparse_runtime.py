@@ -12,7 +12,7 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import BuilderConfig, LayerSpec, Selection, SparseSpec
 from attnplug.errors import BatchError, LayoutError
 from attnplug.runtime import AttentionRuntime, GraphInputBuffers, StepBatch
-from attnplug.runtime.steps.step_checks import check_values
+from attnplug.runtime.steps.step_values import check_values
 from attnplug.testing import assert_close, attention_oracle, direct_batch
 
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}

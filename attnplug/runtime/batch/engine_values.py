@@ -197,57 +197,39 @@ def numbers(field: str, given: object, what: str, most: int) -> frozenset[int]:
 
 
 def check_step(
-    requests: RequestRows,
-    scheduled: Ints,
-    lengths: Ints,
-    largest: int,
-    longest: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-) -> None:
-    """Refuse scheduled tokens that the requests have no room for; it changes nothing.
+    requests: RequestRows, scheduled: Ints, lengths: Ints, max_num_batched_tokens: int, max_model_len: int
+) -> tuple[int, int]:
+    """Refuse scheduled tokens for which the requests have no room; they are then of these lengths.
 
-    Args:
-        requests: those in flight.
-        scheduled: new tokens of each.
-        lengths: computed and new tokens of each.
-        largest: of `scheduled`.
-        longest: of `lengths`.
-        max_num_batched_tokens: most tokens in a step.
-        max_model_len: longest sequence.
+    Returns:
+        The most scheduled tokens of a request, and the longest length.
 
     Raises:
         BatchError: see `StepBatchBuilder.step`.
     """
-    _check_counts(requests, scheduled, largest, max_num_batched_tokens)
-    _check_lengths(requests, lengths, longest, max_model_len)
+    largest, longest = int(scheduled.max(initial=0)), int(lengths.max(initial=0))
+    names = requests.members.names
+    if scheduled.min(initial=0) < 0:
+        worst = int(scheduled.argmin())
+        limit = f"of request {names[worst]} must not be negative"
+        raise BatchError("num_scheduled_tokens", int(scheduled[worst]), limit)
+    # Each within the limit keeps the sum from overflowing.
+    total = largest if largest > max_num_batched_tokens else int(scheduled.sum())
+    if total > max_num_batched_tokens:
+        limit = f"in all must not pass max_num_batched_tokens={max_num_batched_tokens}"
+        raise BatchError("num_scheduled_tokens", total, limit)
+    if longest > max_model_len:
+        limit = f"of request {names[int(lengths.argmax())]} is past max_model_len={max_model_len}"
+        raise BatchError("seq_len", longest, limit)
+    if (lengths > requests.capacity[: lengths.size]).any():
+        _refuse_short(requests, "seq_len", lengths, requests.groups.decoder)
     if requests.groups.cross:
         needed = np.where(scheduled > 0, requests.encoder_lens[: scheduled.size], 0)
         _refuse_short(requests, "encoder_len", needed, requests.groups.cross)
     _check_null_blocks(requests, scheduled, lengths)
     if requests.holders.may_cross:
         _check_crossed(requests, scheduled, requests.computed[: scheduled.size])
-
-
-def _check_counts(requests: RequestRows, scheduled: Ints, largest: int, most: int) -> None:
-    if scheduled.min(initial=0) < 0:
-        worst = int(scheduled.argmin())
-        limit = f"of request {requests.members.names[worst]} must not be negative"
-        raise BatchError("num_scheduled_tokens", int(scheduled[worst]), limit)
-    # Each within the limit keeps the sum from overflowing.
-    total = largest if largest > most else int(scheduled.sum())
-    if total > most:
-        limit = f"in all must not pass max_num_batched_tokens={most}"
-        raise BatchError("num_scheduled_tokens", total, limit)
-
-
-def _check_lengths(requests: RequestRows, lengths: Ints, longest: int, most: int) -> None:
-    if longest > most:
-        name = requests.members.names[int(lengths.argmax())]
-        limit = f"of request {name} is past max_model_len={most}"
-        raise BatchError("seq_len", longest, limit)
-    if (lengths > requests.capacity[: lengths.size]).any():
-        _refuse_short(requests, "seq_len", lengths, requests.groups.decoder)
+    return largest, longest
 
 
 def _check_null_blocks(requests: RequestRows, scheduled: Ints, lengths: Ints) -> None:

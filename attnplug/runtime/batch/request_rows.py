@@ -27,21 +27,15 @@ class Members(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """The new pages of a request in one KV group.
-
-    Args:
-        start: the first column.
-        end: one past the last.
-        blocks: their numbers.
-        held: the numbers of requests that hold them.
-        null_end: one past the last null page; 0 without any.
-    """
+    """The new pages of a request in one KV group, and the numbers of requests that hold them."""
 
     start: int
     end: int
+    """One past their last column."""
     blocks: Ints
     held: Held
     null_end: int
+    """One past the last null page; 0 without any."""
 
 
 _Move: TypeAlias = tuple[Ints, Ints, npt.NDArray[np.int32], Members]
@@ -209,34 +203,29 @@ class RequestRows(OneCommit):
     ) -> int:
         """Add a request, and return its row.
 
-        Args:
-            req_id: its name.
-            computed: its computed tokens.
-            encoder: its encoder tokens, and whether they are computed.
-            items: its placeholders.
-            pages: from `pages`.
-            longest: its room without decoder groups.
+        `encoder` has its encoder tokens, and whether they are computed. Without decoder groups it may be `longest`.
         """
         members = self.members
         index = len(members.names)
         end = items[-1].offset + items[-1].length if items else 0
         self.numbers[:, index] = 0
         self.numbers[:7, index] = computed, 0, 0, 0, *encoder, end
-        if pages or not self.groups.decoder:
-            # Without decoder pages, as in models of cross attention only, no page limits the length.
-            self._count_pages(index, pages, self._put(pages, index, longest))
         self.index[req_id] = index
         if items:
             self.placeholders[req_id] = items
         else:
             self.placeholders.pop(req_id, None)
-        change = functools.partial(self._enter, Members([*members.names, req_id], members.order + 1), pages)
+        members = Members([*members.names, req_id], members.order + 1)
+        # Without decoder pages, as in models of cross attention only, no page limits the length.
+        capacity = self._put(pages, index, longest) if pages or not self.groups.decoder else 0
+        change = functools.partial(self._take, members, index, pages, capacity)
         # On one line, so that an interrupt is before both.
         self._change = change; return index  # fmt: skip  # noqa: E702
 
     def append(self, index: int, pages: Sequence[Pages], longest: int) -> None:
         """Give the request of a row more pages."""
-        self._change = functools.partial(self._append, index, pages, self._put(pages, index, longest))
+        capacity = self._put(pages, index, longest)
+        self._change = functools.partial(self._take, self._members, index, pages, capacity)
 
     def free(self, index: int, group: int, count: int) -> None:
         """Replace the first pages of a request in a KV group by the null block."""
@@ -320,27 +309,16 @@ class RequestRows(OneCommit):
 
     # The methods from here write a change. Each may begin again after an interrupt.
 
-    def _enter(self, members: Members, pages: Sequence[Pages]) -> None:
-        self._hold(pages)
-        self._members = members
-
-    def _append(self, index: int, pages: Sequence[Pages], capacity: int) -> None:
-        self._hold(pages)
-        self._count_pages(index, pages, capacity)
-
-    def _hold(self, pages: Sequence[Pages]) -> None:
-        if self.holders.is_known:
-            for group, (_, _, blocks, held, _) in enumerate(pages):
-                self.holders.set(group, blocks, held)
-
-    def _count_pages(self, index: int, pages: Sequence[Pages], capacity: int) -> None:
-        for group, (_, end, _, _, null_end) in enumerate(pages):
+    def _take(self, members: Members, index: int, pages: Sequence[Pages], capacity: int) -> None:
+        for group, (_, end, blocks, held, null_end) in enumerate(pages):
+            self.holders.set(group, blocks, held)
             self.num_blocks[group, index] = end
             if null_end:
                 self.has_null_pages = True
                 self.null_ends[group, index] = null_end
                 self.first_served[index] = self.computed[index]
         self.capacity[index] = capacity
+        self._members = members
 
     def _free(
         self, index: int, group: int, freed: npt.NDArray[np.int32], holders: Held, numbers: Ints

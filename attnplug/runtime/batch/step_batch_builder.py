@@ -277,11 +277,9 @@ class StepBatchBuilder(NotCopied):
         requests, names = self._requests, self.req_ids
         reqs = len(names)
         scheduled = counts_of("num_scheduled_tokens", num_scheduled_tokens, names)
-        computed, max_query = requests.computed[:reqs], int(scheduled.max(initial=0))
-        lengths = computed + scheduled
-        longest = int(lengths.max(initial=0))
-        limits = self.max_num_batched_tokens, self.max_model_len
-        check_step(requests, scheduled, lengths, max_query, longest, *limits)
+        computed = requests.computed[:reqs]
+        lengths, limits = computed + scheduled, (self.max_num_batched_tokens, self.max_model_len)
+        max_query, longest = check_step(requests, scheduled, lengths, *limits)
         wanted = None if num_logits is None else counts_of("num_logits", num_logits, names)
         if wanted is not None:
             check_at_most("num_logits", wanted, scheduled, names, "scheduled tokens")
