@@ -293,13 +293,8 @@ class AttentionRuntime(NotCopied):
         self._check_open()
         self.end_step()
         self._comparison.check()
-        check_arguments(
-            *(batch, direct, metadata, draft_index),
-            is_sharded=self._sharded is not None,
-            has_direct=bool(self._direct_groups),
-            drafts=self.config.num_speculative_tokens,
-            device=self._home,
-        )
+        has = self._sharded is not None, bool(self._direct_groups), self.config.num_speculative_tokens
+        check_arguments(batch, direct, metadata, draft_index, *has, self._home)
         step: dict[str, LayerStep] = {}
         if batch is not None:
             check_current("batch", batch.stamps)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.batch.context_parallel import local_lengths
-from attnplug.core.batch.host import to_device
+from attnplug.core.batch.host import optional_rows, to_device
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID, WITHOUT_LOGITS, CommonAttentionMetadata
 from attnplug.runtime.batch.staging import StepStaging
@@ -187,6 +187,11 @@ class ShardedStep:
             block_table_tensor=table,
             slot_mapping=slots,
             **WITHOUT_LOGITS,
+            **(
+                {}
+                if self.row_requests_host is None
+                else optional_rows(common, self.row_requests_host, slice(None))
+            ),
         )
 
     def new_tokens(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:

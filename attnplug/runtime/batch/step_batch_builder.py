@@ -121,20 +121,20 @@ class StepBatchBuilder(NotCopied):
         # A prefix of shared blocks has other tokens on each rank, so no builder is asked about it.
         may_cascade = [g for g in groups.decoder if g not in groups.sharded]
         self._cascade_groups = [g for g in may_cascade if cascade_groups is None or g in cascade_groups]
+        most, tokens = self.max_num_seqs, self.max_num_batched_tokens
         own, encoder = self.max_model_len, self.max_encoder_len
-        lengths = [encoder if g in groups.cross else own for g in range(count)]
-        width = max(-(-length // size) for length, size in zip(lengths, groups.tokens_per_block, strict=True))
-        check_entries(count * self.max_num_seqs * width, self.max_num_seqs, own)
+        width = max(
+            -(-(encoder if group in groups.cross else own) // size)
+            for group, size in enumerate(groups.tokens_per_block)
+        )
+        check_entries(count * most * width, most, own)
         pool = self.num_blocks, instance("one_pool", one_pool, bool)
-        self._requests = RequestRows(groups, self.max_num_seqs, width, *pool, self.device)
-        sizes = self.max_num_batched_tokens, encoder
-        has = {
-            "encoder_seq_lens": bool(groups.cross),
-            "mm_prefix_spans": mm_prefix,
-            "logits_indices_padded": True,
-        }
+        self._requests = RequestRows(groups, most, width, *pool, self.device)
+        has = {"encoder_seq_lens": groups.cross, "mm_prefix_spans": mm_prefix, "logits_indices_padded": True}
         inputs = [name for name in has if has[name]]
-        self._buffers = StepBuffers(self._requests, *sizes, self._mm_prefix, sparse_topk, inputs, self.device)
+        self._buffers = StepBuffers(
+            self._requests, tokens, encoder, self._mm_prefix, sparse_topk, inputs, self.device
+        )
 
     @property
     def req_ids(self) -> list[str]:
@@ -294,7 +294,8 @@ class StepBatchBuilder(NotCopied):
             scheduled, lengths = scheduled[order], lengths[order]
             wanted = None if wanted is None else wanted[order]
         stepped, unwritten = requests.begin(scheduled, ordered), None
-        values: dict[str, Ints] = {}
+        tables, values = requests.tables[:, :reqs], dict[str, Ints]()
+        shared = shared_prefix_lens(tables, self.block_sizes, computed, self._cascade_groups)
         if self.cross_groups:
             lens = values["encoder_seq_lens"] = requests.encoder_lens[:reqs]
             unwritten = np.where(requests.encoder_written[:reqs] | (scheduled == 0), 0, lens)
@@ -312,9 +313,7 @@ class StepBatchBuilder(NotCopied):
             spans=requests.spans(scheduled) if requests.placeholders else (),
             wanted=wanted,
             order=order,
-            shared=shared_prefix_lens(
-                requests.tables[:, :reqs], self.block_sizes, computed, self._cascade_groups
-            ),
+            shared=shared,
         )
 
     def finish_step(self, accepted: Counts | None = None) -> None:
@@ -382,8 +381,7 @@ class StepBatchBuilder(NotCopied):
         if self.num_reqs:
             raise BatchError("num_reqs", self.num_reqs, "requests are in flight", "profile before adding any")
         num_reqs, num_tokens = integer("num_reqs", num_reqs), integer("num_tokens", num_tokens)
-        limit = min(self.max_num_seqs, num_tokens)
-        if not 1 <= num_reqs <= limit:
+        if not 1 <= num_reqs <= (limit := min(self.max_num_seqs, num_tokens)):
             raise BatchError("num_reqs", num_reqs, f"must be in 1 .. {limit}")
         limit = min(self.max_num_batched_tokens, num_reqs * self.max_model_len)
         if num_tokens > limit:

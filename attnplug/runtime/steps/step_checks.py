@@ -40,7 +40,6 @@ def check_arguments(
     direct: CommonAttentionMetadata | None,
     metadata: Mapping[str, AttentionMetadata] | None,
     draft_index: int | None,
-    *,
     is_sharded: bool,
     has_direct: bool,
     drafts: int,
@@ -54,23 +53,23 @@ def check_arguments(
     if batch is None and direct is None:
         raise BatchError("batch", None, "is required: give batch, direct, or both")
     tensors: dict[str, Any] = {}
-    commons = {"direct": direct}
     if batch is not None:
         instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
         if batch.sharded is not None and not is_sharded:
             limit = "must be None: the plan of this runtime has no context parallelism"
             raise BatchError("batch.sharded", batch.sharded.place, limit, _MAKE)
-        tensors = {"batch.block_tables": batch.block_tables, "batch.slot_mappings": batch.slot_mappings}
-        commons = {"batch.common": batch.common, "direct": direct}
+        tensors = {
+            "batch.block_tables": batch.block_tables,
+            "batch.slot_mappings": batch.slot_mappings,
+            "batch.common.query_start_loc": batch.common.query_start_loc,
+            "batch.common.seq_lens": batch.common.seq_lens,
+        }
     if direct is not None:
         reqs = instance("direct", direct, CommonAttentionMetadata).num_reqs
         if not has_direct:
             raise BatchError("direct", reqs, "requests, and no layer of the plan has direct K and V")
+        tensors |= {"direct.query_start_loc": direct.query_start_loc, "direct.seq_lens": direct.seq_lens}
     _check_draft(draft_index, metadata, drafts)
-    for name, common in commons.items():
-        if common is not None:
-            tensors[f"{name}.query_start_loc"] = common.query_start_loc
-            tensors[f"{name}.seq_lens"] = common.seq_lens
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(name, tensor, "must be a torch.Tensor", _MAKE)
