@@ -108,8 +108,8 @@ class StepBatchBuilder(NotCopied):
         self.context_parallel = place = checked_place(context_parallel)
         count = len(self.block_sizes)
         self.cross_groups = numbers("cross_groups", cross_groups, "KV groups", count)
-        if cascade_groups is not None:
-            cascade_groups = numbers("cascade_groups", cascade_groups, "KV groups", count)
+        cascade = range(count) if cascade_groups is None else cascade_groups
+        cascade = numbers("cascade_groups", cascade, "KV groups", count)
         sparse_topk = integer("sparse_topk", sparse_topk)
         check_sizes(self, sparse_topk)
         groups = KVGroups.of(self.block_sizes, self.kv_cache_specs, self.cross_groups, place)
@@ -119,8 +119,7 @@ class StepBatchBuilder(NotCopied):
         """Tokens of a request that one block number covers: those of a page, on all ranks that share them."""
         self._mm_prefix = spans_of(mm_prefix, mm_prefix_modalities, self.max_num_batched_tokens)
         # A prefix of shared blocks has other tokens on each rank, so no builder is asked about it.
-        may_cascade = [g for g in groups.decoder if g not in groups.sharded]
-        self._cascade_groups = [g for g in may_cascade if cascade_groups is None or g in cascade_groups]
+        self._cascade_groups = [g for g in groups.decoder if g in cascade and g not in groups.sharded]
         most, tokens = self.max_num_seqs, self.max_num_batched_tokens
         own, encoder = self.max_model_len, self.max_encoder_len
         width = max(
@@ -381,7 +380,8 @@ class StepBatchBuilder(NotCopied):
         if self.num_reqs:
             raise BatchError("num_reqs", self.num_reqs, "requests are in flight", "profile before adding any")
         num_reqs, num_tokens = integer("num_reqs", num_reqs), integer("num_tokens", num_tokens)
-        if not 1 <= num_reqs <= (limit := min(self.max_num_seqs, num_tokens)):
+        limit = min(self.max_num_seqs, num_tokens)
+        if not 1 <= num_reqs <= limit:
             raise BatchError("num_reqs", num_reqs, f"must be in 1 .. {limit}")
         limit = min(self.max_num_batched_tokens, num_reqs * self.max_model_len)
         if num_tokens > limit:
