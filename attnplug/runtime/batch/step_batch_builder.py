@@ -174,8 +174,8 @@ class StepBatchBuilder(NotCopied):
                 this one is a fork of. Its steps then write no encoder tokens, and requests may share these pages.
 
         Raises:
-            BatchError: the name is in use, all places are taken, counts do not fit, no step can compute a span
-                as a whole, or a number is not a block of the pool. A block comes twice, or the request would write to
+            BatchError: the name is in use, all places are taken, or counts do not fit. No step can compute a span as
+                a whole, or a number is not a block of the pool. A block comes twice, or the request would write to
                 one that another request has.
         """
         index = self.num_reqs
@@ -206,7 +206,7 @@ class StepBatchBuilder(NotCopied):
         """Give a request more pages: a sequence of block numbers for each KV group.
 
         Raises:
-            BatchError: the request is not in flight, there is not one sequence per group, the table has fewer
+            BatchError: the request is not in flight, or there is not one sequence per group. The table has fewer
                 pages, or a number is not a block of the pool. It has a block already, or would write to one of another
                 request.
         """
@@ -220,7 +220,7 @@ class StepBatchBuilder(NotCopied):
         The request keeps its positions; other requests can then use the pages.
 
         Raises:
-            BatchError: the request is not in flight, the group has no decoder tokens, or a page has tokens that
+            BatchError: the request is not in flight, or the group has no decoder tokens. A page has tokens that
                 are not yet computed or are still attended.
         """
         requests, index = self._requests, self._requests.row_of(req_id)

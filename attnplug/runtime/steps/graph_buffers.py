@@ -178,7 +178,7 @@ class GraphInputBuffers(NotCopied):
 
     @property
     def selection(self) -> Selection | None:
-        """Of `B * q` queries, for an indexer inside the graph to fill; None without sparse layers."""
+        """The keys of `B * q` queries, which an indexer inside the graph picks; None without sparse layers."""
         return self.inputs.get("selection")
 
     @classmethod
