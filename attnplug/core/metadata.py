@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from attnplug.core.errors import BatchError
 from attnplug.core.interface.signatures import owner_of
 from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType
+from attnplug.core.step_inputs import StepInput
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,22 +179,58 @@ class CommonAttentionMetadata:
         ):
             if not 0 <= integer(name, value) <= limit:
                 raise BatchError(name, value, f"must be in 0 .. {limit}, the size of the batch")
-        reqs, starts, tokens = num_actual_reqs, num_actual_reqs + 1, num_actual_tokens
-        ends = dict.fromkeys(_PER_REQUEST, reqs) | dict.fromkeys(_START_LOCATIONS, starts)
-        ends |= dict.fromkeys(_PER_TOKEN, tokens)
-        cut: dict[str, Any] = {"num_reqs": reqs, "num_actual_tokens": tokens}
-        for name, end in ends.items():
+        cut: dict[str, Any] = {"num_reqs": num_actual_reqs, "num_actual_tokens": num_actual_tokens}
+        for name, per in _ROWS.items():
+            end = {"request": num_actual_reqs, "start": num_actual_reqs + 1}.get(per, num_actual_tokens)
             value = getattr(self, name)
             cut[name] = None if value is None else value[:end]
         return dataclasses.replace(self, **cut)
 
 
-_START_LOCATIONS = ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu")
-_PER_TOKEN = ("slot_mapping", "mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
-_PER_REQUEST = (
-    *("seq_lens", "block_table_tensor", "encoder_seq_lens", "encoder_seq_lens_cpu", "seq_lens_host"),
-    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
+STEP_INPUTS = (
+    StepInput(
+        *("encoder_seq_lens", "request", "encoder_seq_lens_cpu"),
+        is_array=True,
+        padding=1,
+        needed_by=lambda spec: spec.attn_type is AttentionType.ENCODER_DECODER,
+    ),
+    StepInput("dcp_local_seq_lens", "request", "dcp_local_seq_lens_cpu", width=None, of_keys=True),
+    StepInput("key_start_loc", "start", "key_start_loc_cpu", of_keys=True),
+    StepInput(
+        *("mm_prefix_spans", "token", "mm_prefix_spans_cpu"),
+        width=(2,),
+        of_keys=True,
+        needed_by=lambda spec: spec.mm_prefix,
+        why="has mm_prefix",
+        remedy="give int32 [T, 2], zeros for text; the runtime's step_batch_builder() fills them",
+    ),
+    StepInput(
+        *("selection", "token"),
+        needed_by=lambda spec: spec.sparse is not None,
+        why="is sparse {spec.sparse}",
+        remedy="use the selection of the runtime's step_batch_builder(), or Selection.allocate",
+    ),
+    StepInput("logits_indices_padded", "logit", "logits_indices_cpu"),
 )
+"""The optional inputs of a step. A new one is a row here and a field above; whoever makes steps fills it."""
+
+OPTIONAL_ROWS = {
+    name: each.per for each in STEP_INPUTS if each.per in ("request", "token") for name in each.fields
+}
+"""The optional fields with a row for each request or token, and which of both."""
+LENGTHS_ON_HOST = dict.fromkeys(("seq_lens_host", "_seq_lens_cpu", "_num_computed_tokens_cpu"), "request")
+WITHOUT_LOGITS: Mapping[str, Any] = dict.fromkeys(
+    ("logits_indices_padded", "num_logits_indices", "logits_indices_cpu")
+)
+"""The changes of a step that make it want the outputs of all tokens."""
+_ROWS = {
+    **dict.fromkeys(
+        ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu"), "start"
+    ),
+    **dict.fromkeys(("seq_lens", "block_table_tensor"), "request"),
+    "slot_mapping": "token",
+    **(LENGTHS_ON_HOST | OPTIONAL_ROWS),
+}
 
 
 class AttentionMetadata:

@@ -56,8 +56,8 @@ class Selection:
         positions = torch.full((tokens, topk), -1, dtype=torch.int32, device=device)
         return cls(positions, torch.full((tokens,), NOT_GIVEN, dtype=torch.int32, device=device))
 
-    def __getitem__(self, rows: slice) -> Self:
-        """The selection of some tokens: views, so later writes are seen."""
+    def __getitem__(self, rows: slice | torch.Tensor) -> Self:
+        """The selection of some tokens; of a slice views, so later writes are seen."""
         return type(self)(self.positions[rows], self.counts[rows])
 
     def clear(self, count: int = NOT_GIVEN) -> None:

@@ -48,16 +48,17 @@ def check_apart(name: str, written: torch.Tensor, **others: torch.Tensor | None)
             raise BatchError(name, tuple(written.shape), limit, "pass a tensor of its own")
 
 
-def check_written(name: str, written: torch.Tensor, *, records: bool = True) -> None:
+def check_written(name: str, written: torch.Tensor, *, records: bool = True, owner: str = "") -> None:
     """BatchError for a tensor that torch would not let an operation write: of inference mode, or with a gradient.
 
-    Without `records` the writer runs under `no_grad`, which makes gradients no hindrance.
+    Without `records` the writer runs under `no_grad`, which makes gradients no hindrance. `owner`, such as
+    "of layer x ", stands in front of the limit.
     """
     if written.is_inference() and not torch.is_inference_mode_enabled():
-        limit = "was made in inference mode, and can be written there alone"
+        limit = f"{owner}was made in inference mode, and can be written there alone"
         raise BatchError(name, tuple(written.shape), limit, "call under torch.inference_mode()")
     if records and written.requires_grad and torch.is_grad_enabled():
-        limit = "must not require a gradient: there is no backward pass"
+        limit = f"{owner}must not require a gradient: there is no backward pass"
         raise BatchError(f"{name}.requires_grad", True, limit, "call under torch.no_grad()")
 
 

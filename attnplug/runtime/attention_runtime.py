@@ -51,20 +51,16 @@ from attnplug.runtime.steps.attention_groups import (
 from attnplug.runtime.steps.layer_steps import LayerStep, direct_steps, paged_steps
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.steps.step_checks import (
-    check_device,
-    check_draft,
-    check_given,
+    check_arguments,
+    check_batch,
     check_groups,
-    check_kinds,
+    check_inputs,
     check_order,
-    check_pool,
-    check_spans,
-    check_values,
-    first_sparse,
-    first_with_spans,
+    check_step,
+    needed_inputs,
     widest_topk,
 )
-from attnplug.runtime.steps.step_consistency import DeviceComparison, check_groups_of, check_step
+from attnplug.runtime.steps.step_values import DeviceComparison, check_pool, check_values
 from attnplug.runtime.steps.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
@@ -169,8 +165,9 @@ class AttentionRuntime(NotCopied):
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
         )
         specs = {name: layer.spec for name, layer in self.layers.items()}
-        self._needs_selection = first_sparse(specs, direct=False), first_sparse(specs, direct=True)
-        self._needs_spans = first_with_spans(self.attention_groups), first_with_spans(self._direct_groups)
+        self.needed_inputs = needed_inputs({n: spec for n, spec in specs.items() if not spec.direct_kv})
+        """The optional inputs that layers with pages need, and the first layer that needs each."""
+        self._needed_direct = needed_inputs({n: spec for n, spec in specs.items() if spec.direct_kv})
         backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
         layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
         form = plan.specs, backends, self.device, layouts
@@ -251,7 +248,7 @@ class AttentionRuntime(NotCopied):
     @property
     def has_mm_prefix(self) -> bool:
         """Whether a layer with pages needs the multimodal spans of a step."""
-        return self._needs_spans[0] is not None
+        return any(each.name == "mm_prefix_spans" for each in self.needed_inputs)
 
     @property
     def sparse_topk(self) -> int:
@@ -296,24 +293,21 @@ class AttentionRuntime(NotCopied):
         self._check_open()
         self.end_step()
         self._comparison.check()
-        check_kinds(batch, direct, self._sharded is not None, bool(self._direct_groups))
-        check_draft(draft_index, metadata, self.config.num_speculative_tokens)
-        check_device(batch, direct, self._home)
+        has = self._sharded is not None, bool(self._direct_groups), self.config.num_speculative_tokens
+        check_arguments(batch, direct, metadata, draft_index, *has, self._home)
         step: dict[str, LayerStep] = {}
         if batch is not None:
             check_current("batch", batch.stamps)
             check_groups(batch, self.kv_cache_config)
             is_as_made = batch.is_as_made
             if not is_as_made:
-                check_step("batch.common", batch.common, batch.common_group not in batch.cross_groups)
-                check_groups_of(batch)
+                check_batch(batch)
                 self._comparison.begin("batch.common", batch.common)
             if self.device.type == "cpu" or self.debug:
                 # On a GPU the host would wait for the tables, so only debug mode checks them.
                 check_pool(batch, self.kv_cache_config, not is_as_made, self.debug)
             check_order(batch, self.attention_groups)
-            check_spans("batch.common", batch.common, self._needs_spans[0])
-            check_given("batch.common", batch.common, self._needs_selection[0])
+            check_inputs("batch.common", batch.common, self.needed_inputs)
             if self._sharded is not None and metadata is None:
                 batch = self._sharded.with_parts(batch)
             step |= paged_steps(self.attention_groups, batch, self.kv_cache_config, metadata, draft_index)
@@ -322,8 +316,7 @@ class AttentionRuntime(NotCopied):
         if direct is not None:
             check_step("direct", direct)
             self._comparison.begin("direct", direct)
-            check_spans("direct", direct, self._needs_spans[1])
-            check_given("direct", direct, self._needs_selection[1])
+            check_inputs("direct", direct, self._needed_direct)
             step |= direct_steps(self._direct_groups, direct, draft_index)
         self._given = None if batch is None else batch.common, direct
         self._stamps = () if batch is None else batch.stamps

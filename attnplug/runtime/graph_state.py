@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,12 @@ from attnplug.core.arguments import instance, integer
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import MLAAttentionSpec
-from attnplug.core.metadata import AttentionCGSupport, AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.metadata import (
+    STEP_INPUTS,
+    AttentionCGSupport,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
 from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
@@ -25,7 +31,7 @@ from attnplug.runtime.plan.sharding import shares_tokens
 from attnplug.runtime.steps.attention_groups import build_attn_metadata
 from attnplug.runtime.steps.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.steps.graph_buffers import ShardedGraphBuffers
-from attnplug.runtime.steps.step_checks import check_groups
+from attnplug.runtime.steps.step_checks import check_groups, check_inputs
 
 _Lengths = npt.NDArray[np.int32]
 
@@ -96,8 +102,7 @@ class GraphState(NotCopied):
             self.max_query_len,
             groups=len(groups),
             max_blocks=blocks,
-            with_encoder=bool(self._cross),
-            with_spans=runtime.has_mm_prefix,
+            inputs=[each.name for each in runtime.needed_inputs],
             sparse_topk=runtime.sparse_topk,
             device=runtime.device,
         )
@@ -250,14 +255,7 @@ class GraphState(NotCopied):
         if common.max_seq_len > self.max_model_len:
             limit = f"must not pass max_model_len={self.max_model_len}"
             raise BatchError("batch.max_seq_len", common.max_seq_len, limit)
-        if buffers.mm_prefix_spans is not None and common.mm_prefix_spans is None:
-            limit = "is required: a captured layer has mm_prefix"
-            remedy = "make batches with the runtime's step_batch_builder()"
-            raise BatchError("batch.common.mm_prefix_spans", None, limit, remedy)
-        if buffers.selection is not None and common.selection is None:
-            limit = "is required: a captured layer is sparse"
-            remedy = "make batches with the runtime's step_batch_builder()"
-            raise BatchError("batch.common.selection", None, limit, remedy)
+        check_inputs("batch.common", common, self._runtime.needed_inputs)
         queries = np.diff(common.query_start_loc_cpu.numpy())
         uniform = bool((queries == buffers.query_len).all())
         if not uniform and (
@@ -295,25 +293,18 @@ class GraphState(NotCopied):
         starts = torch.arange(0, buffers.num_tokens + 1, buffers.query_len, dtype=torch.int32, device="cpu")
         # The longest sequence, so that values which builders derive from it fit every replayed step.
         lengths = np.full(reqs, self.max_model_len, dtype=np.int32)
-        encoder = np.full(reqs, self.max_encoder_len, dtype=np.int32) if self._cross else None
-        spans = (
-            torch.zeros(buffers.num_tokens, 2, dtype=torch.int32, device="cpu")
-            if self._runtime.has_mm_prefix
-            else None
-        )
+        host = _host_rows(buffers, None, 0, 0)
+        if self._cross:
+            host["encoder_seq_lens_cpu"][:] = self.max_encoder_len
         sharded = None
         if buffers.sharded is not None:
             most = buffers.sharded.place.most_local(self.max_model_len)
             local, rows = (np.full(count, most, dtype=np.int32) for count in (reqs, buffers.num_tokens))
             sharded = buffers.sharded.step(local, rows, for_capture=True)
-        return self._batch(buffers, starts, lengths, False, encoder, spans, (), sharded)
+        return self._batch(buffers, starts, lengths, False, host, (), sharded)
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
         common, padding = batch.common, buffers.batch_size - batch.common.num_reqs
-        spans = common.mm_prefix_spans_cpu
-        if spans is not None:
-            rows = buffers.num_tokens - common.num_actual_tokens
-            spans = torch.cat([spans[: common.num_actual_tokens], spans.new_zeros(rows, 2)])
         ends = (
             common.num_actual_tokens
             + torch.arange(1, padding + 1, dtype=torch.int32, device="cpu") * buffers.query_len
@@ -328,8 +319,7 @@ class GraphState(NotCopied):
             torch.cat([common.query_start_loc_cpu, ends.int()]),
             _extended(common.seq_lens_host, padding),
             common.seq_lens_host_exact,
-            _extended(common.encoder_seq_lens_cpu, padding) if self._cross else None,
-            spans,
+            _host_rows(buffers, common, common.num_reqs, common.num_actual_tokens),
             batch.req_ids,
             sharded,
             (*batch.stamps, (buffers.serial, buffers.serial.now)),
@@ -341,8 +331,7 @@ class GraphState(NotCopied):
         starts: torch.Tensor,
         lengths: _Lengths | None,
         exact: bool,
-        encoder: _Lengths | None,
-        spans: torch.Tensor | None,
+        host: dict[str, Any],
         req_ids: tuple[str, ...],
         sharded: ShardedStep | None,
         stamps: tuple[Stamp, ...] = (),
@@ -360,11 +349,8 @@ class GraphState(NotCopied):
             slot_mapping=buffers.slot_mappings[self._first, : 0 if self._first in self._cross else tokens],
             seq_lens_host=lengths,
             seq_lens_host_exact=exact,
-            encoder_seq_lens=buffers.encoder_seq_lens,
-            encoder_seq_lens_cpu=encoder,
-            mm_prefix_spans=buffers.mm_prefix_spans,
-            mm_prefix_spans_cpu=spans,
-            selection=buffers.selection,
+            **buffers.inputs,
+            **host,
         )
         groups = buffers.block_tables.shape[0]
         counts = tuple(0 if group in self._cross else tokens for group in range(groups))
@@ -376,3 +362,20 @@ class GraphState(NotCopied):
 def _extended(lengths: _Lengths | None, padding: int) -> _Lengths | None:
     # Length 1, as in the device buffers that the same padding requests read.
     return None if lengths is None else np.concatenate([lengths, np.ones(padding, dtype=np.int32)])
+
+
+def _host_rows(
+    buffers: GraphInputBuffers, common: CommonAttentionMetadata | None, reqs: int, tokens: int
+) -> dict[str, Any]:
+    """The optional inputs of a step on the host and padding after them, as in the buffers; None if the step has none."""
+    found: dict[str, Any] = {}
+    for each in STEP_INPUTS:
+        if each.name not in buffers.inputs or each.host is None:
+            continue
+        rows, given = each.count(reqs, tokens), None if common is None else getattr(common, each.host)
+        if common is None or given is not None:
+            most = each.count(buffers.batch_size, buffers.num_tokens)
+            own = [] if given is None else [torch.as_tensor(given)[:rows]]
+            given = each.on_host(torch.cat([*own, each.padded(most - rows, "cpu")]))
+        found[each.host] = given
+    return found

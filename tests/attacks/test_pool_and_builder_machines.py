@@ -104,7 +104,7 @@ class AttackedBuilder(StepBatchModel):
         if not self.requests:
             return
         builder, name = self.builder, data.draw(st.sampled_from(self.requests)).name
-        groups, width = len(self.sizes), builder._tables.shape[2]
+        groups, width = len(self.sizes), builder._requests.tables.shape[2]
         before = state(builder)
         for attack in (
             lambda: builder.add_request(name),

@@ -159,6 +159,7 @@ CALLS: dict[str, tuple[Callable[[], Any], Callable[[Any, Any], object]]] = {
 
 def state(made: Any) -> dict[str, Any]:
     """All numbers and names of a pool or a builder."""
+    made = getattr(made, "_requests", made)
     # A call leaves its writes to the next one.
     made._settle()
     kinds = (int, tuple, list, dict, np.ndarray)

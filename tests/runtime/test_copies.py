@@ -60,7 +60,7 @@ MADE: dict[str, Callable[[], Any]] = {
     "StagingRing": lambda: StagingRing([buffer(), buffer()], "cpu"),
     "PackedBuffer": lambda: PackedBuffer(2, 4, dtype=torch.int64, device=CPU),
     "StepFields": lambda: StepFields(2, 1, 4, CPU),
-    "SlotMappings": lambda: builder()._slots,
+    "SlotMappings": lambda: builder()._buffers._slots,
     "Workspace": lambda: Workspace(2, CPU),
     "SelectedSteps": lambda: SelectedSteps(2, CPU),
     "PlanSpace": lambda: PlanSpace(CPU, 2),

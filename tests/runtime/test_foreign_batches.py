@@ -336,4 +336,4 @@ def test_dummy_steps_read_null_blocks_only():
     model.runtime.begin_step(model.batches.profile_step(2, 30))
     rows = torch.zeros(30, 4, 8), torch.zeros(30, 2, 8), torch.zeros(30, 2, 8)
     assert not model.runtime.forward("0", *rows).any()
-    assert np.all(model.batches._null_ends == 0)
+    assert np.all(model.batches._requests.null_ends == 0)

@@ -35,15 +35,15 @@ def state(made: StepBatchBuilder) -> Any:
     names = list(made.req_ids)
     rows: dict[str, Any] = {}
     for row, name in enumerate(names):
-        held = made._num_blocks[:, row].tolist()
-        tables = [made._tables[group, row, :count].tolist() for group, count in enumerate(held)]
-        rows[name] = [made._numbers[:, row].tolist(), tables, made._placeholders.get(name)]
-        assert made._at(name) == row
-    counts = made._holders._counts.copy()
+        held = made._requests.num_blocks[:, row].tolist()
+        tables = [made._requests.tables[group, row, :count].tolist() for group, count in enumerate(held)]
+        rows[name] = [made._requests.numbers[:, row].tolist(), tables, made._requests.placeholders.get(name)]
+        assert made._requests.row_of(name) == row
+    counts = made._requests.holders._counts.copy()
     for group in range(counts.shape[0]):
         live = [block for row in rows.values() for block in row[1][group] if block]
         assert counts[group].tolist() == np.bincount(live, minlength=counts.shape[1]).tolist()
-    return names, rows, made._stepped, made._order
+    return names, rows, made._requests.stepped, made._requests.members.order
 
 
 # The pool
@@ -190,10 +190,12 @@ COUNTS_AS_MADE = ("step", "step, in another order", "step, made again")
 
 def next_step(made: StepBatchBuilder) -> Any:
     """The tables and slots of a step of one token for each request, and their placeholders, by request."""
-    if made._stepped is not None:
+    if made._requests.stepped is not None:
         made.finish_step(0)
     # One request of these tests has no room for a token.
-    batch = made.step({name: int(made._capacity[made._at(name)] > 11) for name in made.req_ids})
+    batch = made.step(
+        {name: int(made._requests.capacity[made._requests.row_of(name)] > 11) for name in made.req_ids}
+    )
     found = {}
     for row, name in enumerate(batch.req_ids):
         at = batch.common.query_start_loc_cpu[row : row + 2].tolist()
@@ -264,9 +266,9 @@ def test_each_change_of_the_requests_or_of_their_order_has_a_number_and_nothing_
         (lambda: made.step({name: 1 + (row == 0) for row, name in enumerate(made.req_ids)}), True),
     ]
     for number, (call, changes) in enumerate(calls):
-        before = made._order
+        before = made._requests.members.order
         call()
-        assert (made._order > before) is changes, number
+        assert (made._requests.members.order > before) is changes, number
 
 
 def test_a_real_interrupt_while_requests_come_and_go_leaves_a_builder_that_works():

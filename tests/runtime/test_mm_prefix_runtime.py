@@ -82,8 +82,8 @@ def test_a_graphs_buffer_has_the_spans_of_the_step_and_zeros_after_them():
         requests = made.step_batch_builder()
         for name in "ab":
             requests.add_request(name, [made.block_pool.allocate(4)], placeholders={"image": [(0, 2)]})
-        sizes = {"groups": 1, "max_blocks": 4, "with_encoder": False, "device": torch.device("cpu")}
-        buffers = GraphInputBuffers.allocate(4, 2, with_spans=True, **sizes)
+        sizes = {"groups": 1, "max_blocks": 4, "device": torch.device("cpu")}
+        buffers = GraphInputBuffers.allocate(4, 2, inputs=["mm_prefix_spans"], **sizes)
         assert buffers.mm_prefix_spans is not None
         buffers.mm_prefix_spans.fill_(7)
         part = buffers.first(3, 2)
@@ -91,4 +91,4 @@ def test_a_graphs_buffer_has_the_spans_of_the_step_and_zeros_after_them():
         assert buffers.mm_prefix_spans.tolist() == [[0, 2]] * 4 + [[0, 0]] * 2 + [[7, 7]] * 2
         part.clear()
         assert not part.mm_prefix_spans.any()
-        assert GraphInputBuffers.allocate(4, 2, with_spans=False, **sizes).mm_prefix_spans is None
+        assert GraphInputBuffers.allocate(4, 2, **sizes).mm_prefix_spans is None

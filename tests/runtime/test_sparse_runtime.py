@@ -12,7 +12,7 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import BuilderConfig, LayerSpec, Selection, SparseSpec
 from attnplug.errors import BatchError, LayoutError
 from attnplug.runtime import AttentionRuntime, GraphInputBuffers, StepBatch
-from attnplug.runtime.steps.step_checks import check_values
+from attnplug.runtime.steps.step_values import check_values
 from attnplug.testing import assert_close, attention_oracle, direct_batch
 
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_size": 8, "dtype": "float32"}
@@ -173,7 +173,7 @@ def test_the_last_position_that_may_be_chosen(fields, causal, last):
 
 def test_graph_buffers_take_a_steps_selection_and_padding_sees_nothing():
     buffers = GraphInputBuffers.allocate(
-        4, 1, groups=1, max_blocks=16, with_encoder=False, with_spans=False, sparse_topk=6, device="cpu"
+        4, 1, groups=1, max_blocks=16, inputs=["selection"], sparse_topk=6, device="cpu"
     )
     with runtime(SPEC) as made:
         requests = made.step_batch_builder()

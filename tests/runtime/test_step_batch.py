@@ -34,19 +34,24 @@ def with_cross(**changes: Any) -> StepBatchBuilder:
 def state(made: StepBatchBuilder) -> list[Any]:
     """Everything that the next step depends on."""
     reqs = made.num_reqs
-    found: list[Any] = [list(made.req_ids), dict(made._index), dict(made._placeholders), made._stepped]
-    held = made._num_blocks[:, :reqs]
+    found: list[Any] = [
+        list(made.req_ids),
+        dict(made._requests.index),
+        dict(made._requests.placeholders),
+        made._requests.stepped,
+    ]
+    held = made._requests.num_blocks[:, :reqs]
     found.append(held.tolist())
     for group, row in np.ndindex(*held.shape):
-        found.append(made._tables[group, row, : held[group, row]].tolist())
+        found.append(made._requests.tables[group, row, : held[group, row]].tolist())
     arrays = (
-        made._computed,
-        made._scheduled,
-        made._first_served,
-        made._capacity,
-        made._encoder_lens,
-        made._encoder_written,
-        made._placeholder_end,
+        made._requests.computed,
+        made._requests.scheduled,
+        made._requests.first_served,
+        made._requests.capacity,
+        made._requests.encoder_lens,
+        made._requests.encoder_written,
+        made._requests.placeholder_end,
     )
     return found + [array[:reqs].tolist() for array in arrays]
 
@@ -299,7 +304,7 @@ def test_swapped_requests_keep_everything():
     assert batch.of_group(1)[1].tolist() == [10, 11, 12, 6, 7]
     assert batch.common.encoder_seq_lens_cpu.tolist() == [3, 2]
     made.append_blocks("a", [[7], []])
-    assert made._tables[0, 1, :3].tolist() == [1, 2, 7]
+    assert made._requests.tables[0, 1, :3].tolist() == [1, 2, 7]
 
 
 def test_the_builder_is_the_input_batch_that_reordering_takes():
@@ -783,8 +788,8 @@ def test_a_number_that_is_no_block_of_the_pool_is_refused_in_every_group(wrong, 
         assert said in str(error.value)
         assert state(made) == before
     made.append_blocks("a", [[np.int32(7)], range(2)])
-    assert made._tables[0, 0, :2].tolist() == [1, 7]
-    assert made._tables[1, 0, :3].tolist() == [2, 0, 1]
+    assert made._requests.tables[0, 0, :2].tolist() == [1, 7]
+    assert made._requests.tables[1, 0, :3].tolist() == [2, 0, 1]
 
 
 def test_one_request_too_many_is_refused():

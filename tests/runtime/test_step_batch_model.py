@@ -107,7 +107,7 @@ class StepBatchModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def append(self, data: Any) -> None:
         request = data.draw(st.sampled_from(self.requests))
-        width = self.builder._tables.shape[2]
+        width = self.builder._requests.tables.shape[2]
         more = [
             data.draw(
                 st.lists(

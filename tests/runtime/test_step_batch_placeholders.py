@@ -91,7 +91,7 @@ def test_placeholders_follow_their_request_and_leave_with_it():
     assert made.step([2, 1]).placeholders["image"].token_indices.tolist() == [2]
     made.remove_request("a")
     assert made.req_ids == ["b"]
-    assert not made._placeholders
+    assert not made._requests.placeholders
     made.add_request("a", pages(1))
     assert made.step([2, 1]).placeholders == {}
 

@@ -11,7 +11,7 @@ import torch
 
 from attnplug.core.arguments import integer, unusual_form
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.metadata import OPTIONAL_ROWS, CommonAttentionMetadata
 
 _MOST = 2**63 - 1
 IntArray = npt.NDArray[Any]
@@ -163,3 +163,25 @@ def to_device(array: IntArray, device: torch.device) -> torch.Tensor:
         # From memory that is not pinned, the copy itself would wait.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def optional_rows(
+    common: CommonAttentionMetadata, requests: slice | IntArray, tokens: slice | IntArray
+) -> dict[str, Any]:
+    """The optional inputs of these requests and tokens by field, where the batch has them.
+
+    Slices give views, and int64 indices copies. Inputs without a row for each request or token are left out: start
+    locations of keys, and wanted logits.
+    """
+    found: dict[str, Any] = {}
+    for name, per in OPTIONAL_ROWS.items():
+        value = getattr(common, name)
+        if value is None:
+            continue
+        rows = requests if per == "request" else tokens
+        if isinstance(rows, slice) or isinstance(value, np.ndarray):
+            found[name] = value[rows]
+        else:
+            where = value.device if isinstance(value, torch.Tensor) else value.counts.device
+            found[name] = value[to_device(rows, where)]
+    return found

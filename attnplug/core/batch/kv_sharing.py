@@ -11,7 +11,7 @@ import torch
 
 from attnplug.core.arguments import checked, integer, listed, subclass_of
 from attnplug.core.backend import AttentionBackend, subclass_attention_backend
-from attnplug.core.batch.host import IntArray, host_view, query_spans, to_device
+from attnplug.core.batch.host import IntArray, host_view, optional_rows, query_spans, to_device
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 
@@ -69,6 +69,8 @@ def of_wanted_tokens(common: CommonAttentionMetadata) -> CommonAttentionMetadata
             "logits_indices_padded", found, f"must be in 0 .. {int(starts[-1]) - 1}, the batch's tokens"
         )
     wanted = indices.searchsorted(starts).astype(np.int32)
+    # An indexer may fill the selection after this, and the wanted rows of it are no view.
+    common = common.changed(selection=None)
     return dataclasses.replace(
         common,
         query_start_loc=to_device(wanted, common.query_start_loc.device),
@@ -76,20 +78,8 @@ def of_wanted_tokens(common: CommonAttentionMetadata) -> CommonAttentionMetadata
         num_actual_tokens=indices.size,
         max_query_len=int((wanted[1:] - wanted[:-1]).max(initial=0)),
         _num_computed_tokens_cpu=None,
-        # An indexer may fill the selection after this, and the wanted rows of it are no view.
-        selection=None,
-        **_spans_of(common, indices),
+        **optional_rows(common, slice(None), indices.astype(np.int64)),
     )
-
-
-def _spans_of(common: CommonAttentionMetadata, rows: IntArray) -> dict[str, Any]:
-    """The multimodal spans of these rows of the batch, if it has any."""
-    given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu")}
-    return {
-        name: spans[to_device(rows.astype(np.int64), spans.device)]
-        for name, spans in given.items()
-        if spans is not None
-    }
 
 
 def _host_indices(common: CommonAttentionMetadata) -> IntArray:

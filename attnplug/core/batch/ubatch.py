@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attnplug.core.arguments import Shape, instance, integer, one_of, sequence_of
-from attnplug.core.batch.host import IntArray, known_seq_lens, query_spans
+from attnplug.core.batch.host import IntArray, known_seq_lens, optional_rows, query_spans
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import CommonAttentionMetadata
 
@@ -140,8 +140,8 @@ def _micro_batch(
         is_cut=common.is_cut or is_cut,
         seq_lens_host=host,
         seq_lens_host_exact=known is not None or common.seq_lens_host_exact,
-        **_per_request(common, reqs, missing),
-        **_per_token(common, slice(begin, end)),
+        **_key_starts(common, reqs, missing),
+        **optional_rows(common, reqs, slice(begin, end)),
     )
 
 
@@ -192,19 +192,9 @@ def _range(field: str, part: slice, limit: int, *, may_be_open: bool = False) ->
     return begin, end
 
 
-def _per_token(common: CommonAttentionMetadata, rows: slice) -> dict[str, Any]:
-    """The optional fields of some tokens, where the batch has them."""
-    given = {name: getattr(common, name) for name in ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")}
-    return {name: value[rows] for name, value in given.items() if value is not None}
-
-
-def _per_request(common: CommonAttentionMetadata, reqs: slice, missing: int) -> dict[str, Any]:
-    """The optional fields of some requests, where the batch has them."""
+def _key_starts(common: CommonAttentionMetadata, reqs: slice, missing: int) -> dict[str, Any]:
+    """Where keys given with the call start, on both sides, where the batch has them."""
     fields: dict[str, Any] = {}
-    for name in ("encoder_seq_lens", "encoder_seq_lens_cpu", "dcp_local_seq_lens", "dcp_local_seq_lens_cpu"):
-        value = getattr(common, name)
-        if value is not None:
-            fields[name] = value[reqs]
     for name in ("key_start_loc", "key_start_loc_cpu"):
         value = getattr(common, name)
         if value is not None:

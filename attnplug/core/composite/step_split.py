@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attnplug.core.batch.splitting import split_decodes_and_prefills
-from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.metadata import LENGTHS_ON_HOST, OPTIONAL_ROWS, CommonAttentionMetadata
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +67,6 @@ def split_at(
     return StepSplit(reqs, tokens, decode, prefill)
 
 
-_PER_REQUEST = (
-    *("seq_lens_host", "encoder_seq_lens", "encoder_seq_lens_cpu"),
-    *("dcp_local_seq_lens", "dcp_local_seq_lens_cpu", "_seq_lens_cpu", "_num_computed_tokens_cpu"),
-)
-_PER_TOKEN = ("mm_prefix_spans", "mm_prefix_spans_cpu", "selection")
-
-
 def _part(
     common: CommonAttentionMetadata,
     reqs: slice,
@@ -82,12 +75,12 @@ def _part(
     longest: int,
     is_cross: bool,
 ) -> CommonAttentionMetadata:
-    optional: dict[str, Any] = {}
-    for names, rows in ((_PER_REQUEST, reqs), (_PER_TOKEN, tokens)):
-        for name in names:
-            value = getattr(common, name)
-            if value is not None:
-                optional[name] = value[rows]
+    rows = {"request": reqs, "token": tokens}
+    optional: dict[str, Any] = {
+        name: value[rows[per]]
+        for name, per in (LENGTHS_ON_HOST | OPTIONAL_ROWS).items()
+        if (value := getattr(common, name)) is not None
+    }
     # Without lengths on the host, the step's bound is the part's.
     lengths, most = optional.get("seq_lens_host"), common.max_seq_len
     return CommonAttentionMetadata(

@@ -1,24 +1,21 @@
-"""Counts of tokens by request, as an engine gives them: checked, and in the order of the requests.
-
-Block numbers as an engine gives them: checked, and as an array.
-
-Where a request may have null blocks: only in front of the keys that its next query attends.
-
-The limits of a builder of steps: sizes that its buffers can have, and groups that it knows.
-"""
+"""Values that an engine gives: counts, block numbers and sizes, and refusals of steps that requests cannot run."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from attnplug.core.arguments import instance, integer, integers, listed
 from attnplug.core.errors import BatchError
-from attnplug.core.kv_cache_spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from attnplug.runtime.batch.kv_groups import first_attended
 from attnplug.runtime.batch.placeholders import MMPrefix
+
+if TYPE_CHECKING:
+    from attnplug.runtime.batch.request_rows import RequestRows
+    from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 Counts: TypeAlias = Mapping[str, int] | Sequence[int] | npt.NDArray[Any] | int
@@ -124,82 +121,50 @@ def _refused(field: str, given: object) -> BatchError:
     return BatchError(field, given, "must be a sequence of block numbers")
 
 
-_Ints = npt.NDArray[np.int64]
-
-
-def first_attended(spec: KVCacheSpec, computed: _Ints) -> _Ints:
-    """The first key that requests of `computed` tokens attend next, int64 `[R]`; blocks in front may be null."""
-    if isinstance(spec, SlidingWindowSpec):
-        return np.maximum(computed - spec.sliding_window + 1, 0)
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return computed // spec.chunk * spec.chunk
-    return np.zeros_like(computed)
-
-
-def reach(spec: KVCacheSpec) -> str:
-    """The facts of a KV group that decide which of its blocks a request keeps, as text."""
-    if isinstance(spec, SlidingWindowSpec):
-        return f"SlidingWindowSpec(sliding_window={spec.sliding_window})"
-    if isinstance(spec, ChunkedLocalAttentionSpec):
-        return f"ChunkedLocalAttentionSpec(chunk={spec.chunk})"
-    return type(spec).__name__
-
-
 _MOST_ROWS = 1 << 27
 _MOST_ENTRIES = 1 << 32
 """Of all block tables: 16 GiB on the host."""
 
 
-def check_sizes(
-    *,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    block_sizes: Sequence[int],
-    num_blocks: int | None,
-    thresholds: Sequence[int],
-    sparse_topk: int,
-    max_encoder_len: int,
-    has_cross_groups: bool,
-    specs: Sequence[KVCacheSpec],
-) -> None:
-    """Refuse sizes for which a builder has no buffers; `thresholds` are in ascending order.
+def check_sizes(made: StepBatchBuilder, sparse_topk: int) -> None:
+    """Refuse sizes for which a builder has no buffers.
 
     Raises:
         BatchError: a size is out of range, or specs have other block sizes.
     """
+    thresholds, specs = made.reorder_batch_thresholds, made.kv_cache_specs
     if thresholds and thresholds[0] < 1:
         raise BatchError("reorder_batch_thresholds", thresholds, "must be query lengths of at least 1")
     sizes = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_model_len": max_model_len,
-        "block_sizes": min(block_sizes, default=0),
-        "num_blocks": 1 if num_blocks is None else num_blocks,
+        "max_num_seqs": made.max_num_seqs,
+        "max_num_batched_tokens": made.max_num_batched_tokens,
+        "max_model_len": made.max_model_len,
+        "block_sizes": min(made.block_sizes, default=0),
+        "num_blocks": 1 if made.num_blocks is None else made.num_blocks,
     }
-    for name, value in (*sizes.items(), ("block_sizes", max(block_sizes, default=0))):
+    for name, value in (*sizes.items(), ("block_sizes", max(made.block_sizes, default=0))):
         if not 1 <= value <= INT32_MAX:
             raise BatchError(name, value, f"must be in 1 .. {INT32_MAX}")
     rows = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "max_num_seqs * max_encoder_len": max_num_seqs * max_encoder_len,
+        "max_num_seqs": made.max_num_seqs,
+        "max_num_batched_tokens": made.max_num_batched_tokens,
+        "max_num_seqs * max_encoder_len": made.max_num_seqs * made.max_encoder_len,
     }
     for name, value in rows.items():
         if value > _MOST_ROWS:
             limit = f"must be at most {_MOST_ROWS}"
             raise BatchError(name, value, limit, "buffers have an entry for each of them")
     sizes_of_specs = tuple(spec.block_size for spec in specs)
-    if specs and sizes_of_specs != tuple(block_sizes):
-        limit = f"must have the block sizes {tuple(block_sizes)}"
+    if specs and sizes_of_specs != tuple(made.block_sizes):
+        limit = f"must have the block sizes {tuple(made.block_sizes)}"
         raise BatchError("kv_cache_specs", sizes_of_specs, limit)
     if not 0 <= sparse_topk <= INT32_MAX:
         raise BatchError("sparse_topk", sparse_topk, f"must be in 0 .. {INT32_MAX}")
-    if has_cross_groups and not 1 <= max_encoder_len <= INT32_MAX:
+    if made.cross_groups and not 1 <= made.max_encoder_len <= INT32_MAX:
         limit = f"must be in 1 .. {INT32_MAX} with cross_groups"
-        raise BatchError("max_encoder_len", max_encoder_len, limit)
-    if max_encoder_len and not has_cross_groups:
-        raise BatchError("max_encoder_len", max_encoder_len, "is for builders with cross_groups")
+        raise BatchError("max_encoder_len", made.max_encoder_len, limit)
+    if made.max_encoder_len and not made.cross_groups:
+        raise BatchError("max_encoder_len", made.max_encoder_len, "is for builders with cross_groups")
 
 
 def check_entries(entries: int, max_num_seqs: int, max_model_len: int) -> None:
@@ -229,3 +194,110 @@ def numbers(field: str, given: object, what: str, most: int) -> frozenset[int]:
     if not found <= set(range(most)):
         raise BatchError(field, sorted(found), f"must be indices of {most} {what}")
     return found
+
+
+def check_step(
+    requests: RequestRows, scheduled: Ints, lengths: Ints, max_num_batched_tokens: int, max_model_len: int
+) -> tuple[int, int]:
+    """Refuse scheduled tokens for which the requests have no room; they are then of these lengths.
+
+    Returns:
+        The most scheduled tokens of a request, and the longest length.
+
+    Raises:
+        BatchError: see `StepBatchBuilder.step`.
+    """
+    largest, longest = int(scheduled.max(initial=0)), int(lengths.max(initial=0))
+    names = requests.members.names
+    if scheduled.min(initial=0) < 0:
+        worst = int(scheduled.argmin())
+        limit = f"of request {names[worst]} must not be negative"
+        raise BatchError("num_scheduled_tokens", int(scheduled[worst]), limit)
+    # Each within the limit keeps the sum from overflowing.
+    total = largest if largest > max_num_batched_tokens else int(scheduled.sum())
+    if total > max_num_batched_tokens:
+        limit = f"in all must not pass max_num_batched_tokens={max_num_batched_tokens}"
+        raise BatchError("num_scheduled_tokens", total, limit)
+    if longest > max_model_len:
+        limit = f"of request {names[int(lengths.argmax())]} is past max_model_len={max_model_len}"
+        raise BatchError("seq_len", longest, limit)
+    if (lengths > requests.capacity[: lengths.size]).any():
+        _refuse_short(requests, "seq_len", lengths, requests.groups.decoder)
+    if requests.groups.cross:
+        needed = np.where(scheduled > 0, requests.encoder_lens[: scheduled.size], 0)
+        _refuse_short(requests, "encoder_len", needed, requests.groups.cross)
+    _check_null_blocks(requests, scheduled, lengths)
+    if requests.holders.may_cross:
+        _check_crossed(requests, scheduled, requests.computed[: scheduled.size])
+    return largest, longest
+
+
+def _check_null_blocks(requests: RequestRows, scheduled: Ints, lengths: Ints) -> None:
+    """Refuse requests with null blocks among the pages of tokens that they attend or write."""
+    reqs = scheduled.size
+    if not requests.null_ends[:, :reqs].any():
+        return
+    for group, spec in enumerate(requests.groups.specs):
+        if not requests.null_ends[group, :reqs].any():
+            continue
+        size = requests.groups.tokens_per_block[group]
+        ends = requests.encoder_lens[:reqs] if group in requests.groups.cross else lengths
+        first = first_attended(spec, requests.computed[:reqs])
+        # Null blocks past the tokens do no harm, so each suspect's pages are looked at.
+        for row in np.flatnonzero(
+            (requests.null_ends[group, :reqs] * size > first) & (scheduled > 0)
+        ).tolist():
+            start, end = int(first[row]) // size, -(-int(ends[row]) // size)
+            nulls = np.flatnonzero(requests.tables[group, row, start:end] == 0)
+            if nulls.size:
+                token = max((start + int(nulls[0])) * size, int(first[row]))
+                limit = f"of request {requests.members.names[row]} in KV group {group} is null, and token {token} is attended"
+                raise BatchError("block", start + int(nulls[0]), limit, "give it a block of the pool")
+
+
+def _check_crossed(requests: RequestRows, scheduled: Ints, computed: Ints) -> None:
+    """Refuse requests whose computed tokens are in a block that another KV group of the pool writes too."""
+    reqs, groups = scheduled.size, range(len(requests.groups.block_sizes))
+    held = [
+        {
+            block
+            for row in range(reqs)
+            for block in requests.tables[g, row, : requests.num_blocks[g, row]].tolist()
+        }
+        for g in groups
+    ]
+    for group in requests.groups.decoder:
+        other = set().union(*(held[g] for g in groups if g != group)) - {0}
+        size, spec = requests.groups.tokens_per_block[group], requests.groups.specs[group : group + 1]
+        first = first_attended(spec[0], computed) if spec else np.zeros(reqs, dtype=np.int64)
+        for row in np.flatnonzero((scheduled > 0) & (computed > first)).tolist():
+            pages = requests.tables[group, row, first[row] // size : -(-computed[row] // size)].tolist()
+            if lost := other.intersection(pages):
+                limit = f"is given to another KV group too, so computed tokens of request {requests.members.names[row]} are lost"
+                remedy = "give each KV group blocks of its own, because the groups share one pool"
+                raise BatchError(f"block_ids[{group}]", min(lost), limit, remedy)
+
+
+def check_rollback(requests: RequestRows, fewer: Ints, computed: Ints) -> None:
+    """Refuse to write tokens again that other requests read in a shared block."""
+    for group in requests.groups.decoder:
+        size = requests.groups.tokens_per_block[group]
+        first, last = fewer // size, computed // size
+        for row in np.flatnonzero(first < last).tolist():
+            blocks = requests.tables[group, row, first[row] : last[row]]
+            shared = blocks[requests.holders.is_shared(group, blocks)]
+            if shared.size:
+                name = requests.members.names[row]
+                limit = f"of request {name} goes back into block {shared[0]}, which another request reads"
+                remedy = "share blocks after the drafts in them are verified"
+                raise BatchError("num_tokens", int(computed[row] - fewer[row]), limit, remedy)
+
+
+def _refuse_short(requests: RequestRows, field: str, needed: npt.NDArray[Any], groups: Iterable[int]) -> None:
+    for group in groups:
+        capacity = requests.num_blocks[group, : needed.size] * requests.groups.tokens_per_block[group]
+        if (needed > capacity).any():
+            worst = int((needed > capacity).argmax())
+            name = requests.members.names[worst]
+            limit = f"of request {name} is past the {capacity[worst]} tokens of its pages in KV group {group}"
+            raise BatchError(field, int(needed[worst]), limit, "append_blocks first")

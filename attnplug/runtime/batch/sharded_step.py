@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from attnplug.core.batch.context_parallel import local_lengths
-from attnplug.core.batch.host import to_device
+from attnplug.core.batch.host import optional_rows, to_device
 from attnplug.core.context_parallel import ContextParallel
-from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.metadata import PAD_SLOT_ID, WITHOUT_LOGITS, CommonAttentionMetadata
 from attnplug.runtime.batch.staging import StepStaging
 
 _Ints = npt.NDArray[Any]
@@ -186,9 +186,12 @@ class ShardedStep:
             max_query_len=min(count, 1),
             block_table_tensor=table,
             slot_mapping=slots,
-            logits_indices_padded=None,
-            num_logits_indices=None,
-            logits_indices_cpu=None,
+            **WITHOUT_LOGITS,
+            **(
+                {}
+                if self.row_requests_host is None
+                else optional_rows(common, self.row_requests_host, slice(None))
+            ),
         )
 
     def new_tokens(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
@@ -203,9 +206,7 @@ class ShardedStep:
             key_start_loc=common.query_start_loc,
             key_start_loc_cpu=common.query_start_loc_cpu,
             slot_mapping=torch.full_like(common.slot_mapping, PAD_SLOT_ID) if slots is None else slots,
-            logits_indices_padded=None,
-            num_logits_indices=None,
-            logits_indices_cpu=None,
+            **WITHOUT_LOGITS,
             _seq_lens_cpu=None,
             _num_computed_tokens_cpu=None,
         )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from attnplug._system.one_commit import NotCopied
 from attnplug.core.batch.context_parallel import local_offsets
-from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.runtime.batch.engine_values import Ints
+from attnplug.runtime.batch.kv_groups import KVGroups
 
 
 class SlotMappings(NotCopied):
@@ -19,30 +17,14 @@ class SlotMappings(NotCopied):
 
     Args:
         tables: int32 `[G, max_num_seqs, max_blocks]`, read at each call.
-        block_sizes: tokens per page of each KV group.
-        tokens_per_block: tokens of a request that a block number of each group covers, on all ranks.
-        cross_groups: the KV groups with encoder tokens.
-        sharded_groups: the KV groups whose tokens the ranks share.
-        place: of this rank; None without context parallelism.
+        groups: the KV groups.
     """
 
-    def __init__(
-        self,
-        tables: npt.NDArray[np.int32],
-        block_sizes: Sequence[int],
-        tokens_per_block: Sequence[int],
-        cross_groups: Collection[int],
-        sharded_groups: Collection[int],
-        place: ContextParallel | None,
-    ) -> None:
-        self._tables = tables
+    def __init__(self, tables: npt.NDArray[np.int32], groups: KVGroups) -> None:
+        self._tables, self._groups = tables, groups
         self._flat_tables = tables.reshape(tables.shape[0], -1)
-        self._block_sizes, self._tokens_per_block = block_sizes, tokens_per_block
-        self._cross_groups = sorted(cross_groups)
-        self._self_groups = [g for g in range(len(block_sizes)) if g not in cross_groups]
-        self._sharded_groups, self._place = sharded_groups, place
         # Groups with one block size share page and offset, so one look-up serves all of them.
-        self._is_uniform = not cross_groups and not sharded_groups and len(set(block_sizes)) == 1
+        self._is_uniform = not groups.cross and not groups.sharded and len(set(groups.block_sizes)) == 1
 
     def fill(self, slots: Ints, rows: Ints, positions: Ints, has_null_pages: bool) -> None:
         """Fill the slots of a step's tokens in the groups of decoder tokens.
@@ -55,10 +37,10 @@ class SlotMappings(NotCopied):
         """
         tokens = positions.size
         if not self._is_uniform:
-            for group in self._self_groups:
+            for group in self._groups.decoder:
                 self._put(slots[group, :tokens], group, rows, positions, has_null_pages)
             return
-        size = self._block_sizes[0]
+        size = self._groups.block_sizes[0]
         page, offset = _divided(positions, size)
         page += rows * self._tables.shape[2]
         # Block numbers are int32, but their slots may exceed it.
@@ -69,15 +51,15 @@ class SlotMappings(NotCopied):
 
     def fill_encoder(self, slots: Ints, rows: Ints, positions: Ints, has_null_pages: bool) -> None:
         """Like `fill`, of encoder tokens in the cross groups."""
-        for group in self._cross_groups:
+        for group in self._groups.cross:
             self._put(slots[group, : positions.size], group, rows, positions, has_null_pages)
 
     def _put(self, out: Ints, group: int, rows: Ints, positions: Ints, has_null_pages: bool) -> None:
-        size = self._block_sizes[group]
-        page, offset = _divided(positions, self._tokens_per_block[group])
+        size, place = self._groups.block_sizes[group], self._groups.place
+        page, offset = _divided(positions, self._groups.tokens_per_block[group])
         np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
-        if group in self._sharded_groups and self._place is not None:
-            offset = local_offsets(positions, page, size, self._place)
+        if group in self._groups.sharded and place is not None:
+            offset = local_offsets(positions, page, size, place)
             out[offset < 0] = PAD_SLOT_ID
             offset = np.maximum(offset, 0)
         out += offset

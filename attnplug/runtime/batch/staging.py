@@ -6,6 +6,7 @@ The block tables on a device: kept between steps, each of which sends the change
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from attnplug._system.one_commit import NotCopied
+from attnplug.core.metadata import STEP_INPUTS
 from attnplug.ops.buffers import CpuGpuBuffer as CpuGpuBuffer
 from attnplug.ops.buffers import StagingRing as StagingRing
 
@@ -75,8 +77,8 @@ class StepStaging(NotCopied):
     """One step's fields, on the host and on the device.
 
     `slots` is the most slots of one of `groups` KV groups, and `tables` a buffer for changes of the block tables.
-    With `mm_prefix`, each token has a multimodal span. With `is_sharded`, each request has a number of keys on this
-    rank, and with `has_rows` each token too.
+    `inputs` are the names of the optional inputs. With `is_sharded`, each request has a number of keys on this rank,
+    and with `has_rows` each token too.
     """
 
     def __init__(
@@ -87,21 +89,34 @@ class StepStaging(NotCopied):
         slots: int,
         device: torch.device,
         tables: CpuGpuBuffer | None,
-        mm_prefix: bool = False,
+        inputs: Collection[str] = (),
         is_sharded: bool = False,
         has_rows: bool = False,
     ) -> None:
         self.fields = StepFields(max_num_seqs, groups, slots, device)
         self.tables = tables
-        self.encoder_seq_lens = CpuGpuBuffer(max_num_seqs, dtype=torch.int32, device=device)
-        self.logits_indices = CpuGpuBuffer(max_num_batched_tokens, dtype=torch.int32, device=device)
+        most = max_num_seqs, max_num_batched_tokens
+        self.inputs = {
+            each.name: CpuGpuBuffer(each.count(*most), *(each.width or ()), dtype=torch.int32, device=device)
+            for each in STEP_INPUTS
+            if each.name in inputs
+        }
         self.placeholders = PackedBuffer(2, max_num_batched_tokens, dtype=torch.int64, device=device)
-        spans = max_num_batched_tokens if mm_prefix else 0
-        self.mm_prefix_spans = CpuGpuBuffer(spans, 2, dtype=torch.int32, device=device)
         reqs, rows = max_num_seqs if is_sharded else 0, max_num_batched_tokens if has_rows else 0
         self.local_lens = CpuGpuBuffer(reqs, dtype=torch.int32, device=device)
         self.row_lens = CpuGpuBuffer(rows, dtype=torch.int32, device=device)
         self.row_requests = CpuGpuBuffer(rows, dtype=torch.int64, device=device)
+
+    def send(self, filled: Mapping[str, int]) -> dict[str, Any]:
+        """The fields of a batch for the inputs that were filled, by name the number of their rows."""
+        fields: dict[str, Any] = {}
+        for each in STEP_INPUTS:
+            if (rows := filled.get(each.name)) is not None:
+                buffer = self.inputs[each.name]
+                fields[each.name] = buffer.copy_to_gpu(rows)
+                if each.host is not None:
+                    fields[each.host] = (buffer.np if each.is_array else buffer.cpu)[:rows]
+        return fields
 
 
 _Ints = npt.NDArray[np.int64]

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from attnplug.core.arguments import integer
+from attnplug._system.one_commit import NotCopied
+from attnplug.core.arguments import instance, integer, integers, listed, torch_device
+from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.runtime.batch.cascade import shared_prefix_lens
-from attnplug.runtime.batch.engine_values import Counts, Ints, check_at_most, counts_of
-from attnplug.runtime.batch.placeholders import PlaceholderMap, Span, map_placeholders, spans_of
-from attnplug.runtime.batch.request_checks import CheckedRequests
-from attnplug.runtime.batch.request_rows import Members
-from attnplug.runtime.batch.sharded_step import ShardedStep
-from attnplug.runtime.batch.staging import StepStaging
+from attnplug.runtime.batch.engine_values import (
+    Counts,
+    Ints,
+    check_at_most,
+    check_entries,
+    check_rollback,
+    check_sizes,
+    check_step,
+    counts_of,
+    numbers,
+    spans_of,
+)
+from attnplug.runtime.batch.kv_groups import KVGroups, first_attended, reach
+from attnplug.runtime.batch.placeholders import PlaceholderRanges, check_placeholders
+from attnplug.runtime.batch.request_rows import RequestRows
 from attnplug.runtime.batch.step_batch import StepBatch
+from attnplug.runtime.batch.step_buffers import StepBuffers
+from attnplug.runtime.plan.sharding import checked_place
 
 
-class StepBatchBuilder(CheckedRequests):
+class StepBatchBuilder(NotCopied):
     """Stores the requests in flight, and makes each step's batch without a Python loop over them.
 
     A call that raises changes nothing, also if an interrupt raises at any line. An interrupted `step` may have ordered
     the requests and count as made; it can be made again.
+
+    Implements the `input_batch` protocol of `reorder_batch_to_split_decodes_and_prefills`: `req_ids`,
+    `num_computed_tokens_cpu`, `swap_states`.
 
     Args:
         max_num_seqs: most requests at once.
@@ -60,7 +74,185 @@ class StepBatchBuilder(CheckedRequests):
             given without mm_prefix.
     """
 
-    _stepped: tuple[str, ...] | None = None
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_sizes: Sequence[int],
+        device: torch.device | str = "cpu",
+        cross_groups: Sequence[int] = (),
+        max_encoder_len: int = 0,
+        reorder_batch_thresholds: Sequence[int] = (),
+        mm_prefix: bool = False,
+        mm_prefix_modalities: Collection[str] | None = None,
+        sparse_topk: int = 0,
+        num_blocks: int | None = None,
+        kv_cache_specs: Sequence[KVCacheSpec] = (),
+        cascade_groups: Collection[int] | None = None,
+        context_parallel: ContextParallel | None = None,
+        one_pool: bool = False,
+    ) -> None:
+        self.device = torch_device("device", device)
+        thresholds = integers("reorder_batch_thresholds", reorder_batch_thresholds)
+        self.reorder_batch_thresholds = tuple(sorted(set(thresholds)))
+        self.max_num_seqs = integer("max_num_seqs", max_num_seqs)
+        self.max_num_batched_tokens = integer("max_num_batched_tokens", max_num_batched_tokens)
+        self.max_model_len = integer("max_model_len", max_model_len)
+        self.max_encoder_len = integer("max_encoder_len", max_encoder_len)
+        self.block_sizes = tuple(integers("block_sizes", block_sizes))
+        self.num_blocks = None if num_blocks is None else integer("num_blocks", num_blocks)
+        specs = listed("kv_cache_specs", kv_cache_specs, "KVCacheSpecs")
+        self.kv_cache_specs = tuple(instance("kv_cache_specs", spec, KVCacheSpec) for spec in specs)
+        self.context_parallel = place = checked_place(context_parallel)
+        count = len(self.block_sizes)
+        self.cross_groups = numbers("cross_groups", cross_groups, "KV groups", count)
+        cascade = range(count) if cascade_groups is None else cascade_groups
+        cascade = numbers("cascade_groups", cascade, "KV groups", count)
+        sparse_topk = integer("sparse_topk", sparse_topk)
+        check_sizes(self, sparse_topk)
+        groups = KVGroups.of(self.block_sizes, self.kv_cache_specs, self.cross_groups, place)
+        self.sharded_groups = groups.sharded
+        """The KV groups whose tokens the ranks share."""
+        self.tokens_per_block = groups.tokens_per_block
+        """Tokens of a request that one block number covers: those of a page, on all ranks that share them."""
+        self._mm_prefix = spans_of(mm_prefix, mm_prefix_modalities, self.max_num_batched_tokens)
+        # A prefix of shared blocks has other tokens on each rank, so no builder is asked about it.
+        self._cascade_groups = [g for g in groups.decoder if g in cascade and g not in groups.sharded]
+        most, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        own, encoder = self.max_model_len, self.max_encoder_len
+        width = max(
+            -(-(encoder if group in groups.cross else own) // size)
+            for group, size in enumerate(groups.tokens_per_block)
+        )
+        check_entries(count * most * width, most, own)
+        pool = self.num_blocks, instance("one_pool", one_pool, bool)
+        self._requests = RequestRows(groups, most, width, *pool, self.device)
+        has = {"encoder_seq_lens": groups.cross, "mm_prefix_spans": mm_prefix, "logits_indices_padded": True}
+        inputs = [name for name in has if has[name]]
+        self._buffers = StepBuffers(
+            self._requests, tokens, encoder, self._mm_prefix, sparse_topk, inputs, self.device
+        )
+
+    @property
+    def req_ids(self) -> list[str]:
+        """The names of the requests in flight, in order. A later change makes another list."""
+        return self._requests.members.names
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests in flight."""
+        return len(self._requests.members.names)
+
+    @property
+    def num_computed_tokens_cpu(self) -> Ints:
+        """Tokens with cached K and V, int64 `[R]`; a view of the builder's array."""
+        computed: Ints = self._requests.computed[: self.num_reqs]
+        return computed
+
+    def add_request(
+        self,
+        req_id: str,
+        block_ids: Sequence[Sequence[int]] = (),
+        num_computed_tokens: int = 0,
+        encoder_len: int = 0,
+        placeholders: PlaceholderRanges | None = None,
+        encoder_computed: bool = False,
+    ) -> int:
+        """Add a request at the end, and return its index.
+
+        Args:
+            req_id: its name.
+            block_ids: its pages in each KV group. Block 0, the null block, marks pages that its window has
+                passed; their tokens are not written.
+            num_computed_tokens: tokens already cached, such as a shared prefix.
+            encoder_len: encoder tokens that its cross-attention layers attend to.
+            placeholders: by modality, `(offset, length)` of the tokens that get the embedding of an item. For
+                layers with mm_prefix, each is a span whose tokens see each other.
+            encoder_computed: whether the encoder's keys are in their pages already, such as those of the request that
+                this one is a fork of. Its steps then write no encoder tokens, and requests may share these pages.
+
+        Raises:
+            BatchError: the name is in use, all places are taken, or counts do not fit. No step can compute a span as
+                a whole, or a number is not a block of the pool. A block comes twice, or the request would write to
+                one that another request has.
+        """
+        index = self.num_reqs
+        instance("req_id", req_id, str)
+        if self._requests.find(req_id) is not None:
+            raise BatchError("req_id", req_id, "is in flight already")
+        if index == self.max_num_seqs:
+            raise BatchError("num_reqs", index + 1, f"must not pass max_num_seqs={self.max_num_seqs}")
+        num_computed_tokens = integer("num_computed_tokens", num_computed_tokens)
+        encoder_len = integer("encoder_len", encoder_len)
+        if not 0 <= num_computed_tokens < self.max_model_len:
+            limit = f"must be in 0 .. {self.max_model_len - 1}"
+            raise BatchError("num_computed_tokens", num_computed_tokens, limit)
+        if encoder_len and not self.cross_groups:
+            raise BatchError("encoder_len", encoder_len, "needs a builder with cross_groups")
+        if not 0 <= encoder_len <= self.max_encoder_len:
+            raise BatchError("encoder_len", encoder_len, f"must be in 0 .. {self.max_encoder_len}")
+        items = check_placeholders({} if placeholders is None else placeholders, self.max_model_len)
+        if self._mm_prefix is not None:
+            self._mm_prefix.check_request(items, num_computed_tokens)
+        instance("encoder_computed", encoder_computed, bool)
+        computed = num_computed_tokens
+        pages = self._requests.pages(block_ids, index, computed, True, encoder_computed)
+        encoder = encoder_len, bool(encoder_len and encoder_computed)
+        return self._requests.add(req_id, computed, encoder, items, pages, self.max_model_len)
+
+    def append_blocks(self, req_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """Give a request more pages: a sequence of block numbers for each KV group.
+
+        Raises:
+            BatchError: the request is not in flight, or there is not one sequence per group. The table has fewer
+                pages, or a number is not a block of the pool. It has a block already, or would write to one of another
+                request.
+        """
+        index = self._requests.row_of(req_id)
+        pages = self._requests.pages(block_ids, index, int(self._requests.computed[index]))
+        self._requests.append(index, pages, self.max_model_len)
+
+    def free_blocks(self, req_id: str, group: int, num_blocks: int) -> None:
+        """Replace a request's first pages in one KV group, which its window has passed, by the null block.
+
+        The request keeps its positions; other requests can then use the pages.
+
+        Raises:
+            BatchError: the request is not in flight, or the group has no decoder tokens. A page has tokens that
+                are not yet computed or are still attended.
+        """
+        requests, index = self._requests, self._requests.row_of(req_id)
+        group, num_blocks = integer("group", group), integer("num_blocks", num_blocks)
+        if group not in requests.groups.decoder:
+            decoder = list(requests.groups.decoder)
+            raise BatchError("group", group, f"must be a KV group of decoder tokens: {decoder}")
+        passed, which = requests.computed[index : index + 1], "the pages computed in full"
+        if self.kv_cache_specs:
+            spec = self.kv_cache_specs[group]
+            passed, which = first_attended(spec, passed), f"the pages that {reach(spec)} has passed"
+        limit = min(int(passed[0]) // self.tokens_per_block[group], int(requests.num_blocks[group, index]))
+        if not 0 <= num_blocks <= limit:
+            raise BatchError("num_blocks", num_blocks, f"must be in 0 .. {limit}, {which}")
+        if num_blocks:
+            self._buffers.serial.advance("free_blocks")
+        requests.free(index, group, num_blocks)
+
+    def remove_request(self, req_id: str) -> None:
+        """Remove a request; the last request moves to its index."""
+        index = self._requests.row_of(req_id)
+        self._buffers.serial.advance("remove_request")
+        self._requests.remove(req_id, index)
+
+    def swap_states(self, i: int, j: int) -> None:
+        """Exchange two requests; BatchError for an index without a request."""
+        i, j, reqs = integer("i", i), integer("j", j), self.num_reqs
+        for name, index in (("i", i), ("j", j)):
+            if not 0 <= index < reqs:
+                raise BatchError(name, index, f"must be the index of one of {reqs} requests")
+        self._buffers.serial.advance("swap_states")
+        self._requests.swap(i, j)
 
     def step(self, num_scheduled_tokens: Counts = 1, num_logits: Counts | None = None) -> StepBatch:
         """The batch that runs the scheduled tokens of every request.
@@ -81,75 +273,46 @@ class StepBatchBuilder(CheckedRequests):
                 sequence is longer than max_model_len; a request has no pages for its tokens, or null blocks among
                 them; a multimodal span is split.
         """
-        reqs = self.num_reqs
-        scheduled = counts_of("num_scheduled_tokens", num_scheduled_tokens, self.req_ids)
-        computed = self._computed[:reqs]
-        max_query = int(scheduled.max(initial=0))
-        self._check_counts(scheduled, max_query)
-        lengths = computed + scheduled
-        longest = int(lengths.max(initial=0))
-        self._check_lengths(lengths, longest)
-        wanted = None if num_logits is None else counts_of("num_logits", num_logits, self.req_ids)
+        requests, names = self._requests, self.req_ids
+        reqs = len(names)
+        scheduled = counts_of("num_scheduled_tokens", num_scheduled_tokens, names)
+        computed = requests.computed[:reqs]
+        lengths, limits = computed + scheduled, (self.max_num_batched_tokens, self.max_model_len)
+        max_query, longest = check_step(requests, scheduled, lengths, *limits)
+        wanted = None if num_logits is None else counts_of("num_logits", num_logits, names)
         if wanted is not None:
-            check_at_most("num_logits", wanted, scheduled, self.req_ids, "scheduled tokens")
-        if self.cross_groups:
-            self._check_encoder_pages(scheduled)
-        self._check_null_blocks(scheduled, lengths)
-        if self._holders.may_cross:
-            self._check_crossed(scheduled, computed)
-        if self._mm_prefix is not None and self._placeholders:
-            for row in self._rows_with_placeholders(self._rows[:reqs], scheduled, computed):
-                name, tokens_of = self.req_ids[row], (int(computed[row]), int(scheduled[row]))
-                self._mm_prefix.check_step(name, self._placeholders[name], *tokens_of)
+            check_at_most("num_logits", wanted, scheduled, names, "scheduled tokens")
+        if self._mm_prefix is not None and requests.placeholders:
+            for row in requests.with_placeholders(scheduled):
+                tokens_of = int(computed[row]), int(scheduled[row])
+                self._mm_prefix.check_step(names[row], requests.placeholders[names[row]], *tokens_of)
         # All checks come before this line, because a step that is refused moves nothing.
-        ordered, order = self._ordered(scheduled), None
-        names, at = self.req_ids, self._rows[:reqs]
+        ordered, order = requests.ordered(scheduled, self.reorder_batch_thresholds), None
         if ordered is not None:
-            order = at = ordered[0]
-            names = [names[row] for row in order.tolist()]
-            scheduled, lengths, computed = scheduled[order], lengths[order], computed[order]
+            order = ordered[0]
+            scheduled, lengths = scheduled[order], lengths[order]
             wanted = None if wanted is None else wanted[order]
-        unwritten = self._unwritten(scheduled, at) if self.cross_groups else None
-
-        staging: StepStaging = self._ring.acquire()
-        starts = staging.fields.query_start_loc
-        np.cumsum(scheduled, out=starts[1 : reqs + 1])
-        tokens = int(starts[reqs])
-        staging.fields.seq_lens[:reqs] = lengths
-        encoder_tokens = 0 if unwritten is None else int(unwritten.sum())
-        counts = self._slot_counts(tokens, encoder_tokens)
-        slots = staging.fields.slots(len(counts), max(counts))
-        # Both tests: with two tokens for one request and none for another, the sum is equal too.
-        if tokens == reqs and max_query == 1:
-            rows, positions = at, computed
-        else:
-            rows = np.repeat(at, scheduled)
-            positions = self._rows[:tokens] + np.repeat(computed - starts[:reqs], scheduled)
-        self._slots.fill(slots, rows, positions, self._has_null_pages)
-        if unwritten is not None:
-            encoder_rows = np.repeat(at, unwritten)
-            begins = np.repeat(np.cumsum(unwritten) - unwritten, unwritten)
-            encoder_positions = self._rows[:encoder_tokens] - begins
-            self._slots.fill_encoder(slots, encoder_rows, encoder_positions, self._has_null_pages)
-            staging.encoder_seq_lens.np[:reqs] = self._encoder_lens[at]
-        width = int(self._num_blocks[:, :reqs].max(initial=1))
-        spans = self._spans(names, at, starts, scheduled, computed) if self._placeholders else []
-        maps = map_placeholders(spans, staging.placeholders) if spans else {}
-        if self._mm_prefix is not None:
-            self._mm_prefix.fill(spans, staging.mm_prefix_spans.np[:tokens])
-        if wanted is not None:
-            ends = np.repeat(starts[1 : reqs + 1] - wanted.cumsum(), wanted)
-            np.add(
-                self._rows[: ends.size], ends, out=staging.logits_indices.np[: ends.size], casting="same_kind"
-            )
-        shared = shared_prefix_lens(self._tables[:, :reqs], self.block_sizes, computed, self._cascade_groups)
-        logits = None if wanted is None else int(wanted.sum())
-        if ordered is not None and self.sharded_groups:
-            rows = np.repeat(self._rows[:reqs], scheduled)
-        sharded = self._sharded_step(staging, scheduled, computed, rows, positions)
-        self._commit_step(names, ordered, scheduled)
-        return self._batch(
-            staging, tuple(names), counts, max_query, longest, width, maps, order, shared, logits, sharded
+        stepped, unwritten = requests.begin(scheduled, ordered), None
+        tables, values = requests.tables[:, :reqs], dict[str, Ints]()
+        shared = shared_prefix_lens(tables, self.block_sizes, computed, self._cascade_groups)
+        if self.cross_groups:
+            lens = values["encoder_seq_lens"] = requests.encoder_lens[:reqs]
+            unwritten = np.where(requests.encoder_written[:reqs] | (scheduled == 0), 0, lens)
+        return self._buffers.batch(
+            stepped,
+            scheduled,
+            computed,
+            lengths,
+            max_query=max_query,
+            longest=longest,
+            width=int(requests.num_blocks[:, :reqs].max(initial=1)),
+            has_null_pages=requests.has_null_pages,
+            values=values,
+            unwritten=unwritten,
+            spans=requests.spans(scheduled) if requests.placeholders else (),
+            wanted=wanted,
+            order=order,
+            shared=shared,
         )
 
     def finish_step(self, accepted: Counts | None = None) -> None:
@@ -162,21 +325,19 @@ class StepBatchBuilder(CheckedRequests):
             BatchError: no step was begun, counts of another number of requests, or more tokens are
                 accepted than scheduled.
         """
-        reqs = self.num_reqs
-        if self._stepped is None:
+        requests, names = self._requests, self.req_ids
+        if requests.stepped is None:
             raise BatchError("step", None, "is required before finish_step, once for each")
-        scheduled = counts = self._scheduled[:reqs]
+        scheduled = counts = requests.scheduled[: len(names)]
         if accepted is not None:
             # A plain sequence is in the order of the step, which these requests no longer have.
-            if not isinstance(accepted, (Mapping, int)) and self._stepped != tuple(self.req_ids):
+            if not isinstance(accepted, (Mapping, int)) and requests.stepped != tuple(names):
                 limit = "has no order: requests changed since the step"
                 remedy = "give the counts by request, as a mapping"
                 raise BatchError("accepted", accepted, limit, remedy)
-            counts = counts_of("accepted", accepted, self.req_ids, scheduled)
-            check_at_most("accepted", counts, scheduled, self.req_ids, "scheduled tokens")
-        # Set here and not in `step`: a step that was not finished writes the encoder again.
-        written = self._encoder_written[:reqs] | (scheduled > 0)
-        self._change = functools.partial(self._finish, self._computed[:reqs] + counts, written)
+            counts = counts_of("accepted", accepted, names, scheduled)
+            check_at_most("accepted", counts, scheduled, names, "scheduled tokens")
+        requests.finish(counts)
 
     def rollback(self, num_tokens: Counts) -> None:
         """Count the last computed tokens of requests as not computed, so that later steps write them again.
@@ -192,20 +353,20 @@ class StepBatchBuilder(CheckedRequests):
             BatchError: a step is not finished; counts of another number of requests; more tokens than are computed; a
                 return to before the last `free_blocks`, because the keys of its window are gone.
         """
-        reqs = self.num_reqs
-        if self._stepped is not None:
+        requests, names = self._requests, self.req_ids
+        if requests.stepped is not None:
             raise BatchError("step", "not finished", "cannot be rolled back", "call finish_step first")
-        computed, served = self._computed[:reqs], self._first_served[:reqs]
-        counts = counts_of("num_tokens", num_tokens, self.req_ids, computed)
-        check_at_most("num_tokens", counts, computed, self.req_ids, "computed tokens")
+        computed, served = requests.computed[: len(names)], requests.first_served[: len(names)]
+        counts = counts_of("num_tokens", num_tokens, names, computed)
+        check_at_most("num_tokens", counts, computed, names, "computed tokens")
         bad = (counts > 0) & (computed - counts < served)
         if bad.any():
             worst = int(bad.argmax())
-            limit = f"of request {self.req_ids[worst]} goes to before token {served[worst]}, where pages were freed"
+            limit = f"of request {names[worst]} goes to before token {served[worst]}, where pages were freed"
             raise BatchError(
                 "num_tokens", int(counts[worst]), limit, "free pages after the drafts are verified"
             )
-        self._check_rollback(computed - counts, computed)
+        check_rollback(requests, computed - counts, computed)
         computed -= counts
 
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:
@@ -227,139 +388,20 @@ class StepBatchBuilder(CheckedRequests):
             raise BatchError("num_tokens", num_tokens, f"must not pass {limit} with {num_reqs} requests")
         lengths = np.full(num_reqs, num_tokens // num_reqs, dtype=np.int64)
         lengths[: num_tokens % num_reqs] += 1
-        staging: StepStaging = self._ring.acquire()
-        np.cumsum(lengths, out=staging.fields.query_start_loc[1 : num_reqs + 1])
-        staging.fields.seq_lens[:num_reqs] = lengths
-        staging.encoder_seq_lens.np[:num_reqs] = self.max_encoder_len
-        encoder_tokens = num_reqs * self.max_encoder_len
-        counts = self._slot_counts(num_tokens, encoder_tokens)
-        staging.fields.slots(len(counts), max(counts))[:] = PAD_SLOT_ID
-        if self._mm_prefix is not None:
-            self._mm_prefix.fill([], staging.mm_prefix_spans.np[:num_tokens])
+        encoder = np.full(num_reqs, self.max_encoder_len, dtype=np.int64)
         # Old requests leave their pages in the rows; a profile run must read the null block only.
-        self._tables[:, :num_reqs] = 0
-        self._changed(slice(None), slice(num_reqs), 0, self._tables.shape[2])
-        names = tuple(f"profile-{index}" for index in range(num_reqs))
-        longest = int(lengths[0])
-        # From the start, so `_computed` of earlier requests does not count.
-        computed = np.zeros(num_reqs, dtype=np.int64)
-        rows = np.repeat(self._rows[:num_reqs], lengths)
-        positions = self._rows[:num_tokens] - staging.fields.query_start_loc[rows]
-        sharded = self._sharded_step(staging, lengths, computed, rows, positions)
-        return self._batch(
-            staging, names, counts, longest, longest, self._tables.shape[2], {}, sharded=sharded
+        self._requests.tables[:, :num_reqs] = 0
+        self._requests.changed(slice(None), slice(num_reqs), 0, self._requests.tables.shape[2])
+        return self._buffers.batch(
+            tuple(f"profile-{index}" for index in range(num_reqs)),
+            lengths,
+            # From the start, so the numbers of earlier requests do not count.
+            np.zeros(num_reqs, dtype=np.int64),
+            lengths,
+            max_query=int(lengths[0]),
+            longest=int(lengths[0]),
+            width=self._requests.tables.shape[2],
+            has_null_pages=True,
+            values={"encoder_seq_lens": encoder} if self.cross_groups else {},
+            unwritten=encoder if self.cross_groups else None,
         )
-
-    def _slot_counts(self, tokens: int, encoder_tokens: int) -> tuple[int, ...]:
-        groups = range(len(self.block_sizes))
-        return tuple(encoder_tokens if g in self.cross_groups else tokens for g in groups)
-
-    def _commit_step(self, names: list[str], ordered: tuple[Ints, Ints] | None, scheduled: Ints) -> None:
-        move = None
-        if ordered is not None:
-            order, misplaced = ordered
-            move = *self._moved(order[misplaced], misplaced), Members(names, self._members.order + 1)
-        self._change = functools.partial(self._begin, tuple(names), scheduled, move)
-        self._settle()
-
-    def _begin(
-        self,
-        names: tuple[str, ...],
-        scheduled: Ints,
-        move: tuple[Ints, Ints, npt.NDArray[np.int32], Members] | None,
-    ) -> None:
-        if move is not None:
-            self._move(*move)
-        self._scheduled[: scheduled.size] = scheduled
-        self._stepped = names
-
-    def _finish(self, computed: Ints, written: Ints) -> None:
-        self._computed[: computed.size] = computed
-        self._encoder_written[: written.size] = written
-        self._stepped = None
-
-    def _unwritten(self, scheduled: Ints, at: Ints) -> Ints:
-        """Encoder tokens of each request that this step writes; `at` are the rows of the requests."""
-        lengths = self._encoder_lens[at]
-        kept = self._encoder_written[at] | (scheduled == 0)
-        return np.where(kept, 0, lengths).astype(np.int64)
-
-    def _sharded_step(
-        self, staging: StepStaging, scheduled: Ints, computed: Ints, rows: Ints, positions: Ints
-    ) -> ShardedStep | None:
-        """The keys on this rank; None without context parallelism."""
-        if self.context_parallel is None or not self.sharded_groups:
-            return None
-        place, groups = self.context_parallel, self.sharded_groups
-        return ShardedStep.staged(place, groups, staging, scheduled, computed, rows, positions)
-
-    def _rows_with_placeholders(self, at: Ints, scheduled: Ints, computed: Ints) -> list[int]:
-        """The requests that may have placeholders among their scheduled tokens."""
-        ahead = (self._placeholder_end[at] > computed) & (scheduled > 0)
-        rows: list[int] = np.flatnonzero(ahead).tolist()
-        return rows
-
-    def _spans(
-        self, names: list[str], at: Ints, starts: npt.NDArray[Any], scheduled: Ints, computed: Ints
-    ) -> list[Span]:
-        """The placeholders among the scheduled tokens, in order of tokens."""
-        spans: list[Span] = []
-        for row in self._rows_with_placeholders(at, scheduled, computed):
-            tokens = int(computed[row]), int(scheduled[row]), int(starts[row])
-            spans += spans_of(names[row], self._placeholders[names[row]], *tokens)
-        return spans
-
-    def _batch(
-        self,
-        staging: StepStaging,
-        names: tuple[str, ...],
-        counts: tuple[int, ...],
-        max_query: int,
-        longest: int,
-        width: int,
-        placeholders: Mapping[str, PlaceholderMap],
-        order: Ints | None = None,
-        shared: tuple[int, ...] = (),
-        logits: int | None = None,
-        sharded: ShardedStep | None = None,
-    ) -> StepBatch:
-        reqs, first = len(names), self._self_groups[0] if self._self_groups else 0
-        tokens = int(staging.fields.query_start_loc[reqs])
-        if self._device_tables is None or staging.tables is None:
-            tables = self._tables_cpu[:, :reqs]
-        else:
-            tables = self._device_tables.send(staging.tables, reqs, width)
-        starts, lens, slots = staging.fields.send(reqs, len(counts), max(counts))
-        optional: dict[str, Any] = {}
-        if self.cross_groups:
-            optional["encoder_seq_lens"] = staging.encoder_seq_lens.copy_to_gpu(reqs)
-            optional["encoder_seq_lens_cpu"] = staging.encoder_seq_lens.np[:reqs]
-        if logits is not None:
-            optional["num_logits_indices"] = logits
-            optional["logits_indices_padded"] = staging.logits_indices.copy_to_gpu(logits)
-            optional["logits_indices_cpu"] = staging.logits_indices.cpu[:logits]
-        if self._mm_prefix is not None:
-            optional["mm_prefix_spans"] = staging.mm_prefix_spans.copy_to_gpu(tokens)
-            optional["mm_prefix_spans_cpu"] = staging.mm_prefix_spans.cpu[:tokens]
-        if self._selection is not None:
-            optional["selection"] = self._selection[:tokens]
-            # A selection of the step before would be taken for this one's if nobody wrote it.
-            optional["selection"].clear()
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=staging.fields.query_start_loc_cpu(reqs),
-            seq_lens=lens,
-            num_reqs=reqs,
-            num_actual_tokens=tokens,
-            max_query_len=max_query,
-            max_seq_len=longest,
-            block_table_tensor=tables[first],
-            slot_mapping=slots[first, : counts[first]],
-            seq_lens_host=staging.fields.seq_lens[:reqs],
-            **optional,
-        )
-        # All copies of the set are issued, so the event that guards it can be recorded.
-        self._ring.release()
-        own = self.cross_groups, names, self.block_sizes, placeholders, order, shared, self.kv_cache_specs
-        stamps = (self._serial.advance("step"),)
-        return StepBatch(common, first, tables, slots, counts, *own, sharded, stamps).sealed()

@@ -24,6 +24,8 @@ from attnplug.core.kv_cache_spec import (
     kv_cache_spec_for,
 )
 from attnplug.core.metadata import (
+    STEP_INPUTS,
+    WITHOUT_LOGITS,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -213,7 +215,7 @@ def build_attn_metadata(
         raise BatchError("draft_index", draft_index, "is not for captures", remedy)
     if draft_index is not None:
         # Builders may draft without `build`, so a draft step runs all rows of layers of fast prefill.
-        batch = dataclasses.replace(batch, common=_wanting_all(batch.common))
+        batch = dataclasses.replace(batch, common=batch.common.changed(**WITHOUT_LOGITS))
     pages = batch.by_group()
     commons: dict[tuple[int, bool | None], CommonAttentionMetadata] = {}
     built: dict[Any, AttentionMetadata] = {}
@@ -277,14 +279,6 @@ def _is_sharded(batch: StepBatch, group: int) -> bool:
     return batch.sharded is not None and group in batch.sharded.groups
 
 
-def _wanting_all(common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-    if common.num_logits_indices is None:
-        return common
-    return dataclasses.replace(
-        common, logits_indices_padded=None, num_logits_indices=None, logits_indices_cpu=None
-    )
-
-
 def build_step(
     group: AttentionGroup,
     common: CommonAttentionMetadata,
@@ -303,6 +297,10 @@ def build_step(
         drafted = group.builder.build_for_drafting(common, draft_index)
         made = checked_metadata(group.backend, "build_for_drafting", drafted)
     return made
+
+
+_WITHOUT_KEYS: dict[str, Any] = {name: None for each in STEP_INPUTS if each.of_keys for name in each.fields}
+"""The changes of a step that take the inputs away which describe the decoder's own keys."""
 
 
 @checked(common=CommonAttentionMetadata, block_table="R M", slot_mapping="S")
@@ -327,13 +325,7 @@ def cross_metadata(
         block_table_tensor=block_table,
         slot_mapping=slot_mapping,
         causal=False,
-        # These fields describe the decoder's own keys.
-        key_start_loc=None,
-        key_start_loc_cpu=None,
-        dcp_local_seq_lens=None,
-        dcp_local_seq_lens_cpu=None,
-        mm_prefix_spans=None,
-        mm_prefix_spans_cpu=None,
+        **_WITHOUT_KEYS,
         _seq_lens_cpu=None,
         _num_computed_tokens_cpu=None,
     )

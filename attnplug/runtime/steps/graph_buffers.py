@@ -6,6 +6,7 @@ The tensors that captured graphs read under context parallelism, beside those of
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from attnplug._system.one_commit import NotCopied
 from attnplug.core.arguments import integer
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import PAD_SLOT_ID
+from attnplug.core.metadata import PAD_SLOT_ID, STEP_INPUTS
 from attnplug.core.selection import Selection
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import StepBatch, StepSerial
@@ -144,9 +145,8 @@ class GraphInputBuffers(NotCopied):
         seq_lens: int32 `[B]`.
         block_tables: int32 `[G, B, max_blocks]` of the G KV groups.
         slot_mappings: int64 `[G, B * q]`; always -1 in cross groups.
-        encoder_seq_lens: int32 `[B]`; None without cross groups.
-        mm_prefix_spans: int32 `[B * q, 2]`; None without layers with mm_prefix.
-        selection: of `B * q` queries, for an indexer inside the graph to fill; None without sparse layers.
+        inputs: the optional inputs of the graph's layers by field, for B requests and `B * q` tokens; an indexer inside
+            the graph fills the selection.
         sharded: the keys on this rank; None without context parallelism.
         serial: counts what the shared buffers have held; steps in them are out of date once they hold another.
     """
@@ -157,9 +157,7 @@ class GraphInputBuffers(NotCopied):
     seq_lens: torch.Tensor
     block_tables: torch.Tensor
     slot_mappings: torch.Tensor
-    encoder_seq_lens: torch.Tensor | None
-    mm_prefix_spans: torch.Tensor | None
-    selection: Selection | None
+    inputs: Mapping[str, Any]
     sharded: ShardedGraphBuffers | None = None
     serial: StepSerial = dataclasses.field(default_factory=StepSerial)
 
@@ -167,6 +165,21 @@ class GraphInputBuffers(NotCopied):
     def num_tokens(self) -> int:
         """Query rows of the graph."""
         return self.batch_size * self.query_len
+
+    @property
+    def encoder_seq_lens(self) -> torch.Tensor | None:
+        """int32 `[B]`; None without cross groups."""
+        return self.inputs.get("encoder_seq_lens")
+
+    @property
+    def mm_prefix_spans(self) -> torch.Tensor | None:
+        """int32 `[B * q, 2]`; None without layers with mm_prefix."""
+        return self.inputs.get("mm_prefix_spans")
+
+    @property
+    def selection(self) -> Selection | None:
+        """The keys of `B * q` queries, which an indexer inside the graph picks; None without sparse layers."""
+        return self.inputs.get("selection")
 
     @classmethod
     def allocate(
@@ -176,26 +189,33 @@ class GraphInputBuffers(NotCopied):
         *,
         groups: int,
         max_blocks: int,
-        with_encoder: bool,
-        with_spans: bool,
+        inputs: Collection[str] = (),
         sparse_topk: int = 0,
         device: torch.device,
     ) -> GraphInputBuffers:
-        """New buffers for `groups` KV groups, with tables of `max_blocks` pages."""
+        """New buffers for `groups` KV groups, with tables of `max_blocks` pages and optional inputs of these names.
+
+        Raises:
+            BatchError: an input is none of a step's.
+        """
+        if unknown := set(inputs) - {each.name for each in STEP_INPUTS}:
+            raise BatchError("inputs", sorted(unknown), "are no optional inputs of a step")
         # Padding requests have length 1 and the null block, and slot -1 keeps them from writing.
-        seq_lens = torch.ones(batch_size, dtype=torch.int32, device=device)
-        spans = torch.zeros(batch_size * query_len, 2, dtype=torch.int32, device=device)
-        slots = torch.full((groups, batch_size * query_len), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        tokens = batch_size * query_len
         return cls(
             batch_size=batch_size,
             query_len=query_len,
             query_start_loc=torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
-            seq_lens=seq_lens,
+            seq_lens=torch.ones(batch_size, dtype=torch.int32, device=device),
             block_tables=torch.zeros(groups, batch_size, max_blocks, dtype=torch.int32, device=device),
-            slot_mappings=slots,
-            encoder_seq_lens=torch.ones_like(seq_lens) if with_encoder else None,
-            mm_prefix_spans=spans if with_spans else None,
-            selection=Selection.allocate(spans.shape[0], sparse_topk, device) if sparse_topk else None,
+            slot_mappings=torch.full((groups, tokens), PAD_SLOT_ID, dtype=torch.int64, device=device),
+            inputs={
+                each.name: Selection.allocate(tokens, sparse_topk, device)
+                if each.name == "selection"
+                else each.padded(each.count(batch_size, tokens), device)
+                for each in STEP_INPUTS
+                if each.name in inputs
+            },
         )
 
     def first(self, batch_size: int, query_len: int) -> GraphInputBuffers:
@@ -209,17 +229,19 @@ class GraphInputBuffers(NotCopied):
             raise BatchError("batch_size", batch_size, f"must be in 1 .. {self.batch_size}")
         if not 1 <= query_len <= self.query_len:
             raise BatchError("query_len", query_len, f"must be in 1 .. {self.query_len}")
-        encoder, spans = self.encoder_seq_lens, self.mm_prefix_spans
+        tokens = batch_size * query_len
         return GraphInputBuffers(
             batch_size=batch_size,
             query_len=query_len,
             query_start_loc=self.query_start_loc[: batch_size + 1],
             seq_lens=self.seq_lens[:batch_size],
             block_tables=self.block_tables[:, :batch_size],
-            slot_mappings=self.slot_mappings[:, : batch_size * query_len],
-            encoder_seq_lens=None if encoder is None else encoder[:batch_size],
-            mm_prefix_spans=None if spans is None else spans[: batch_size * query_len],
-            selection=None if self.selection is None else self.selection[: batch_size * query_len],
+            slot_mappings=self.slot_mappings[:, :tokens],
+            inputs={
+                each.name: self.inputs[each.name][: each.count(batch_size, tokens)]
+                for each in STEP_INPUTS
+                if each.name in self.inputs
+            },
             sharded=None if self.sharded is None else self.sharded.first(batch_size, query_len),
             serial=self.serial,
         )
@@ -250,13 +272,15 @@ class GraphInputBuffers(NotCopied):
                     self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
         if self.sharded is not None and batch.sharded is not None:
             self.sharded.copy_from(batch.sharded)
-        if self.encoder_seq_lens is not None and common.encoder_seq_lens is not None:
-            self.encoder_seq_lens[:reqs].copy_(common.encoder_seq_lens, non_blocking=True)
-        if self.mm_prefix_spans is not None and common.mm_prefix_spans is not None:
-            tokens = common.num_actual_tokens
-            self.mm_prefix_spans[:tokens].copy_(common.mm_prefix_spans[:tokens], non_blocking=True)
-        if self.selection is not None and common.selection is not None:
-            self.selection.copy_from(common.selection[: common.num_actual_tokens])
+        for each in STEP_INPUTS:
+            into, given = self.inputs.get(each.name), getattr(common, each.name)
+            if into is None or given is None:
+                continue
+            rows = each.count(reqs, common.num_actual_tokens)
+            if isinstance(into, Selection):
+                into.copy_from(given[:rows])
+            else:
+                into[:rows].copy_(given[:rows], non_blocking=True)
         self._pad(reqs, common.num_actual_tokens)
 
     def _pad(self, reqs: int, tokens: int) -> None:
@@ -275,10 +299,8 @@ class GraphInputBuffers(NotCopied):
         self.seq_lens[reqs:].fill_(1)
         self.block_tables[:, reqs:].fill_(0)
         self.slot_mappings[:, tokens:].fill_(PAD_SLOT_ID)
-        if self.encoder_seq_lens is not None:
-            self.encoder_seq_lens[reqs:].fill_(1)
-        if self.mm_prefix_spans is not None:
-            self.mm_prefix_spans[tokens:].fill_(0)
-        if self.selection is not None:
-            # Queries of padding requests see no key until an indexer inside the graph picks some.
-            self.selection[tokens:].clear(0)
+        for each in STEP_INPUTS:
+            if each.name in self.inputs:
+                rest = self.inputs[each.name][each.count(reqs, tokens) :]
+                # Queries of padding requests see no key until an indexer inside the graph picks some.
+                rest.clear(0) if isinstance(rest, Selection) else rest.fill_(each.padding)

@@ -14,6 +14,7 @@ from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, Spe
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.checks import check_written
 from attnplug.ops.shared_memory import byte_span, overlaps_itself, share_memory
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.caches.memory_overlap import NO_CACHES
@@ -46,6 +47,7 @@ class RuntimeLayer:
         target: str | None = None,
     ) -> None:
         self.name, self.target = name, target
+        self._owner = f"of layer {name} "
         self.backend = str(decision.backend)
         self.spec: LayerSpec = decision.spec
         self.kv_cache: torch.Tensor | None = None
@@ -206,7 +208,7 @@ class RuntimeLayer:
                 )
 
     def _of_layer(self, limit: str) -> str:
-        return f"of layer {self.name} {limit}"
+        return self._owner + limit
 
     def _check(
         self, name: str, tensor: torch.Tensor, rows: int, tail: tuple[int, ...], dtype: torch.dtype | None
@@ -236,12 +238,7 @@ class RuntimeLayer:
 
     def _check_written(self, name: str, tensor: torch.Tensor) -> None:
         # torch refuses these writes by errors of its own, from inside a backend.
-        if tensor.requires_grad and torch.is_grad_enabled():
-            limit = self._of_layer("must be False: the layer writes to it")
-            raise BatchError(f"{name}.requires_grad", True, limit, f"pass {name}.detach()")
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
-            limit = self._of_layer("can only be written under torch.inference_mode()")
-            raise BatchError(name, "an inference tensor", limit)
+        check_written(name, tensor, owner=self._owner)
         if overlaps_itself(tensor):
             limit = self._of_layer(
                 f"with strides {tensor.stride()} must not overlap itself: all of it is written"

@@ -22,7 +22,7 @@ from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import shares_tokens
-from attnplug.runtime.steps.step_checks import widest_topk
+from attnplug.runtime.steps.step_checks import needed_inputs, widest_topk
 
 if TYPE_CHECKING:
     from attnplug.runtime.attention_runtime import AttentionRuntime
@@ -207,14 +207,23 @@ def _run(
     return WarmUpStep(layer.backend, layer.name, *sizes, compiled, seconds)
 
 
-def _first_keys(rows: int, runtime: AttentionRuntime, device: torch.device) -> Selection | None:
-    topk = widest_topk(layer.spec for layer in runtime.layers.values())
-    if not topk:
-        return None
-    chosen = Selection.allocate(rows, topk, device)
-    chosen.positions[:, 0] = 0
-    chosen.counts.fill_(1)
-    return chosen
+def _inputs(runtime: AttentionRuntime, reqs: int, rows: int, length: int) -> dict[str, Any]:
+    """The optional inputs that layers need: encoders are as long as sequences, and each query picks the first key."""
+    device, found = runtime.device, dict[str, Any]()
+    specs = {name: layer.spec for name, layer in runtime.layers.items()}
+    for each in needed_inputs(specs):
+        if each.name == "selection":
+            found[each.name] = Selection.allocate(rows, widest_topk(specs.values()), device)
+            found[each.name].positions[:, 0] = 0
+            found[each.name].counts.fill_(1)
+            continue
+        host = each.padded(each.count(reqs, rows), "cpu")
+        if each.name == "encoder_seq_lens":
+            host.fill_(length)
+        found[each.name] = host.to(device)
+        if each.host is not None:
+            found[each.host] = each.on_host(host)
+    return found
 
 
 def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
@@ -226,14 +235,13 @@ def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
     smallest = min((group.kv_cache_spec.block_size for group in groups), default=1)
     starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32, device="cpu")
     lengths = np.full(reqs, length, dtype=np.int32)
-    seq_lens = torch.from_numpy(lengths).to(device)
     tables = torch.zeros(max(len(groups), 1), reqs, -(-length // smallest), dtype=torch.int32, device=device)
     slots = torch.full((max(len(groups), 1), rows), PAD_SLOT_ID, dtype=torch.int64, device=device)
     first = next((i for i in range(len(groups)) if i not in cross), 0)
     common = CommonAttentionMetadata(
         query_start_loc=starts.to(device),
         query_start_loc_cpu=starts,
-        seq_lens=seq_lens,
+        seq_lens=torch.from_numpy(lengths).to(device),
         num_reqs=reqs,
         num_actual_tokens=rows,
         max_query_len=shape.query_len,
@@ -241,13 +249,7 @@ def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
         block_table_tensor=tables[first],
         slot_mapping=slots[first],
         seq_lens_host=lengths,
-        encoder_seq_lens=seq_lens if cross else None,
-        encoder_seq_lens_cpu=lengths if cross else None,
-        # Zeros: a step of text. Layers without mm_prefix do not read them.
-        mm_prefix_spans=torch.zeros(rows, 2, dtype=torch.int32, device=device),
-        mm_prefix_spans_cpu=torch.zeros(rows, 2, dtype=torch.int32, device="cpu"),
-        # Each query chooses the first key or block. Layers that are not sparse do not read it.
-        selection=_first_keys(rows, runtime, device),
+        **_inputs(runtime, reqs, rows, length),
     )
     names = tuple(f"warm-up-{index}" for index in range(reqs))
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)

@@ -11,9 +11,9 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from attnplug.core.batch.host import optional_rows
 from attnplug.core.features import Feature
 from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.core.selection import Selection
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind
@@ -230,7 +230,6 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
     given = [row for index in requests for row in range(firsts[index], firsts[index + 1])]
     kept = torch.tensor(given, dtype=torch.int64, device=device)
     host = torch.tensor(seq_lens, dtype=torch.int32)
-    spans, spans_cpu, chosen = common.mm_prefix_spans, common.mm_prefix_spans_cpu, common.selection
     return dataclasses.replace(
         batch,
         common=dataclasses.replace(
@@ -247,9 +246,7 @@ def select_requests(batch: Batch, requests: Sequence[int]) -> Batch:
             ],
             slot_mapping=common.slot_mapping[kept],
             seq_lens_host=host.numpy(),
-            mm_prefix_spans=None if spans is None else spans[rows],
-            mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows.cpu()],
-            selection=None if chosen is None else Selection(chosen.positions[rows], chosen.counts[rows]),
+            **optional_rows(common, np.array(requests, dtype=np.int64), np.array(own, dtype=np.int64)),
         ),
         query=batch.query[rows],
         key=batch.key[kept],

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from attnplug.core.batch.host import optional_rows
 from attnplug.core.features import Feature
 from attnplug.core.spec import Phase
 from attnplug.testing.batches import Batch
@@ -179,7 +180,6 @@ def piece(whole: Batch, start: int, end: int) -> Batch:
     device, rows = whole.query.device, slice(start, end)
     starts = torch.tensor([0, end - start], dtype=torch.int32)
     host = torch.tensor([end], dtype=torch.int32)
-    spans, spans_cpu = whole.common.mm_prefix_spans, whole.common.mm_prefix_spans_cpu
     common = dataclasses.replace(
         whole.common,
         query_start_loc=starts.to(device),
@@ -190,9 +190,7 @@ def piece(whole: Batch, start: int, end: int) -> Batch:
         max_query_len=end - start,
         max_seq_len=end,
         slot_mapping=whole.common.slot_mapping[rows],
-        mm_prefix_spans=None if spans is None else spans[rows],
-        mm_prefix_spans_cpu=None if spans_cpu is None else spans_cpu[rows],
-        selection=None if whole.common.selection is None else whole.common.selection[rows],
+        **optional_rows(whole.common, slice(None), rows),
     )
     return dataclasses.replace(
         whole, common=common, query=whole.query[rows], key=whole.key[rows], value=whole.value[rows]
