@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from attnplug._system.files import why
+from attnplug.cli.arguments import completion
 from attnplug.cli.commands.conformance import conformance
 from attnplug.cli.commands.doctor import doctor
 from attnplug.cli.commands.explain import explain, explain_code
@@ -22,7 +23,6 @@ from attnplug.cli.commands.matrix import matrix_app
 from attnplug.cli.commands.new_backend import new_backend
 from attnplug.cli.commands.select import select
 from attnplug.cli.commands.tune import tune
-from attnplug.cli.completion import completion
 from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
 from attnplug.cli.output.json_option import USAGE_ERROR, message_of, print_json_error, with_json
 from attnplug.cli.output.output import CommandError, error

@@ -1,20 +1,111 @@
-"""Options shared by several commands, and their parsing."""
+"""Options shared by several commands, their parsing, and the completion of their values in a shell."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import enum
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from attnplug.cli import completion
-from attnplug.core.dtypes import KV_CACHE_DTYPES, dtype_name, kv_cache_dtype_name
-from attnplug.core.errors import PolicyError
-from attnplug.core.spec import Phase
+from attnplug.cli.output.output import echo
+from attnplug.core.dtypes import DTYPES, KV_CACHE_DTYPES, dtype_name, kv_cache_dtype_name
+from attnplug.core.errors import AttnplugError, PolicyError
+from attnplug.core.features import Feature
+from attnplug.core.spec import KINDS, Phase
 from attnplug.registry.plugins.installed import AssumeInstalled
 from attnplug.registry.plugins.options import parse_options
 from attnplug.registry.selection.policy import parse_rules
+
+_KINDS = (*KINDS, *map(str, Phase))
+
+
+class Shell(enum.StrEnum):
+    """A shell with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(
+    shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")],
+) -> None:
+    """Print the script that completes commands, options, backends and devices in a shell."""
+    import typer.completion
+
+    make = getattr(typer.completion, "get_completion_script")  # noqa: B009  (typer does not export it for mypy)
+    echo(make(prog_name="attnplug", complete_var="_ATTNPLUG_COMPLETE", shell=shell))
+
+
+def complete_backends(incomplete: str) -> list[str]:
+    """Names of backends and families."""
+    return _from(_backend_names(), incomplete)
+
+
+def complete_rules(incomplete: str) -> list[str]:
+    """Rules of `--backend`: a name, or a kind or phase with a name; the last one of several."""
+    before, comma, last = incomplete.rpartition(",")
+    kind, equals, _ = last.partition("=")
+    names = (
+        [f"{kind}={name}" for name in _backend_names()]
+        if equals
+        else [*_backend_names(), *(f"{k}=" for k in _KINDS)]
+    )
+    return [f"{before}{comma}{each}" for each in _from(names, last)]
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Devices: types, architectures and GPUs by name, without blanks."""
+    from attnplug.core.device import gpu_models
+
+    gpus = gpu_models()
+    names = [model.name.lower().replace(" ", "") for model in gpus]
+    archs = [model.arch for model in gpus if model.arch.startswith("sm")]
+    found = _from(["current", "cpu", "cuda", "rocm", "mps", "xpu", *archs, *names], incomplete.lower())
+    # A shell keeps only words that begin as the typed text does.
+    if incomplete.isupper():
+        return [name.upper() for name in found]
+    return [f"{incomplete}{name[len(incomplete) :]}" for name in found]
+
+
+def complete_dtypes(incomplete: str) -> list[str]:
+    """Dtypes of a layer."""
+    return _from(DTYPES, incomplete)
+
+
+def complete_kv_cache_dtypes(incomplete: str) -> list[str]:
+    """Dtypes of KV caches."""
+    return _from(KV_CACHE_DTYPES, incomplete)
+
+
+def complete_features(incomplete: str) -> list[str]:
+    """Features of the matrix."""
+    return _from(["plain", *(name for flag in Feature for name in flag.names())], incomplete)
+
+
+def complete_levels(incomplete: str) -> list[str]:
+    """Levels of conformance."""
+    return _from(["smoke", "full"], incomplete)
+
+
+def _backend_names() -> list[str]:
+    from attnplug.registry.default import get_registry
+
+    # A plugin that prints must not complete a word, and a wrong variable must not print over the prompt.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            return sorted(get_registry().plugins.names)
+        except AttnplugError:
+            return []
+
+
+def _from(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
+
 
 _CHOICE = "Which backends"
 
@@ -23,7 +114,7 @@ DeviceText: TypeAlias = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        autocompletion=completion.devices,
+        autocompletion=complete_devices,
         help="Target device: current, cpu, H100, RTX 4090, sm90, ...",
     ),
 ]
@@ -43,7 +134,7 @@ BackendRules: TypeAlias = Annotated[
         rich_help_panel=_CHOICE,
         metavar="RULES",
         callback=_given_rules,
-        autocompletion=completion.rules,
+        autocompletion=complete_rules,
         help="One backend, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),
 ]
@@ -84,7 +175,7 @@ KVCacheDtype: TypeAlias = Annotated[
         metavar="DTYPE",
         help="Cache storage: auto, fp8, fp8_e4m3, fp8_e5m2, ...",
         callback=_known_kv_cache_dtype,
-        autocompletion=completion.kv_cache_dtypes,
+        autocompletion=complete_kv_cache_dtypes,
     ),
 ]
 
@@ -100,7 +191,7 @@ ModelDtype: TypeAlias = Annotated[
         metavar="DTYPE",
         help="float16, bfloat16 or float32 \\[default: the dtype in CONFIG, or bfloat16].",
         callback=_known_dtype,
-        autocompletion=completion.dtypes,
+        autocompletion=complete_dtypes,
     ),
 ]
 BlockSize: TypeAlias = Annotated[

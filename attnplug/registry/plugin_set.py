@@ -18,8 +18,7 @@ from attnplug.core.interface.guarded import class_name, describe, guarded_call, 
 from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.plugins.switches import Switches
-from attnplug.registry.selection.gates import conflicting, not_loaded
-from attnplug.registry.selection.part_imports import PartImports, StillImporting
+from attnplug.registry.selection.gates import PartImports, StillImporting, conflicting, not_loaded
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

@@ -109,7 +109,7 @@ class Registry:
         """The cells refuted on this machine; read once, when first needed."""
         with self._lock:
             if self._evidence is None:
-                from attnplug.registry.selection.refuted import read_evidence
+                from attnplug.registry.selection.evidence import read_evidence
 
                 self._evidence = read_evidence()
                 if self._evidence.read_error:

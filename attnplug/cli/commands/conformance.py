@@ -13,8 +13,15 @@ from typing import Annotated
 import typer
 
 from attnplug._system import files
-from attnplug.cli import completion
-from attnplug.cli.arguments import AsJson, jobs_option, memory_option, timeout_option
+from attnplug.cli.arguments import (
+    AsJson,
+    complete_backends,
+    complete_devices,
+    complete_levels,
+    jobs_option,
+    memory_option,
+    timeout_option,
+)
 from attnplug.cli.output.conformance_report import CHECK_SECONDS
 from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, write_text
 from attnplug.cli.own_process import interrupt_on_sigterm
@@ -34,18 +41,18 @@ def conformance(
         typer.Argument(
             metavar="NAME",
             help="A backend of attnplug list, or NAME@DISTRIBUTION.",
-            autocompletion=completion.backends,
+            autocompletion=complete_backends,
         ),
     ],
     level: Annotated[
         str,
-        _which(metavar="smoke|full", autocompletion=completion.levels, help="Number of combinations to try."),
+        _which(metavar="smoke|full", autocompletion=complete_levels, help="Number of combinations to try."),
     ] = "smoke",
     device: Annotated[
         str | None,
         _which(
             metavar="DEVICE",
-            autocompletion=completion.devices,
+            autocompletion=complete_devices,
             help="cpu, cuda:1, ... \\[default: the current one]",
         ),
     ] = None,

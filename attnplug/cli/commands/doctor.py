@@ -14,8 +14,7 @@ import typer
 
 from attnplug._system.terminal_tables import WrappedTable
 from attnplug.backends.libraries import LIBRARY_RULES
-from attnplug.cli import completion
-from attnplug.cli.arguments import MOST_SECONDS, AsJson
+from attnplug.cli.arguments import MOST_SECONDS, AsJson, complete_backends
 from attnplug.cli.output.doctor_sections import (
     EngineState,
     LibraryState,
@@ -44,7 +43,7 @@ def doctor(
     backends: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="BACKEND", help="Check only these backends.", autocompletion=completion.backends
+            metavar="BACKEND", help="Check only these backends.", autocompletion=complete_backends
         ),
     ] = None,
     timeout: Annotated[
@@ -135,7 +134,7 @@ def _print_engines(engines: Sequence[EngineState]) -> None:
 
 def refuted_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[Finding]:
     """A warning for an unreadable evidence file, and for each backend refuted on `device`, if that is known."""
-    from attnplug.registry.selection.refuted import read_evidence
+    from attnplug.registry.selection.evidence import read_evidence
 
     evidence = read_evidence()
     if evidence.read_error:

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from attnplug._system.terminal_tables import WrappedTable
-from attnplug.cli import completion
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -30,11 +29,12 @@ from attnplug.cli.arguments import (
     TunedFile,
     allowed,
     assumed,
+    complete_dtypes,
     options,
     tuned_times,
 )
-from attnplug.cli.output.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.output.output import console, print_json
+from attnplug.cli.output.select_report import advice_as_data, advice_for, print_advice
 from attnplug.core.errors import PolicyError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_HELP
@@ -51,7 +51,7 @@ def explain(
     head_size: Annotated[int | None, _layer(metavar="N", help="Elements per head \\[default: 128].")] = None,
     dtype: Annotated[
         str,
-        _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=completion.dtypes),
+        _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=complete_dtypes),
     ] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug._system.terminal_tables import WrappedTable
-from attnplug.cli import completion
-from attnplug.cli.arguments import AsJson
+from attnplug.cli.arguments import AsJson, complete_backends
 from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
@@ -131,9 +130,7 @@ def _list_entry_points(as_json: bool) -> None:
 def show(
     backend: Annotated[
         str,
-        typer.Argument(
-            metavar="BACKEND", help="A backend or family name.", autocompletion=completion.backends
-        ),
+        typer.Argument(metavar="BACKEND", help="A backend or family name.", autocompletion=complete_backends),
     ],
     as_json: AsJson = False,
 ) -> None:

@@ -28,11 +28,17 @@ from attnplug.cli.arguments import (
     options,
     tuned_times,
 )
-from attnplug.cli.commands.memory import budget_for, left_out, print_budget
-from attnplug.cli.output.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.output.output import console, features_in_words, layers_in_words, print_json
 from attnplug.cli.output.run_report import waiting
-from attnplug.cli.output.strip import LayerStrip
+from attnplug.cli.output.select_report import (
+    LayerStrip,
+    advice_as_data,
+    advice_for,
+    budget_for,
+    left_out,
+    print_advice,
+    print_budget,
+)
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.model_spec import NOT_READ, Client

@@ -22,8 +22,7 @@ from attnplug.registry.plugins.records import canonical_name
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.plugins.backend_versions import BackendVersions
-    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.plugins.installed import Assumed, BackendVersions
     from attnplug.registry.selection.evidence import Pages
 
 SCHEMA = "attnplug.tuned"

@@ -33,7 +33,7 @@ from attnplug.registry.measured.tuned import (
     TunedTable,
     layer_key,
 )
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import BackendVersions
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:

@@ -24,9 +24,17 @@ from attnplug.core.interface.answers import DECLARED, NAME_RULE, declared, forge
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of, plain_list
 from attnplug.core.interface.interface import backend_faults
 from attnplug.core.interface.signatures import class_fault, is_own
-from attnplug.registry.plugins.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.plugins.installed import check_requirements
-from attnplug.registry.plugins.records import Offer, PluginRecord, PluginStatus, canonical_name
+from attnplug.registry.plugins.records import (
+    API_VERSION,
+    ENTRY_POINT_GROUP,
+    PROJECT,
+    BackendHooks,
+    Offer,
+    PluginRecord,
+    PluginStatus,
+    canonical_name,
+)
 from attnplug.registry.plugins.waiting import announce, module_is_free
 
 RESERVED_NAMES = frozenset(

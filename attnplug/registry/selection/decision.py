@@ -18,7 +18,7 @@ from attnplug.core.interface.answers import declared
 from attnplug.core.interface.guarded import describe, guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.measured.measured_reason import Measured
+from attnplug.registry.measured.comparisons import Measured
 from attnplug.registry.plugins.option_values import as_tuples, make_options
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from attnplug.registry.measured.tuned import layer_key
 from attnplug.registry.selection.decision import Placement
 
 if TYPE_CHECKING:
-    from attnplug.registry.measured.comparisons import PhaseTimes, Run
-    from attnplug.registry.measured.measured_reason import Measured
+    from attnplug.registry.measured.comparisons import Measured, PhaseTimes, Run
     from attnplug.registry.measured.tuned import TunedTable
     from attnplug.registry.measured.tuned_lookup import Tables
     from attnplug.registry.plugins.installed import Assumed

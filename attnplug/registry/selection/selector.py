@@ -15,15 +15,14 @@ from attnplug.registry.devices import is_here
 from attnplug.registry.plugins.options import build_options, options_of, plain_options
 from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.selection.evidence_gate import EvidenceGate
-from attnplug.registry.selection.gates import Examined, blame, examine
+from attnplug.registry.selection.gates import STILL_IMPORTING, Examined, blame, examine
 from attnplug.registry.selection.measured_ranking import rank_by_tables
-from attnplug.registry.selection.part_imports import STILL_IMPORTING
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.measured.measured_reason import Measured
+    from attnplug.registry.measured.comparisons import Measured
     from attnplug.registry.measured.tuned_lookup import Tables
     from attnplug.registry.plugin_set import PluginSet
     from attnplug.registry.plugins.installed import Assumed
