@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import enum
+import functools
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -19,6 +20,9 @@ from attnplug.core.spec import KINDS, Phase
 from attnplug.registry.plugins.installed import AssumeInstalled
 from attnplug.registry.plugins.options import parse_options
 from attnplug.registry.selection.policy import parse_rules
+
+if TYPE_CHECKING:
+    from attnplug.registry.registry import SelectKwargs
 
 _KINDS = (*KINDS, *map(str, Phase))
 
@@ -107,7 +111,7 @@ def _from(names: Iterable[str], incomplete: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
 
 
-_CHOICE = "Which backends"
+_choice = functools.partial(typer.Option, rich_help_panel="Which backends")
 
 DeviceText: TypeAlias = Annotated[
     str,
@@ -129,9 +133,8 @@ def _given_rules(text: str | None) -> str | None:
 
 BackendRules: TypeAlias = Annotated[
     str | None,
-    typer.Option(
+    _choice(
         "--backend",
-        rich_help_panel=_CHOICE,
         metavar="RULES",
         callback=_given_rules,
         autocompletion=complete_rules,
@@ -140,9 +143,7 @@ BackendRules: TypeAlias = Annotated[
 ]
 PhaseChoice: TypeAlias = Annotated[
     Phase | None,
-    typer.Option(
-        "--phase", rich_help_panel=_CHOICE, help="Choose for one phase; by default a backend must serve both."
-    ),
+    _choice("--phase", help="Choose for one phase; by default a backend must serve both."),
 ]
 
 
@@ -202,39 +203,31 @@ BlockSize: TypeAlias = Annotated[
 ]
 AssumedVersions: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
+    _choice(
         "--assume-installed",
-        rich_help_panel=_CHOICE,
         metavar="all|DIST=VERSION",
         help="Choose as if these were installed; may be repeated.",
     ),
 ]
 AllowRefuted: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
+    _choice(
         "--allow-refuted",
-        rich_help_panel=_CHOICE,
         metavar="all|NAMES",
         help="Allow these backends despite wrong results on this machine; may be repeated.",
     ),
 ]
 TunedFile: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--tuned",
-        rich_help_panel=_CHOICE,
-        metavar="FILE",
-        help="Rank by the measured times in this file, which attnplug tune wrote.",
+    _choice(
+        "--tuned", metavar="FILE", help="Rank by the measured times in this file, which attnplug tune wrote."
     ),
 ]
-NoTuned: TypeAlias = Annotated[
-    bool, typer.Option("--no-tuned", rich_help_panel=_CHOICE, help="Rank without measured times.")
-]
+NoTuned: TypeAlias = Annotated[bool, _choice("--no-tuned", help="Rank without measured times.")]
 OptionTexts: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
+    _choice(
         "--option",
-        rich_help_panel=_CHOICE,
         metavar="NAME.OPTION=VALUE",
         help="Set an option of a backend; may be repeated. NAME. is not needed with one --backend.",
     ),
@@ -264,27 +257,36 @@ def memory_option(panel: str) -> Any:
     return typer.Option(metavar="BYTES", help=text, rich_help_panel=panel)
 
 
-def allowed(given: Sequence[str] | None) -> str | None:
-    """The names in `--allow-refuted`; None without any."""
-    return ",".join(given) if given else None
+def settings(
+    backend: str | None,
+    option: Sequence[str] | None,
+    assume_installed: Sequence[str] | None,
+    allow_refuted: Sequence[str] | None,
+    tuned: str | None,
+    no_tuned: bool,
+) -> SelectKwargs:
+    """The settings of a selection in the options of a command.
+
+    Raises:
+        PolicyError: text of another form, a distribution that no backend requires, or both `--tuned` and `--no-tuned`.
+    """
+    options = None
+    if option:
+        rules = parse_rules(backend, "--backend")
+        options = parse_options(option, "--option", rules[0].backend if len(rules) == 1 else None)
+    assumed = _assumed(assume_installed)
+    if no_tuned and tuned is not None:
+        raise PolicyError("--tuned", tuned, "cannot be combined with --no-tuned", "give one of the two")
+    return {
+        "backend": backend,
+        "options": options,
+        "assume_installed": assumed,
+        "allow_refuted": ",".join(allow_refuted) if allow_refuted else None,
+        "tuned": False if no_tuned else tuned,
+    }
 
 
-def tuned_times(file: str | None, without: bool) -> str | Literal[False] | None:
-    """The argument `tuned` for `--tuned` and `--no-tuned`; PolicyError for both."""
-    if without and file is not None:
-        raise PolicyError("--tuned", file, "cannot be combined with --no-tuned", "give one of the two")
-    return False if without else file
-
-
-def options(given: Sequence[str] | None, backend: str | None) -> dict[str, dict[str, Any]] | None:
-    """The options in `--option`; PolicyError for text of another form. `backend` is the text of `--backend`."""
-    if not given:
-        return None
-    rules = parse_rules(backend, "--backend")
-    return parse_options(given, "--option", rules[0].backend if len(rules) == 1 else None)
-
-
-def assumed(given: Sequence[str] | None) -> AssumeInstalled:
+def _assumed(given: Sequence[str] | None) -> AssumeInstalled:
     """The versions in `--assume-installed`.
 
     Raises:
@@ -315,9 +317,7 @@ def _check_distributions(names: Iterable[str]) -> None:
     for name in names:
         if canonical_name(name) not in known and installed_version(name) is None:
             near = difflib.get_close_matches(name, sorted(known), 3)
-            remedy = (
-                f"did you mean {' or '.join(near)}?" if near else f"they require {', '.join(sorted(known))}"
-            )
-            raise PolicyError(
-                "--assume-installed", name, "is a distribution that no backend requires", remedy
-            )
+            meant = f"did you mean {' or '.join(near)}?"
+            remedy = meant if near else f"they require {', '.join(sorted(known))}"
+            limit = "is a distribution that no backend requires"
+            raise PolicyError("--assume-installed", name, limit, remedy)

@@ -55,7 +55,10 @@ class PluginSet:
                 self._register(plugin, plain_text(name))
         else:
             for plugin in plugins:
-                self._register(plugin, self._free_name(plugin))
+                title = _default_name(plugin)
+                # With a number if another one has the name, so that neither replaces the other.
+                names = itertools.chain((title,), (f"{title}-{number}" for number in itertools.count(2)))
+                self._register(plugin, next(each for each in names if each not in self._loaded))
         self._index()
         # The user left out blocked plugins on purpose, so strict mode accepts them.
         kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
@@ -106,12 +109,6 @@ class PluginSet:
         # The parts of a plugin that is registered again may import by now.
         made._imports = self._imports.under_way()
         return made
-
-    def _free_name(self, plugin: object) -> str:
-        """The default name of a plugin in a list, with a number if another one has it: neither replaces the other."""
-        title = _default_name(plugin)
-        numbered = (f"{title}-{number}" for number in itertools.count(2))
-        return next(each for each in itertools.chain((title,), numbered) if each not in self._loaded)
 
     def _register(self, plugin: object, name: str | None = None) -> PluginRecord:
         title = name or _default_name(plugin)

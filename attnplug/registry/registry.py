@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
@@ -167,7 +168,7 @@ class Registry:
             )
         try:
             # An interrupt may leave an old frame behind, which is in no stack.
-            if changing is not None and changing[1] in _stack():
+            if changing and any(frame is changing[1] for frame, _ in traceback.walk_stack(sys._getframe())):
                 raise PluginError("a plugin cannot register plugins while it is registered; do it afterwards")
             try:
                 self._in_change = threading.get_ident(), sys._getframe()
@@ -294,8 +295,10 @@ class Registry:
         allow_refuted: AllowRefuted = None,
     ) -> Policy:
         sets = rule_sets(backend)
-        if layer_name is None:
-            _refuse_layer_rules(sets[0])
+        # No layer without a name can match a rule of the argument for a layer.
+        for lone in (rule for rule in sets[0] if layer_name is None and rule.scope == "layer"):
+            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
+            raise PolicyError(lone.source, str(lone), limit)
         if is_whole and phase is None:
             _refuse_phase_rule(sets, spec, layer_name)
         merged = self.environment_options(sets[-1])
@@ -387,14 +390,6 @@ class Registry:
         return decision
 
 
-def _refuse_layer_rules(rules: Sequence[Rule]) -> None:
-    """PolicyError for a rule that no layer without a name can match."""
-    for rule in rules:
-        if rule.scope == "layer":
-            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
-            raise PolicyError(rule.source, str(rule), limit)
-
-
 def _refuse_phase_rule(sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, layer_name: str | None) -> None:
     """PolicyError where a choice for both phases would ignore a rule for one of them."""
     rule = phase_rule_for(sets, spec, layer_name)
@@ -417,13 +412,3 @@ def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec]) -> None:
     if rule.source != ENVIRONMENT:
         raise error
     _log.warning("%s", error)
-
-
-def _stack() -> list[types.FrameType]:
-    """The frames of this thread, the innermost first."""
-    frame: types.FrameType | None = sys._getframe()
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames

@@ -27,11 +27,8 @@ from attnplug.cli.arguments import (
     OptionTexts,
     PhaseChoice,
     TunedFile,
-    allowed,
-    assumed,
     complete_dtypes,
-    options,
-    tuned_times,
+    settings,
 )
 from attnplug.cli.output.output import console, print_json
 from attnplug.cli.output.select_report import advice_as_data, advice_for, print_advice
@@ -91,16 +88,8 @@ def explain(
         sliding_window=sliding_window,
         **asked,
     )
-    decision = ask(
-        spec,
-        device,
-        phase,
-        backend=backend,
-        options=options(option, backend),
-        assume_installed=assumed(assume_installed),
-        allow_refuted=allowed(allow_refuted),
-        tuned=tuned_times(tuned, no_tuned),
-    )
+    kwargs = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
+    decision = ask(spec, device, phase, **kwargs)
     advice = advice_for([decision])
     if as_json:
         print_json({**decision.to_dict(), "advice": advice_as_data(advice)})
@@ -218,9 +207,6 @@ def _facts(code: str) -> dict[str, Any]:
     name = "feature.<name>" if code == _FEATURE else code
     if code.startswith(f"{_FEATURE}."):
         # The help of features has one of them as its example.
-        found = dataclasses.replace(
-            found,
-            why=found.why.replace("alibi", name[len(_FEATURE) + 1 :]),
-            seen=found.seen.replace("alibi", name[len(_FEATURE) + 1 :]),
-        )
+        why, seen = (text.replace("alibi", name[len(_FEATURE) + 1 :]) for text in (found.why, found.seen))
+        found = dataclasses.replace(found, why=why, seen=seen)
     return {"code": name, "meaning": found.why, "example": found.seen, "remedies": list(found.steps)}

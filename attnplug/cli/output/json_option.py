@@ -91,12 +91,12 @@ def _facts(problem: Any, arguments: Sequence[str]) -> Mapping[str, object]:
             return {"argument": problem.argument, "value": value, "limit": limit}
         return {"argument": "CONFIG", "value": path, "limit": limit or str(problem), "remedy": remedy or None}
     if isinstance(problem, USAGE_ERROR):
-        option = _argument_of(problem)
+        option, near = _argument_of(problem), getattr(problem, "possibilities", None)
         return {
             "argument": option,
             "value": _given(option, arguments),
             "limit": str(getattr(problem, "message", "")) or message_of(problem),
-            "remedy": _near(getattr(problem, "possibilities", None)),
+            "remedy": f"did you mean {' or '.join(near)}?" if near else None,
         }
     if isinstance(problem, CommandError) and (match := _SENTENCE.fullmatch(str(problem))):
         return match.groupdict()
@@ -111,10 +111,6 @@ def _given(option: str | None, arguments: Sequence[str]) -> str | None:
         if name == option:
             return value if equals else next(iter(arguments[index + 1 :]), None)
     return None
-
-
-def _near(names: Sequence[str] | None) -> str | None:
-    return f"did you mean {' or '.join(names)}?" if names else None
 
 
 def message_of(problem: Any) -> str:

@@ -124,10 +124,8 @@ class LayerStrip:
         self._rows = rows
         self._used = list(dict.fromkeys(itertools.chain.from_iterable(rows.values())))
         self._letters = letters((*known, *self._used))
-        colours = dict(
-            zip(sorted(set(self._letters) - _STYLES.keys()), itertools.cycle(_COLOURS), strict=False)
-        )
-        self._styles = {**colours, **_STYLES}
+        others = sorted(set(self._letters) - _STYLES.keys())
+        self._styles = dict(zip(others, itertools.cycle(_COLOURS), strict=False)) | _STYLES
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = max(map(len, self._rows.values()))
@@ -140,7 +138,8 @@ class LayerStrip:
             for title, names in self._rows.items():
                 before = f"{title:{titles}}  " if titles else ""
                 yield self._line(f"{before}{start:{len(str(count - 1))}}  ", names[start : start + a_line])
-        yield self._legend()
+        entries = [Text(f"{self._letters[name]} = {name}", self._styles[name]) for name in self._used]
+        yield Text(", ").join(entries)
 
     def _line(self, before: str, names: Sequence[str]) -> Text:
         line = Text(before, no_wrap=True, overflow="ignore")
@@ -149,20 +148,14 @@ class LayerStrip:
             line.append(self._letters[name], self._styles[name])
         return line
 
-    def _legend(self) -> Text:
-        entries = [Text(f"{self._letters[name]} = {name}", self._styles[name]) for name in self._used]
-        return Text(", ").join(entries)
-
 
 _KINDS = {
-    "FullAttentionSpec": "full",
-    "SlidingWindowSpec": "sliding",
-    "ChunkedLocalAttentionSpec": "chunked",
-    "MLAAttentionSpec": "mla",
-    "CrossAttentionSpec": "cross",
+    "Full": "full",
+    "SlidingWindow": "sliding",
+    "ChunkedLocal": "chunked",
+    "MLA": "mla",
+    "Cross": "cross",
 }
-
-
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "rwkv", "xlstm")
 """Kinds of other layers that keep a state of fixed size for each request."""
 _ENCODER = re.compile(r"vision|visual|image|audio|speech|encoder|tower")
@@ -210,13 +203,11 @@ def print_budget(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> 
     states = left_out(model)
     if states:
         counted = " and ".join(f"{count} {kind}" for kind, count in states.items())
-        out.print()
-        out.print(
-            Paragraph(
-                f"Not counted: the states of {counted} layers. Each request needs them once, whatever its length. "
-                f"Take them from the memory yourself."
-            )
+        text = (
+            f"Not counted: the states of {counted} layers. Each request needs them once, whatever its length."
         )
+        out.print()
+        out.print(Paragraph(f"{text} Take them from the memory yourself."))
 
 
 def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> None:
@@ -254,7 +245,7 @@ def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) ->
         cache = group.kv_cache_spec
         shown.add_row(
             str(index),
-            _KINDS[type(cache).__name__],
+            _KINDS[type(cache).__name__.removesuffix("Spec").removesuffix("Attention")],
             str(len(group.layer_names)),
             layers_in_words(group.layer_names, 2),
             str(cache.block_size),

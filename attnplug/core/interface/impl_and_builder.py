@@ -27,12 +27,10 @@ _HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 def part_faults(impl: type, builder: type) -> list[str]:
     """What the classes that `get_impl_cls` and `get_builder_cls` gave write that attnplug would not read."""
+    base = AttentionMetadataBuilder
     return [
         *(_base_fault("get_impl_cls", impl, AttentionImpl) or impl_faults(impl, AttentionImpl)),
-        *(
-            _base_fault("get_builder_cls", builder, AttentionMetadataBuilder)
-            or builder_faults(builder, AttentionMetadataBuilder)
-        ),
+        *(_base_fault("get_builder_cls", builder, base) or builder_faults(builder, base)),
     ]
 
 

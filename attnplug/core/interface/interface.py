@@ -140,7 +140,9 @@ def _unread_names(
     for owner, name in _written_names(cls):
         known = ported.get(name)
         if known is None and name not in interface:
-            if name in every and not _is_inherited(cls, name):
+            # A class of attnplug above it may have the name too, such as a base of latent attention.
+            inherited = (name in _names(each) for each in cls.__mro__ if not _is_of_plugin(each))
+            if name in every and not any(inherited):
                 known = LATENT_IMPL_NAMES.get(name, _UNREAD)
             elif not name.startswith("_"):
                 known = _misspelt(owner, name, likely, ported)
@@ -157,11 +159,6 @@ def _written_names(cls: type) -> Iterator[tuple[type, str]]:
         seen.update(own)
         if _is_of_plugin(owner):
             yield from ((owner, name) for name in own)
-
-
-def _is_inherited(cls: type, name: str) -> bool:
-    """Whether a class of attnplug above `cls` has the name too, such as a base of latent attention."""
-    return any(name in _names(each) for each in cls.__mro__ if not _is_of_plugin(each))
 
 
 @functools.lru_cache(maxsize=16)
@@ -258,7 +255,8 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
             continue
         title = f"{cls.__name__}.{name}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
-            yield f"{title} is {_kind(raw)}; it must be a class method: write {definition_of(name, theirs)}"
+            kind = "a property" if isinstance(raw, property) else repr(raw)
+            yield f"{title} is {kind}; it must be a class method: write {definition_of(name, theirs)}"
             continue
         expected, found = interface_signature(theirs), signature_of(raw, on_class=on_class)
         if found is None or expected is None:
@@ -275,12 +273,9 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
 def _constructor(impl: type, base: type) -> Iterator[str]:
     """Whether an impl's constructor takes the keywords that `from_spec` gives."""
     owner = owner_of(impl, "__init__")
-    expected = signature_of(vars(base)["__init__"], on_class=False)
-    found = (
-        None
-        if owner is None or not _is_of_plugin(owner)
-        else signature_of(vars(owner)["__init__"], on_class=False)
-    )
+    if owner is None or not _is_of_plugin(owner):
+        return
+    expected, found = (signature_of(vars(each)["__init__"], on_class=False) for each in (base, owner))
     if found is None or expected is None:
         return
     given = [*expected.parameters, "sinks"]
@@ -295,7 +290,3 @@ def _constructor(impl: type, base: type) -> Iterator[str]:
         lacking = [name for name in expected.parameters if name not in found.parameters]
         if lacking:
             yield f"{impl.__name__}.__init__ does not take {', '.join(lacking)}; add them, or **rest"
-
-
-def _kind(raw: object) -> str:
-    return "a property" if isinstance(raw, property) else f"{raw!r}"

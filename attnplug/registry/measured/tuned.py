@@ -7,6 +7,7 @@ import enum
 import functools
 import itertools
 import json
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -270,8 +271,6 @@ def _around(wanted: StepShape, layer: TunedLayer) -> Iterator[StepShape]:
 
 
 def _distance(wanted: StepShape, other: StepShape) -> tuple[float, str]:
-    import math
-
     far = abs(math.log2(wanted.batch / other.batch)) + abs(math.log2(wanted.context / other.context))
     far += abs(math.log2(wanted.query / other.query)) + (wanted.ragged is not other.ragged)
     return far, str(other)

@@ -145,13 +145,9 @@ def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
         _only(choice, _CHOICE, "a choice")
         _index(choice, "layer", len(layers))
         _figure(choice, "ratio", _MOST_US)
-        for name, kinds in (
-            ("phase", (str, None)),
-            ("backend", (str,)),
-            ("default", (str,)),
-            ("why", (str,)),
-        ):
-            typed(choice, name, *kinds)
+        typed(choice, "phase", str, None)
+        for name in ("backend", "default", "why"):
+            typed(choice, name, str)
     return TunedTable(
         device,
         tuple(

@@ -103,7 +103,10 @@ class TableLookup:
         with self._lock:
             if not self._variable:
                 given = os.environ.get(TUNED)
-                self._variable.append(None if given is None else _asked_for(_paths(given), _OTHER_VALUE))
+                # os.path, because pathlib raises where a home cannot be looked up.
+                names = (os.path.expanduser(each) for each in (given or "").split(os.pathsep) if each)  # noqa: PTH111
+                paths = list(map(Path, names))
+                self._variable.append(None if given is None else _asked_for(paths, _OTHER_VALUE))
             if self._variable[0] is not None:
                 return self._variable[0]
             key = f"{device.type} {device.name}"
@@ -124,11 +127,6 @@ def tables_by_source(device: Device) -> dict[str, TunedTable]:
     return {
         name: read_table(path) for name, path in paths.items() if path is not None and files.may_exist(path)
     }
-
-
-def _paths(text: str) -> list[Path]:
-    # os.path, because pathlib raises where a home cannot be looked up.
-    return [Path(os.path.expanduser(each)) for each in text.split(os.pathsep) if each]  # noqa: PTH111
 
 
 def _asked_for(paths: list[Path], *remedy: str) -> Tables:

@@ -299,18 +299,15 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         name = _backend_name(backend)
         offer = Offer(name, backend, record.name, record.distribution, record.version)
         for each in (name, offer.declared.family or ""):
-            if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
+            # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
+            is_ours = is_own(backend) and record.distribution in (PROJECT, None)
+            if each.upper() in RESERVED_NAMES and not is_ours:
                 what = f"offers {each}, a name reserved for attnplug's own backend"
                 raise _Rejected(what, PluginStatus.CONFLICT)
         if name in seen:
             raise _Rejected(f"offers {name} twice")
         seen.add(name)
         yield offer
-
-
-def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
-    # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
-    return is_own(backend) and record.distribution in (PROJECT, None)
 
 
 def _is_backend(value: object) -> TypeGuard[type[AttentionBackend]]:

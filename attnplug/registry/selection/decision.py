@@ -240,6 +240,12 @@ class Decision:
         """The candidates that do not serve the layer."""
         return tuple(candidate for candidate in self.candidates if not candidate.accepted)
 
+    @property
+    def pages(self) -> tuple[int, str] | None:
+        """Tokens per KV page and the layout; None without a backend or pages."""
+        size, layout = self.block_size, self.kv_cache_layout
+        return None if size is None or layout is None else (size, layout)
+
     def explanation(self) -> str:
         """Every refused candidate with its reasons, in one line each."""
         lines = [f"{c.name}: {'; '.join(c.reasons)}" for c in self.refused]

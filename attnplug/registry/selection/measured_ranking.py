@@ -130,11 +130,8 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
             continue
         others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
         applying = _TableForLayer(table, layer[None], placement, others, [])
-        runs = [
-            applying.run_of(each, _pages_of(decision))
-            for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
-        ]
-        pair, one = runs
+        pair = applying.run_of(composite.chosen, composite.pages)
+        one = applying.run_of(alone.chosen, alone.pages)
         if pair is not None and pair.failed and (one is None or not one.failed):
             return f"{composite.backend} was wrong or crashed when it was measured"
         if pair is None or one is None or pair.failed or one.failed or not pair.rows or not one.rows:
@@ -145,11 +142,6 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
         gain = applying.times.overall_gain(one, pair)
         return None if gain is None else f"{alone.backend} was {gain}"
     return None
-
-
-def _pages_of(decision: Decision) -> Pages:
-    size, layout = decision.block_size, decision.kv_cache_layout
-    return None if size is None or layout is None else (size, layout)
 
 
 def _words(device: Any) -> str:

@@ -20,7 +20,8 @@ ARGUMENT = "backend"
 """The source of a rule: the argument, or --backend."""
 USE = "attnplug.use"
 
-_RANK = {"layer": 0, "kind": 1, "phase": 2, "default": 3}
+_SCOPES = ("layer", "kind", "phase", "default")
+"""The most specific first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _ordered(pairs: Any, given: object, source: str) -> tuple[Rule, ...]:
 def _specificity(rule: Rule) -> tuple[int, int]:
     # Kinds in the order of LayerSpec.kinds: the type of attention comes before the keys that it sees.
     within = KINDS.index(rule.pattern) if rule.scope == "kind" else len(rule.pattern)
-    return _RANK[rule.scope], -within
+    return _SCOPES.index(rule.scope), -within
 
 
 def _scope(pattern: str) -> str:

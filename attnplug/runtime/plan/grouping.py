@@ -84,8 +84,6 @@ def group_kv_caches(
         LayoutError: kinds with different page sizes (see `unify_page_sizes`); a sharing layer whose target has
             no pages of its own or another cache; fewer than one block.
     """
-    if num_blocks < 1:
-        raise LayoutError("num_blocks", num_blocks, "must be at least 1: block 0 is the null block")
     sharing = dict(kv_sharing or {})
     _check_sharing(specs, sharing)
     kinds: dict[KVCacheSpec, list[str]] = {}
@@ -123,9 +121,9 @@ def with_num_blocks(config: KVCacheConfig, num_blocks: int) -> KVCacheConfig:
     Raises:
         LayoutError: either pool has fewer than one block.
     """
-    for field, value in (("num_blocks", num_blocks), ("config.num_blocks", config.num_blocks)):
-        if value < 1:
-            raise LayoutError(field, value, "must be at least 1: block 0 is the null block")
+    if config.num_blocks < 1:
+        limit = "must be at least 1: block 0 is the null block"
+        raise LayoutError("config.num_blocks", config.num_blocks, limit)
     tensors = tuple(
         dataclasses.replace(tensor, size=tensor.size // config.num_blocks * num_blocks)
         for tensor in config.kv_cache_tensors

@@ -61,9 +61,7 @@ def context_spec(spec: LayerSpec) -> LayerSpec:
 
     Latent attention decodes row by row instead, each with its own number of keys, which needs no such mask.
     """
-    return (
-        spec.replace(needs_lse=True) if spec.mla is not None else spec.replace(causal=False, needs_lse=True)
-    )
+    return spec.replace(needs_lse=True, **({} if spec.mla is not None else {"causal": False}))
 
 
 def new_tokens_spec(spec: LayerSpec) -> LayerSpec:
@@ -126,14 +124,8 @@ def _refused(decision: Decision, reason: Reason) -> Decision:
         )
         for each in decision.candidates
     )
-    return dataclasses.replace(
-        decision,
-        candidates=candidates,
-        backend=None,
-        backend_cls=None,
-        block_size=None,
-        kv_cache_layout=None,
-    )
+    none: dict[str, Any] = dict.fromkeys(("backend", "backend_cls", "block_size", "kv_cache_layout"))
+    return dataclasses.replace(decision, candidates=candidates, **none)
 
 
 def check_interleave(decisions: Iterable[tuple[str, Decision]], place: ContextParallel) -> None:

@@ -13,7 +13,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from attnplug.core.arguments import instance, torch_device
 from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import RankFailureError, SpecError
-
-if TYPE_CHECKING:
-    from attnplug.runtime.plan.model_plan import ModelPlan
+from attnplug.runtime.plan.model_plan import ModelPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -77,8 +75,8 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
         RankFailureError: a rank planned otherwise than most ranks; it names the rank and the first layer. Also if a
             rank died, or does not answer within the timeout of the group.
     """
-    for field, given, kind in (("plan", plan, _model_plan()), ("group", group, dist.ProcessGroup)):
-        instance(field, given, kind, SpecError)
+    instance("plan", plan, ModelPlan, SpecError)
+    instance("group", group, dist.ProcessGroup, SpecError)
     gathered: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(gathered, (plan.digest(), plan.layer_digests()), group=group)
@@ -88,13 +86,6 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
             f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
         ) from error
     compare_digests(gathered)
-
-
-def _model_plan() -> type[ModelPlan]:
-    # A plan imports this module.
-    from attnplug.runtime.plan.model_plan import ModelPlan
-
-    return ModelPlan
 
 
 def compare_digests(gathered: list[tuple[str, dict[str, str]]]) -> None:
@@ -229,12 +220,6 @@ class RankWatch:
                 sent.append((dist.isend(message, group=self._group, group_dst=rank), message))
         return sent
 
-    def _finish(self, sent: list[tuple[Any, torch.Tensor]], limit: float) -> None:
-        """Wait for the receivers, because gloo sends no message before it is asked for."""
-        for work, _ in sent:
-            with contextlib.suppress(RuntimeError):
-                work.wait(_until(limit))
-
     def _exchange(self, report: _Report) -> dict[int, _Report | str]:
         """The report of each other rank, or the reason why there is none."""
         limit, sent = time.monotonic() + self.timeout, self._send(report)
@@ -252,7 +237,10 @@ class RankWatch:
                 found[rank] = _Report.from_tensor(message)
             except RuntimeError as error:
                 found[rank] = _reason(error, self.timeout)
-        self._finish(sent, limit)
+        # The receivers are waited for, because gloo sends no message before it is asked for.
+        for work, _ in sent:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_until(limit))
         return found
 
     def _check_alike(self, reports: Mapping[int, _Report | str]) -> None:

@@ -150,7 +150,8 @@ class ShardedLayers(NotCopied):
             return
         if split is not None:
             part, lse = self._attend_pages(*call, False, output)
-            rows = self._rows_of(part, split)
+            mine = part.new_empty(split.rows.shape[0], *part.shape[1:])
+            rows = mine, _new_lse(mine)
             self._new.attend(layer.name, query, keys, *rows)
             # Each row is on one rank, so all its new keys and its sinks count once.
             own = part.index_select(0, split.rows), without_nan(lse.index_select(0, split.rows))
@@ -230,10 +231,6 @@ class ShardedLayers(NotCopied):
             with self._exchange_of(name):
                 every = gather_rows(rows, split.most_rows, self.group, self._buffers, buffer)
             into.copy_(every.index_select(0, split.gathered))
-
-    def _rows_of(self, part: torch.Tensor, split: SplitQueries) -> tuple[torch.Tensor, torch.Tensor]:
-        own = part.new_empty(split.rows.shape[0], *part.shape[1:])
-        return own, _new_lse(own)
 
     @contextlib.contextmanager
     def _exchange_of(self, name: str) -> Iterator[None]:
