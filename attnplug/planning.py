@@ -117,9 +117,8 @@ def plan(
     ):
         raise LayoutError("kv_sharing", kv_sharing, "must be a mapping of layer names to layer names")
     if num_blocks is not None and memory is not None:
-        raise PolicyError(
-            "num_blocks", num_blocks, f"cannot be combined with memory={memory!r}", "give one of the two"
-        )
+        limit = f"cannot be combined with memory={memory!r}"
+        raise PolicyError("num_blocks", num_blocks, limit, "give one of the two")
     if num_blocks is not None:
         # Block 0 is the null block, so one block alone serves no request.
         num_blocks = check_size("num_blocks", num_blocks, 2)

@@ -134,7 +134,6 @@ class WrappedTable:
         return widths if sum(widths) <= room else None
 
     def _lines(self, widths: Sequence[int]) -> Iterator[Text]:
-        """The lines of the table."""
         has_header = any(column.plain for column in self._columns)
         for row in ([self._columns] if has_header else []) + self._rows:
             wrapped = [_cell(cell, width) for cell, width in zip(row, widths, strict=False)]
@@ -149,7 +148,6 @@ class WrappedTable:
                 yield line
 
     def _blocks(self, total: int) -> Iterator[Text]:
-        """The lines of the blocks."""
         headed = [index for index, _ in self._heading]
         others = [index for index in range(len(self._columns)) if index not in headed]
         if len(others) == 1 and not self._columns[others[0]].plain:

@@ -63,7 +63,6 @@ app = typer.Typer(
 
 
 def _add(name: str, command: Callable[..., None], example: str) -> None:
-    """Add a command, with an example for its help."""
     made = app.command(name, cls=HelpfulCommand, epilog=f"Example: attnplug {name}{example}")
     made(apart_from_plugins(command))
 

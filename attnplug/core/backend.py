@@ -293,9 +293,8 @@ class AttentionBackend(ABC):
         """
         layouts = answer(cls, "supported_kv_cache_layouts")
         if layout is not None and layout not in layouts:
-            raise LayoutError(
-                "layout", layout, f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
-            )
+            limit = f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
+            raise LayoutError("layout", layout, limit)
         hnd = (layout or layouts[0]) == "HND"
         # A latent cache has no dimension of heads, so both layouts have the same order.
         if spec.mla is not None if spec is not None else answer(cls, "is_mla"):

@@ -88,9 +88,8 @@ class ContextParallel:
         try:
             size, rank = group.size(), group.rank()
         except Exception as error:
-            raise SpecError(
-                "group", group, f"has a size() or rank() that raised {type(error).__name__}"
-            ) from error
+            limit = f"has a size() or rank() that raised {type(error).__name__}"
+            raise SpecError("group", group, limit) from error
         return cls(size, rank, interleave)
 
     def owner(self, position: Any) -> Any:

@@ -295,9 +295,8 @@ class Device:
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in data:
             if name not in fields:
-                raise SpecError(
-                    name, data[name], f"is not a field of a Device; fields are {', '.join(fields)}"
-                )
+                limit = f"is not a field of a Device; fields are {', '.join(fields)}"
+                raise SpecError(name, data[name], limit)
         if "type" not in data:
             raise SpecError("device.type", None, "is required")
         return cls(**data)

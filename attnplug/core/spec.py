@@ -158,9 +158,8 @@ class LayerSpec:
         decoder = kind is AttentionType.DECODER
         is_causal = decoder if causal is None else check_flag("causal", causal)
         if is_causal and kind is AttentionType.ENCODER_DECODER:
-            raise SpecError(
-                "causal", causal, "must be False for cross attention: encoder keys have no order to it"
-            )
+            limit = "must be False for cross attention: encoder keys have no order to it"
+            raise SpecError("causal", causal, limit)
         heads, kv_heads = check_size("num_heads", num_heads), check_size("num_kv_heads", num_kv_heads)
         size = check_size("head_size", head_size)
         if heads % kv_heads:
@@ -174,9 +173,8 @@ class LayerSpec:
         if chunk is not None and not is_causal:
             raise SpecError("chunk_size", chunk, "needs a causal layer: a chunk ends at the query")
         if chunk is not None and reach != (-1, 0):
-            raise SpecError(
-                "chunk_size", chunk, f"cannot be given with window={reach}", "give one of the two"
-            )
+            limit = f"cannot be given with window={reach}"
+            raise SpecError("chunk_size", chunk, limit, "give one of the two")
         values: dict[str, Any] = {
             "num_heads": heads,
             "num_kv_heads": kv_heads,
@@ -367,9 +365,8 @@ class LayerSpec:
         known = [f.name for f in dataclasses.fields(cls) if f.init] + ["sliding_window", "derived"]
         for name in data:
             if name not in known:
-                raise SpecError(
-                    name, data[name], f"is not a field of a LayerSpec; fields are {', '.join(known)}"
-                )
+                limit = f"is not a field of a LayerSpec; fields are {', '.join(known)}"
+                raise SpecError(name, data[name], limit)
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if name not in data:
                 raise SpecError(name, None, "is required")
@@ -388,9 +385,8 @@ class LayerSpec:
             default = getattr(made, name)
             # A power may differ in its last bit on another machine.
             if not math.isclose(getattr(spec, name), default):
-                raise SpecError(
-                    name, getattr(spec, name), f"is not the default {default}, which derived says"
-                )
+                limit = f"is not the default {default}, which derived says"
+                raise SpecError(name, getattr(spec, name), limit)
         return made
 
 

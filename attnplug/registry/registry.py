@@ -163,9 +163,8 @@ class Registry:
             lambda seconds: self._changing.acquire(timeout=seconds),
             lambda: (self._in_change or (None,))[0],
         ):
-            raise PluginError(
-                "another thread registers a plugin that may wait for this thread; try it afterwards"
-            )
+            text = "another thread registers a plugin that may wait for this thread; try it afterwards"
+            raise PluginError(text)
         try:
             # An interrupt may leave an old frame behind, which is in no stack.
             if changing and any(frame is changing[1] for frame, _ in traceback.walk_stack(sys._getframe())):

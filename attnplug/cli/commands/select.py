@@ -96,9 +96,8 @@ def select(
     from attnplug.runtime.plan.plan_pages import with_layout
 
     if per_phase and phase is not None:
-        raise PolicyError(
-            "--per-phase", True, f"cannot be combined with --phase {phase}", "give one of the two"
-        )
+        limit = f"cannot be combined with --phase {phase}"
+        raise PolicyError("--per-phase", True, limit, "give one of the two")
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):

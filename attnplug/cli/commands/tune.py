@@ -218,9 +218,8 @@ def _device_here(text: str) -> Device:
 
     device = resolve_device(text)
     if not is_here(device):
-        raise PolicyError(
-            "--device", text, "is not a device of this machine, so nothing can be measured on it"
-        )
+        limit = "is not a device of this machine, so nothing can be measured on it"
+        raise PolicyError("--device", text, limit)
     return device
 
 

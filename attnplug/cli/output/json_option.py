@@ -120,7 +120,6 @@ def message_of(problem: Any) -> str:
 
 
 def _argument_of(problem: Any) -> str | None:
-    """The option or argument that a usage error names."""
     option = getattr(problem, "option_name", None)
     param = getattr(problem, "param", None)
     if option is None and param is not None:
@@ -129,7 +128,6 @@ def _argument_of(problem: Any) -> str | None:
 
 
 def _plain(value: object) -> object:
-    """A value that JSON can have."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or type(value) in (str, int, float, bool) else shown(value)

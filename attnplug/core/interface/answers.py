@@ -178,9 +178,8 @@ def _check_serving(backend: type[AttentionBackend], spec: LayerSpec, serving: ty
         raise HookError(f"{title} returned {found}, which is {own}, from for_layer; it {limit}")
     of_its_own: object = answer(serving, "for_layer", spec)
     if of_its_own is not serving:
-        raise HookError(
-            f"{title} returned {found} from for_layer, which gives another class; it must give itself"
-        )
+        text = f"{title} returned {found} from for_layer, which gives another class; it must give itself"
+        raise HookError(text)
     again: object = answer(backend, "for_layer", spec)
     if again is not serving:
         raise HookError(f"{title} returned another class from for_layer each time; it must give the same one")

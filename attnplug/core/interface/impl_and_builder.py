@@ -47,9 +47,8 @@ def make_impl(backend: type[AttentionBackend], spec: LayerSpec, **arguments: Any
     where = f"{backend.get_name()} cannot run layer {shown(arguments.get('layer_name'))}"
     _raise_of(error, f"{where}: {class_name(impl)} raised")
     if AttentionImpl not in mro_of(type(made)):
-        raise PluginError(
-            f"{where}: from_spec of {class_name(impl)} returned {shown(made)}, which is no AttentionImpl"
-        )
+        text = f"{where}: from_spec of {class_name(impl)} returned {shown(made)}, which is no AttentionImpl"
+        raise PluginError(text)
     return made  # type: ignore[no-any-return]
 
 

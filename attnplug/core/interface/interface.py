@@ -10,7 +10,7 @@ import functools
 import inspect
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeGuard
+from typing import Any, Generic, Protocol
 
 from attnplug._system.text import shown
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
@@ -44,6 +44,7 @@ _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_re
 _NEAR = 0.9
 """The likeness from which a name counts as a misspelt one: one letter in ten."""
 _MOST_VALUES = 1000
+_PLAIN = (tuple, list, set, frozenset)
 _UNREAD = PortedName("remove it: attnplug has nothing like it")
 _SEQUENCES = (
     *("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"),
@@ -212,19 +213,13 @@ def _declarations(backend: Any) -> Iterator[str]:
                 yield f"{title}.accept_output_buffer is {shown(value)}; attend always writes the output that it is given"
         elif field in _SEQUENCES and isinstance(value, str):
             yield f"{title}.{field} is text; it must be a sequence: a comma is missing"
-        elif field in _SEQUENCES and not _is_plain(value):
+        # A sequence of another type may be endless, or change.
+        elif field in _SEQUENCES and (type(value) not in _PLAIN or len(value) > _MOST_VALUES):
             limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
             yield f"{title}.{field} is {shown(value)}; {limit}"
         elif field in _SEQUENCES:
-            entries: Any = value
-            found = ((each, _entry(field, each)) for each in entries)
+            found = ((each, _entry(field, each)) for each in value)
             yield from (f"{title}.{field} has {shown(each)}, {why}" for each, why in found if why)
-
-
-def _is_plain(value: object) -> TypeGuard[Collection[Any]]:
-    """Whether a value is a short sequence of exactly a built-in type: another may be endless, or change."""
-    sequences = (tuple, list, set, frozenset)
-    return isinstance(value, sequences) and type(value) in sequences and len(value) <= _MOST_VALUES
 
 
 def _entry(field: str, value: object) -> str | None:

@@ -67,14 +67,9 @@ class Measured:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The comparison that `dataclasses.asdict` wrote; LookupError, TypeError or ValueError for damaged data."""
-        kinds: dict[str, tuple[type | None, ...]] = {
-            "is_default": (bool,),
-            "over": (str, None),
-            "shapes": (int,),
-        }
-        kinds |= dict.fromkeys(("ratio", "spread"), (int, float)) | dict.fromkeys(
-            ("shape", "date", "table"), (str,)
-        )
+        kinds: dict[str, tuple[type | None, ...]] = dict.fromkeys(("shape", "date", "table"), (str,))
+        kinds |= {"is_default": (bool,), "over": (str, None), "shapes": (int,)}
+        kinds |= dict.fromkeys(("ratio", "spread"), (int, float))
         found = cls(**{name: typed(data, name, *each) for name, each in kinds.items()})
         if found.ratio <= 0:
             raise ValueError(f"ratio must be above 0, not {found.ratio}")

@@ -13,7 +13,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import pluggy
 
@@ -310,13 +310,9 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         yield offer
 
 
-def _is_backend(value: object) -> TypeGuard[type[AttentionBackend]]:
-    return type in mro_of(type(value)) and AttentionBackend in mro_of(cast("type", value))
-
-
-def _backend_name(backend: object) -> str:
+def _backend_name(backend: Any) -> str:
     # isinstance and issubclass would ask the value and its metaclass.
-    if not _is_backend(backend):
+    if type not in mro_of(type(backend)) or AttentionBackend not in mro_of(backend):
         raise _Rejected(f"offers {shown(backend)}, which is not a subclass of AttentionBackend")
     title = class_name(backend)
     # Attributes of a class are read through its metaclass, so this comes before all others.

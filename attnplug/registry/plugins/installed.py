@@ -86,7 +86,6 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
 
 
 def _choices(requires: Sequence[str | tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """The alternatives of each requirement."""
     for entry in (requires,) if isinstance(requires, str) else requires:
         yield (entry,) if isinstance(entry, str) else entry
 
@@ -124,9 +123,8 @@ def _missing(text: str, assumed: Assumed) -> Reason | None:
     else:
         version = installed_version(requirement.name)
     if version is None:
-        return Reason(
-            f"{requirement.name} not installed", code="not_installed", field="requires", remedy=remedy
-        )
+        text = f"{requirement.name} not installed"
+        return Reason(text, code="not_installed", field="requires", remedy=remedy)
     # Unlike pip, a prerelease counts only if the requirement names one.
     prereleases = bool(requirement.specifier.prereleases)
     if not requirement.specifier or requirement.specifier.contains(version, prereleases=prereleases):

@@ -128,27 +128,18 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
         pages, configuration = _declarations(backend, placement)
     announce()
     refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
-    candidate = Candidate(
-        offer.name,
-        offer.distribution,
-        offer.version,
-        None if isinstance(priority, Reason) else priority,
-        refused_at,
-        (*configuration, *installed),
-    )
+    rank = None if isinstance(priority, Reason) else priority
+    named = offer.name, offer.distribution, offer.version
+    candidate = Candidate(*named, rank, refused_at, (*configuration, *installed))
     return Examined(candidate, backend, placement.spec, pages)
 
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
     # The classes of a composite are attnplug's own, and they call those of its members.
-    if not issubclass(backend, CompositeBackend):
-        return _parts_fault(backend, backend)
-    for member in backend.members().values():
-        if reason := _parts_fault(member, backend):
-            return reason
-    parts = _parts(backend, backend)
-    return parts if isinstance(parts, Reason) else None
+    members = tuple(backend.members().values()) if issubclass(backend, CompositeBackend) else ()
+    found = (_parts_fault(owner, backend) for owner in (*members, backend))
+    return next((reason for reason in found if reason is not None), None)
 
 
 def _parts_fault(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> Reason | None:
@@ -179,17 +170,10 @@ def _parts(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> tu
         part, error = guarded_call(operator.methodcaller(getter), owner)
         announce()
         if error is not None or not isinstance(part, type):
-            did = (
-                f"returned {shown(part)}, which is not a class"
-                if error is None
-                else f"raised {describe(error)}"
-            )
-            return Reason(
-                f"{name} cannot be imported here",
-                code="import_failed",
-                requested=f"{getter} {did}",
-                remedy=f"attnplug doctor {name} shows more",
-            )
+            given = f"returned {shown(part)}, which is not a class"
+            did = f"{getter} {given if error is None else f'raised {describe(error)}'}"
+            text, remedy = f"{name} cannot be imported here", f"attnplug doctor {name} shows more"
+            return Reason(text, code="import_failed", requested=did, remedy=remedy)
         parts.append(part)
     return tuple(parts)
 
@@ -229,7 +213,6 @@ def _priority(offer: Offer, placement: Placement) -> int | Reason:
 
 
 def _is_of_attnplug(offer: Offer) -> bool:
-    """Whether attnplug ships the backend or a member of it."""
     # A composite may name two distributions. A module of attnplug may be registered in code, without one.
     if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR):
         return True
@@ -305,7 +288,7 @@ class PartImports:
         """Why the parts of a backend do not import, or None. The first thread that asks imports them.
 
         Other threads wait for its result, unless the first may be waiting for them; see `waited`. They then get
-        PENDING, as does a call by the parts themselves while they are imported.
+        STILL_IMPORTING, as does a call by the parts themselves while they are imported.
         """
         me, mine = threading.get_ident(), Future[Reason | None]()
         # Such a module may be one of the parts, whose import would wait for the other thread.

@@ -162,6 +162,5 @@ def _check_pages(kinds: Mapping[KVCacheSpec, Sequence[str]]) -> None:
     if len(pages) > 1:
         found = ", ".join(f"{size} bytes (layer {name})" for size, name in pages.items())
         remedy = "make them equal with unify_page_sizes, or choose other block sizes"
-        raise LayoutError(
-            "page_size_bytes", sorted(pages), f"must be one size for all layers: {found}", remedy
-        )
+        limit = f"must be one size for all layers: {found}"
+        raise LayoutError("page_size_bytes", sorted(pages), limit, remedy)

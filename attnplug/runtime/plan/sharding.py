@@ -118,10 +118,9 @@ def refuse_layers(decisions: Mapping[str, Decision], specs: Mapping[str, LayerSp
 
 def _refused(decision: Decision, reason: Reason) -> Decision:
     """The decision with the reason against each candidate, and without a backend."""
+    gate = Gate.CONFIGURATION
     candidates = tuple(
-        dataclasses.replace(
-            each, refused_at=each.refused_at or Gate.CONFIGURATION, reasons=(*each.reasons, reason)
-        )
+        dataclasses.replace(each, refused_at=each.refused_at or gate, reasons=(*each.reasons, reason))
         for each in decision.candidates
     )
     none: dict[str, Any] = dict.fromkeys(("backend", "backend_cls", "block_size", "kv_cache_layout"))
@@ -288,12 +287,11 @@ def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
         BatchError: both are None, or the length is above the configuration's.
     """
     limit = config.max_model_len
-    if max_model_len is not None:
-        max_model_len = integer("max_model_len", max_model_len)
     if max_model_len is None:
         if limit is None:
             raise BatchError("max_model_len", None, "is required: config.max_model_len is None too")
         return limit
+    max_model_len = integer("max_model_len", max_model_len)
     if limit is not None and max_model_len > limit:
         raise BatchError("max_model_len", max_model_len, f"must be at most config.max_model_len={limit}")
     return max_model_len
@@ -305,7 +303,6 @@ def device_of(plan: ModelPlan, device: torch.device | str | None) -> torch.devic
     planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
     where = torch_device("device", planned if device is None else device, LayoutError)
     if where.type != planned:
-        raise LayoutError(
-            "device", str(where), f"is not the device of the plan: {plan.device}", "plan for it"
-        )
+        limit = f"is not the device of the plan: {plan.device}"
+        raise LayoutError("device", str(where), limit, "plan for it")
     return where

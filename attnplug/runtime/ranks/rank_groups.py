@@ -82,9 +82,8 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
         dist.all_gather_object(gathered, (plan.digest(), plan.layer_digests()), group=group)
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise RankFailureError(
-            f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
-        ) from error
+        text = f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
+        raise RankFailureError(text) from error
     compare_digests(gathered)
 
 
@@ -206,9 +205,8 @@ class RankWatch:
         # NCCL waits on the device, where no error ends it: a synchronisation would wait with it.
         while not ended.query():
             if time.monotonic() > limit:
-                raise RankFailureError(
-                    f"the device of rank {self.rank} did not end the step in {self.timeout:g} s"
-                )
+                text = f"the device of rank {self.rank} did not end the step in {self.timeout:g} s"
+                raise RankFailureError(text)
             time.sleep(_POLL_SECONDS)
 
     def _send(self, report: _Report) -> list[tuple[Any, torch.Tensor]]:

@@ -262,7 +262,6 @@ def _new_lse(output: torch.Tensor) -> torch.Tensor:
 
 
 def _group(plan: ModelPlan, place: ContextParallel | None) -> tuple[ContextParallel, Any]:
-    """The place of the plan, and its process group."""
     planned = plan.context_parallel
     given = planned if place is None else place
     if planned is None or given is None or given != planned:
