@@ -19,6 +19,7 @@ from attnplug.registry.registry import Registry, SelectKwargs
 from attnplug.registry.selection.decision import Decision
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.runtime.plan.budget import fit_kv_cache, parse_memory
+from attnplug.runtime.plan.grouping import other_pages, with_equal_pages, with_layout
 from attnplug.runtime.plan.model_plan import ModelPlan
 from attnplug.runtime.plan.plan_choice import (
     LayerChoices,
@@ -29,7 +30,6 @@ from attnplug.runtime.plan.plan_choice import (
     uniform_choice,
     without_composites,
 )
-from attnplug.runtime.plan.plan_pages import other_pages, with_equal_pages, with_layout
 from attnplug.runtime.plan.sharding import (
     check_interleave,
     checked_place,
@@ -143,19 +143,8 @@ def plan(
     digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
     if place is not None:
         check_interleave(decisions.items(), place)
-    made = ModelPlan(
-        decisions,
-        device,
-        dict(kv_sharing),
-        num_blocks,
-        None,
-        choices.by_phase,
-        notes,
-        rows,
-        digest,
-        place,
-        new_tokens,
-    )
+    facts = choices.by_phase, notes, rows, digest, place, new_tokens
+    made = ModelPlan(decisions, device, dict(kv_sharing), num_blocks, None, *facts)
     # Computed here, so that this call refuses an impossible kv_sharing.
     config = made.kv_cache_config
     if memory is not None:

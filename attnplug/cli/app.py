@@ -24,8 +24,14 @@ from attnplug.cli.commands.new_backend import new_backend
 from attnplug.cli.commands.select import select
 from attnplug.cli.commands.tune import tune
 from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
-from attnplug.cli.output.json_option import USAGE_ERROR, message_of, print_json_error, with_json
-from attnplug.cli.output.output import CommandError, error
+from attnplug.cli.output.output import (
+    USAGE_ERROR,
+    CommandError,
+    error,
+    message_of,
+    print_json_error,
+    with_json,
+)
 from attnplug.cli.output.own_output import (
     apart_from_plugins,
     is_own_process,

@@ -35,9 +35,7 @@ class Shell(enum.StrEnum):
     FISH = "fish"
 
 
-def completion(
-    shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")],
-) -> None:
+def completion(shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")]) -> None:
     """Print the script that completes commands, options, backends and devices in a shell."""
     import typer.completion
 
@@ -142,10 +140,8 @@ BackendRules: TypeAlias = Annotated[
     ),
 ]
 PhaseChoice: TypeAlias = Annotated[
-    Phase | None,
-    _choice("--phase", help="Choose for one phase; by default a backend must serve both."),
+    Phase | None, _choice("--phase", help="Choose for one phase; by default a backend must serve both.")
 ]
-
 
 _SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32"}
 """Short names of dtypes that resemble another one, or none."""
@@ -233,7 +229,6 @@ OptionTexts: TypeAlias = Annotated[
     ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 MOST_SECONDS = 7 * 24 * 3600.0
 """The longest time limit. The timers of the operating system take no infinity."""

@@ -91,7 +91,6 @@ _CHILD = (
     "from attnplug.cli.own_process import leave_threads; leave_threads(0)"
 )
 
-
 _running: set[subprocess.Popen[bytes]] = set()
 
 

@@ -324,9 +324,7 @@ def subclass_attention_backend(
 
 
 def subclass_attention_backend_with_overrides(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    overrides: Mapping[str, Any],
+    name_prefix: str, attention_backend_cls: type[AttentionBackend], overrides: Mapping[str, Any]
 ) -> type[AttentionBackend]:
     """A subclass named `name_prefix` + the backend's class name, with attributes replaced.
 

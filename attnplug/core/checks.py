@@ -16,7 +16,6 @@ from attnplug.core.errors import BatchError, SpecError
 _E = TypeVar("_E", bound=enum.StrEnum)
 _T = TypeVar("_T")
 
-
 MOST = 2**31 - 1
 """The largest size or count."""
 MOST_TOKENS = 2**30

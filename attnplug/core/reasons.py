@@ -330,9 +330,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         ),
     ),
     "policy": CodeHelp(
-        "(this release does not report it)",
-        "A rule of the site excludes the backend.",
-        ("Change the rule.",),
+        "(this release does not report it)", "A rule of the site excludes the backend.", ("Change the rule.",)
     ),
     "refuted": CodeHelp(
         "refuted when ACME was run here on ...; run it again with attnplug matrix --verify --backend ACME, ...",

@@ -17,12 +17,7 @@ from attnplug.core.checks import (
     check_size,
     check_window,
 )
-from attnplug.core.dtypes import (
-    dtype_name,
-    is_quantized_kv_cache,
-    kv_cache_dtype_name,
-    stored_dtype_name,
-)
+from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.mla import MLADims

@@ -160,8 +160,7 @@ class Registry:
         # Held while a plugin's hooks run, so it is not the lock that a selection takes.
         changing = self._in_change
         if not waited(
-            lambda seconds: self._changing.acquire(timeout=seconds),
-            lambda: (self._in_change or (None,))[0],
+            lambda seconds: self._changing.acquire(timeout=seconds), lambda: (self._in_change or (None,))[0]
         ):
             text = "another thread registers a plugin that may wait for this thread; try it afterwards"
             raise PluginError(text)

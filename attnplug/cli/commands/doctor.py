@@ -14,12 +14,7 @@ import typer
 from attnplug._system.terminal_tables import WrappedTable
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import MOST_SECONDS, AsJson, complete_backends
-from attnplug.cli.output.doctor_sections import (
-    LibraryState,
-    engine_states,
-    library_states,
-    unbound_states,
-)
+from attnplug.cli.output.doctor_sections import LibraryState, engine_states, library_states, unbound_states
 from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, end_probes, run_probe
 from attnplug.core.device import Device
@@ -46,8 +41,7 @@ def doctor(
         ),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help="Time limit of each import."),
+        float, typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help="Time limit of each import.")
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:

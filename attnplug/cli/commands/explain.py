@@ -47,8 +47,7 @@ def explain(
     ] = None,
     head_size: Annotated[int | None, _layer(metavar="N", help="Elements per head \\[default: 128].")] = None,
     dtype: Annotated[
-        str,
-        _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=complete_dtypes),
+        str, _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=complete_dtypes)
     ] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
@@ -147,7 +146,6 @@ def _with_features(command: Callable[..., None]) -> None:
 
 
 _with_features(explain)
-
 
 _FEATURE = "feature"
 

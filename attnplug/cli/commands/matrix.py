@@ -88,9 +88,7 @@ def matrix(
     compile_limit: Annotated[
         int | None,
         _run(
-            min=1,
-            metavar="N",
-            help="If a backend compiles, run only the N compilations with the most cells.",
+            min=1, metavar="N", help="If a backend compiles, run only the N compilations with the most cells."
         ),
     ] = None,
     resume: Annotated[

@@ -92,8 +92,8 @@ def select(
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
+    from attnplug.runtime.plan.grouping import with_layout
     from attnplug.runtime.plan.plan_choice import has_phase_rules
-    from attnplug.runtime.plan.plan_pages import with_layout
 
     if per_phase and phase is not None:
         limit = f"cannot be combined with --phase {phase}"

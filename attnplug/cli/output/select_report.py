@@ -179,8 +179,7 @@ def budget_for(decisions: Mapping[str, Decision], model: ModelSpec, memory: str)
     """
     from attnplug.core.config import CONTEXT_CHUNK_ROWS
     from attnplug.runtime.plan.budget import fit_kv_cache, index_key_bytes, most_workspace_bytes, parse_memory
-    from attnplug.runtime.plan.grouping import group_kv_caches, unify_page_sizes
-    from attnplug.runtime.plan.plan_pages import planned_caches
+    from attnplug.runtime.plan.grouping import group_kv_caches, planned_caches, unify_page_sizes
 
     size = parse_memory(memory)
     if not all(decisions.values()):

@@ -76,7 +76,7 @@ _SET_ON_IMPLS = _ported(
     {
         "remove it: from_spec sets it as the spec has it; keep a value of your own under another name": (
             "num_heads num_kv_heads head_size scale kv_cache_dtype"
-        ),
+        )
     }
 )
 _SET_ON_BUILDERS = _ported(

@@ -19,8 +19,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.selection.decision import VERSION, Decision, as_text, check_schema
 from attnplug.runtime.plan.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
-from attnplug.runtime.plan.grouping import group_kv_caches
-from attnplug.runtime.plan.plan_pages import planned_caches
+from attnplug.runtime.plan.grouping import group_kv_caches, planned_caches
 from attnplug.runtime.plan.sharding import SharingCost, is_sharded, tokens_per_block
 
 if TYPE_CHECKING:

@@ -209,18 +209,16 @@ class RankWatch:
                 raise RankFailureError(text)
             time.sleep(_POLL_SECONDS)
 
-    def _send(self, report: _Report) -> list[tuple[Any, torch.Tensor]]:
-        """Sends under way, with their messages; a rank that died gets none."""
-        sent = []
-        for rank in self._others():
-            with contextlib.suppress(RuntimeError):
-                message = report.to_tensor()
-                sent.append((dist.isend(message, group=self._group, group_dst=rank), message))
-        return sent
-
     def _exchange(self, report: _Report) -> dict[int, _Report | str]:
         """The report of each other rank, or the reason why there is none."""
-        limit, sent = time.monotonic() + self.timeout, self._send(report)
+        limit = time.monotonic() + self.timeout
+        sent: list[tuple[Any, torch.Tensor]] = []
+        for rank in self._others():
+            # A rank that died gets none.
+            with contextlib.suppress(RuntimeError):
+                message = report.to_tensor()
+                # With its message, which must live until it is sent.
+                sent.append((dist.isend(message, group=self._group, group_dst=rank), message))
         found: dict[int, _Report | str] = {}
         under_way: dict[int, tuple[Any, torch.Tensor]] = {}
         for rank in self._others():
