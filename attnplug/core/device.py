@@ -127,10 +127,8 @@ def near_gpus(text: str, most: int = 5) -> tuple[str, ...]:
     """Names of known GPUs that resemble `text`, nearest first; empty if none does."""
     import difflib  # only an error needs it
 
-    asked, names = (
-        "".join(_words(text))[:_LONGEST],
-        {_compact(model.name): model.name for model in gpu_models()},
-    )
+    asked = "".join(_words(text))[:_LONGEST]
+    names = {_compact(model.name): model.name for model in gpu_models()}
     close = difflib.get_close_matches(asked, names, n=most, cutoff=0.6) if asked else []
     # "6000" resembles no whole name, but it is a part of some.
     parts = [key for key in names if len(asked) > 1 and asked in key]

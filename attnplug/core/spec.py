@@ -170,6 +170,7 @@ class LayerSpec:
         if chunk is not None and reach != (-1, 0):
             limit = f"cannot be given with window={reach}"
             raise SpecError("chunk_size", chunk, limit, "give one of the two")
+        cap = logits_soft_cap
         values: dict[str, Any] = {
             "num_heads": heads,
             "num_kv_heads": kv_heads,
@@ -183,9 +184,9 @@ class LayerSpec:
             "scale": float(scaled**-0.5) if scale is None else check_positive("scale", scale),
             "window": reach,
             "chunk_size": chunk,
-            "logits_soft_cap": None
-            if logits_soft_cap is None
-            else check_positive("logits_soft_cap", logits_soft_cap, "None means no cap"),
+            "logits_soft_cap": cap
+            if cap is None
+            else check_positive("logits_soft_cap", cap, "None means no cap"),
             "has_sinks": check_flag("has_sinks", has_sinks),
             "has_alibi": check_flag("has_alibi", has_alibi),
             "mla": mla,

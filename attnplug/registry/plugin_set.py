@@ -18,11 +18,10 @@ from attnplug.core.interface.guarded import class_name, describe, guarded_call, 
 from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.plugins.switches import Switches
-from attnplug.registry.selection.gates import PartImports, StillImporting, conflicting, not_loaded
+from attnplug.registry.selection.gates import PartImports, conflicting, not_loaded
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
-    from attnplug.core.reasons import Reason
     from attnplug.registry.selection.decision import Candidate
     from attnplug.registry.selection.policy import Rule
 
@@ -41,7 +40,8 @@ class PluginSet:
         self._host = Host()
         self._loaded: dict[str, Loaded] = {}
         self._in_code: list[str] = []
-        self._imports = PartImports()
+        self.imports = PartImports()
+        """The last gate, remembered: whether the parts of each backend import here."""
         self._switches = Switches.read()
         self.allow_refuted = self._switches.allow_refuted
         """The names in ATTNPLUG_ALLOW_REFUTED."""
@@ -107,7 +107,7 @@ class PluginSet:
         made = copy.copy(self)
         made._host, made._loaded, made._in_code = self._host.copy(), dict(self._loaded), list(self._in_code)
         # The parts of a plugin that is registered again may import by now.
-        made._imports = self._imports.under_way()
+        made.imports = self.imports.under_way()
         return made
 
     def _register(self, plugin: object, name: str | None = None) -> PluginRecord:
@@ -202,10 +202,6 @@ class PluginSet:
             if record.status is PluginStatus.LOADED
             and self._host.has_hook("attnplug_rank", plugin := self._loaded[record.name].plugin)
         ]
-
-    def import_failure(self, backend: type[AttentionBackend]) -> Reason | StillImporting | None:
-        """The last gate, remembered: why a backend's parts do not import here; see `PartImports.failure`."""
-        return self._imports.failure(backend)
 
     def resolve(self, rule: Rule) -> tuple[Offer, ...]:
         """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".

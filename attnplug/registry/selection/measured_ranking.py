@@ -23,19 +23,21 @@ if TYPE_CHECKING:
 # Not frozen, because making a frozen one takes twice as long.
 @dataclasses.dataclass(slots=True)
 class Ranked:
-    """The result of ranking by tables.
+    """The result of ranking by tables, and by plugins.
 
     Args:
         order: the offers, the best first.
         measured: why the first one comes first; None if no table decided.
         times: microseconds of a layer's attention at `measured.shape`, of the measured offers.
         notes: tables and measurements that were not used.
+        ranked_by: the plugins that reordered the offers.
     """
 
     order: list[Offer]
     measured: Measured | None = None
     times: Sequence[tuple[Offer, float]] = ()
     notes: tuple[str, ...] = ()
+    ranked_by: tuple[str, ...] = ()
 
 
 def rank_by_tables(

@@ -206,10 +206,8 @@ def fit_kv_cache(
     longest = None
     if not fits(_ANY_LENGTH):
         # The upper bound never fits: a group without a window, or all windows, would fill the pool.
-        low, high = (
-            0,
-            blocks * max(tokens_per_block(group.kv_cache_spec, context_parallel) for group in groups),
-        )
+        low = 0
+        high = blocks * max(tokens_per_block(each.kv_cache_spec, context_parallel) for each in groups)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

@@ -261,9 +261,8 @@ class RankWatch:
 
     def _fail(self, wrong: Mapping[int, str], cause: RankFailureError | None) -> None:
         text = "; ".join(f"rank {rank} of {self.size} {what}" for rank, what in wrong.items())
-        self._failure = RankFailureError(
-            f"{text}; step {self._step} has no result on rank {self.rank}", [*wrong]
-        )
+        text += f"; step {self._step} has no result on rank {self.rank}"
+        self._failure = RankFailureError(text, [*wrong])
         raise self._failure from cause
 
     def _others(self) -> list[int]:
