@@ -89,11 +89,6 @@ def complete_features(incomplete: str) -> list[str]:
     return _from(["plain", *(name for flag in Feature for name in flag.names())], incomplete)
 
 
-def complete_levels(incomplete: str) -> list[str]:
-    """Levels of conformance."""
-    return _from(["smoke", "full"], incomplete)
-
-
 def _backend_names() -> list[str]:
     from attnplug.registry.default import get_registry
 

@@ -22,7 +22,13 @@ from attnplug._system.processes import end, signal_name, start_python
 def main(report: str, plugin: str | None = None, backend: str | None = None) -> None:
     """Run the steps; raises the plugin's own errors."""
     if plugin is None:
-        _find_device(report)
+        from attnplug.cli.output.doctor_sections import library_states, used_by_phase
+        from attnplug.core.device import Device
+
+        _note(report, step="finding the device with torch")
+        device = Device.current()
+        _note(report, step="selecting backends for it", device=device.to_dict())
+        _note(report, step="done", used=used_by_phase(device, library_states(device)))
         return
     from attnplug.registry.plugins.discovery import Host, installed_plugins
 
@@ -49,16 +55,6 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
         part = getattr(chosen, method)()
         _note(report, step=f"after {method}", **{method: part.__qualname__})
     _note(report, step="done")
-
-
-def _find_device(report: str) -> None:
-    from attnplug.cli.output.doctor_sections import library_states, used_by_phase
-    from attnplug.core.device import Device
-
-    _note(report, step="finding the device with torch")
-    device = Device.current()
-    _note(report, step="selecting backends for it", device=device.to_dict())
-    _note(report, step="done", used=used_by_phase(device, library_states(device)))
 
 
 def _note(report: str, **facts: Any) -> None:

@@ -27,6 +27,7 @@ from attnplug.registry.plugins.options import by_backend, check_options, freeze,
 from attnplug.registry.plugins.switches import BACKEND as ENVIRONMENT
 from attnplug.registry.plugins.waiting import waited
 from attnplug.registry.selection.decision import Decision, Placement
+from attnplug.registry.selection.evidence import Evidence, read_evidence
 from attnplug.registry.selection.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.registry.selection.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.registry.plugins.records import PluginRecord
-    from attnplug.registry.selection.evidence import Evidence
 
 Rules: TypeAlias = str | Mapping[str, str] | None
 """One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
@@ -110,8 +110,6 @@ class Registry:
         """The cells refuted on this machine; read once, when first needed."""
         with self._lock:
             if self._evidence is None:
-                from attnplug.registry.selection.evidence import read_evidence
-
                 self._evidence = read_evidence()
                 if self._evidence.read_error:
                     _log.warning("evidence is left out: %s", self._evidence.read_error)
@@ -300,7 +298,7 @@ class Registry:
         if is_whole and phase is None:
             _refuse_phase_rule(sets, spec, layer_name)
         merged = self.environment_options(sets[-1])
-        asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
+        asked_here = ((sets[0], options), *USE_BLOCKS.get())
         # The argument comes last, so that its options replace those of the blocks around it.
         for rules, given in reversed(asked_here):
             only = rules[0].backend if len(rules) == 1 else None

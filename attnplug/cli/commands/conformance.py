@@ -17,7 +17,6 @@ from attnplug.cli.arguments import (
     AsJson,
     complete_backends,
     complete_devices,
-    complete_levels,
     jobs_option,
     memory_option,
     timeout_option,
@@ -31,6 +30,7 @@ _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pyte
 # 130 is 128 plus SIGINT, the code that shells give to an interrupted program.
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _LISTING_SECONDS = 300.0
+_LEVELS = ("smoke", "full")
 _LIMITS = "Limits"
 _which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
@@ -46,7 +46,11 @@ def conformance(
     ],
     level: Annotated[
         str,
-        _which(metavar="smoke|full", autocompletion=complete_levels, help="Number of combinations to try."),
+        _which(
+            metavar="smoke|full",
+            autocompletion=lambda incomplete: [each for each in _LEVELS if each.startswith(incomplete)],
+            help="Number of combinations to try.",
+        ),
     ] = "smoke",
     device: Annotated[
         str | None,
@@ -105,7 +109,7 @@ def conformance(
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 
-    if level not in ("smoke", "full"):
+    if level not in _LEVELS:
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
     memory_bytes = None if memory is None else parse_memory(memory)

@@ -169,7 +169,14 @@ def explain_code(
 ) -> None:
     """Explain a reason code: its cause, what to do, and an example."""
     if code is None:
-        _list(as_json)
+        every = [_facts(code) for code in REASON_HELP]
+        if as_json:
+            print_json({"codes": every}, "attnplug.reason-codes")
+            return
+        listed = WrappedTable(("code", "means"), fixed=("code",))
+        for each in every:
+            listed.add_row(each["code"], each["meaning"])
+        console().print(listed)
         return
     if code not in codes():
         near = difflib.get_close_matches(code, codes(), 3)
@@ -187,17 +194,6 @@ def explain_code(
     for index, step in enumerate(facts["remedies"]):
         shown.add_row("" if index else "what to do", f"{index + 1}. {step}")
     out.print(shown)
-
-
-def _list(as_json: bool) -> None:
-    facts = [_facts(code) for code in REASON_HELP]
-    if as_json:
-        print_json({"codes": facts}, "attnplug.reason-codes")
-        return
-    shown = WrappedTable(("code", "means"), fixed=("code",))
-    for each in facts:
-        shown.add_row(each["code"], each["meaning"])
-    console().print(shown)
 
 
 def _facts(code: str) -> dict[str, Any]:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 SCHEMA = "attnplug.tuned"
 VERSION = 1
 
+_SUBJECT = ("backend", "distribution", "version")
+_FIGURES = ("us", "build_us", "spread", "rounds", "date", "why")
 LayerKey: TypeAlias = tuple[Any, ...]
 
 # The scale changes no kernel, pages are compared row by row, and "auto" and "fp8" name a dtype in other words.
@@ -201,12 +203,7 @@ class TunedTable:
             "environment": dict(self.environment),
             "policy": dict(self.policy),
             "subjects": [
-                {
-                    "backend": each.backend,
-                    "distribution": each.distribution,
-                    "version": each.version,
-                    "versions": dict(each.versions),
-                }
+                {**{name: getattr(each, name) for name in _SUBJECT}, "versions": dict(each.versions)}
                 for each in subjects
             ],
             "layers": [
@@ -225,10 +222,7 @@ class TunedTable:
                     "block_size": row.pages and row.pages[0],
                     "layout": row.pages and row.pages[1],
                     "status": str(row.status),
-                    **{
-                        name: getattr(row, name)
-                        for name in ("us", "build_us", "spread", "rounds", "date", "why")
-                    },
+                    **{name: getattr(row, name) for name in _FIGURES},
                 }
                 for index, row in rows
             ],

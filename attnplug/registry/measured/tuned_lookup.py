@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from attnplug._system import files
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.registry.measured.tuned import TunedTable, device_slug
+from attnplug.registry.measured.tuned_files import read_table
 from attnplug.registry.plugins.switches import TUNED
 
 if TYPE_CHECKING:
@@ -121,8 +122,6 @@ def tables_by_source(device: Device) -> dict[str, TunedTable]:
     Raises:
         MatrixFileError: one of them is damaged.
     """
-    from attnplug.registry.measured.tuned_files import read_table
-
     paths = {"user table": table_file(user_folder(), device), "packaged table": table_file(PACKAGED, device)}
     return {
         name: read_table(path) for name, path in paths.items() if path is not None and files.may_exist(path)
@@ -132,8 +131,6 @@ def tables_by_source(device: Device) -> dict[str, TunedTable]:
 def _asked_for(paths: list[Path], *remedy: str) -> Tables:
     if not paths:
         return NO_TABLES
-    from attnplug.registry.measured.tuned_files import read_table
-
     return Tables(tuple(read_table(path, *remedy) for path in paths), asked=True)
 
 
@@ -143,8 +140,6 @@ def _in_folders(device: Device) -> Tables:
         path = table_file(folder, device)
         if path is None or not files.may_exist(path):
             continue
-        from attnplug.registry.measured.tuned_files import read_table
-
         try:
             tables.append(read_table(path))
         except MatrixFileError as problem:

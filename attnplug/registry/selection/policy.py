@@ -128,14 +128,8 @@ def phase_rule_for(
     return next((rule for rule in found if rule is not None and rule.scope == "phase"), None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _UseBlock:
-    rules: tuple[Rule, ...]
-    options: Any
-
-
-USE_BLOCKS: Scopes[_UseBlock] = Scopes("attnplug_use")
-"""The `use` blocks around this point, innermost first."""
+USE_BLOCKS: Scopes[tuple[tuple[Rule, ...], Any]] = Scopes("attnplug_use")
+"""The rules and the options of the `use` blocks around this point, innermost first."""
 
 
 def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rule, ...], ...]:
@@ -146,7 +140,7 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
     """
     return (
         parse_rules(backend, ARGUMENT),
-        *(block.rules for block in USE_BLOCKS.get()),
+        *(rules for rules, _ in USE_BLOCKS.get()),
         parse_rules(os.environ.get(ENVIRONMENT), ENVIRONMENT),
     )
 
@@ -182,7 +176,7 @@ class _Use(contextlib.ContextDecorator, AbstractContextManager[None]):
         if self._block is not None:
             remedy = "call attnplug.use anew for each block"
             raise PolicyError(USE, self._backend, "is the call of a block that has begun before", remedy)
-        block = USE_BLOCKS.block(_UseBlock(parse_rules(self._backend, USE), self._options))
+        block = USE_BLOCKS.block((parse_rules(self._backend, USE), self._options))
         self._block = block
         block.__enter__()
 
