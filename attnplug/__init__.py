@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnplug.registry.default import register as register
     from attnplug.registry.default import select as select
     from attnplug.registry.default import select_layers as select_layers
-    from attnplug.registry.plugins.hookspecs import hookimpl as hookimpl
+    from attnplug.registry.plugins.records import hookimpl as hookimpl
     from attnplug.registry.registry import Registry as Registry
     from attnplug.registry.selection.decision import Decision as Decision
     from attnplug.registry.selection.policy import use as use
@@ -45,7 +45,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "planning": "plan",
         "registry.selection.decision": "Decision",
         "registry.default": "explain list_backends register select select_layers",
-        "registry.plugins.hookspecs": "hookimpl",
+        "registry.plugins.records": "hookimpl",
         "registry.selection.policy": "use",
         "registry.registry": "Registry",
     },

@@ -19,6 +19,7 @@ from attnplug.registry.registry import Registry, SelectKwargs
 from attnplug.registry.selection.decision import Decision
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.runtime.plan.budget import fit_kv_cache, parse_memory
+from attnplug.runtime.plan.grouping import other_pages, with_equal_pages, with_layout
 from attnplug.runtime.plan.model_plan import ModelPlan
 from attnplug.runtime.plan.plan_choice import (
     LayerChoices,
@@ -29,7 +30,6 @@ from attnplug.runtime.plan.plan_choice import (
     uniform_choice,
     without_composites,
 )
-from attnplug.runtime.plan.plan_pages import other_pages, with_equal_pages, with_layout
 from attnplug.runtime.plan.sharding import (
     check_interleave,
     checked_place,
@@ -117,9 +117,8 @@ def plan(
     ):
         raise LayoutError("kv_sharing", kv_sharing, "must be a mapping of layer names to layer names")
     if num_blocks is not None and memory is not None:
-        raise PolicyError(
-            "num_blocks", num_blocks, f"cannot be combined with memory={memory!r}", "give one of the two"
-        )
+        limit = f"cannot be combined with memory={memory!r}"
+        raise PolicyError("num_blocks", num_blocks, limit, "give one of the two")
     if num_blocks is not None:
         # Block 0 is the null block, so one block alone serves no request.
         num_blocks = check_size("num_blocks", num_blocks, 2)
@@ -144,19 +143,8 @@ def plan(
     digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
     if place is not None:
         check_interleave(decisions.items(), place)
-    made = ModelPlan(
-        decisions,
-        device,
-        dict(kv_sharing),
-        num_blocks,
-        None,
-        choices.by_phase,
-        notes,
-        rows,
-        digest,
-        place,
-        new_tokens,
-    )
+    facts = choices.by_phase, notes, rows, digest, place, new_tokens
+    made = ModelPlan(decisions, device, dict(kv_sharing), num_blocks, None, *facts)
     # Computed here, so that this call refuses an impossible kv_sharing.
     config = made.kv_cache_config
     if memory is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -35,6 +36,12 @@ Made by `python ci/vllm_names.py`, which reads the class bodies in vLLM's source
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+
+def _releases(text: str) -> dict[str, tuple[str, str]]:
+    rows = (row.split() for row in text.split(","))
+    return {name: (first, last) for name, first, last in rows}
+
 
 '''
 
@@ -90,11 +97,13 @@ def module_of(releases: Mapping[str, Mapping[str, set[str]]]) -> str:
     lines = [_HEAD, f'VLLM_VERSIONS = "{versions[0]}", "{versions[-1]}"\n']
     lines.append(f'"""The first and the last of the {len(versions)} releases that were read."""\n')
     for table, classes in CLASSES.items():
-        lines.append(f"\nVLLM_{table}_NAMES: Mapping[str, tuple[str, str]] = {{\n")
+        rows = []
         for name in sorted({each for names in releases.values() for each in names[table]}):
             having = [version for version in versions if name in releases[version][table]]
-            lines.append(f'    "{name}": ("{having[0]}", "{having[-1]}"),\n')
-        lines.append(f'}}\n"""Of {", ".join(sorted(classes))}."""\n')
+            rows.append(f"{name} {having[0]} {having[-1]}")
+        text = textwrap.fill(", ".join(rows), 110, break_on_hyphens=False)
+        lines.append(f'\nVLLM_{table}_NAMES: Mapping[str, tuple[str, str]] = _releases("""\n{text}\n""")\n')
+        lines.append(f'"""Of {", ".join(sorted(classes))}."""\n')
     return "".join(lines)
 
 

@@ -67,41 +67,33 @@ def may_exist(path: Path) -> bool:
 
     A link to a file that is missing is none.
     """
-    try:
-        path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError):
-        return True
-    return True
+    return _mode(path) is not None
 
 
 def has_name(path: Path) -> bool:
     """As `may_exist`; a link is something, whatever it points to."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except (OSError, ValueError):
-        return True
-    return True
+    return _mode(path, follow_symlinks=False) is not None
 
 
 def is_folder(path: Path) -> bool:
     """Whether there is a folder; False if nobody can tell."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except (OSError, ValueError):
-        return False
+    return stat.S_ISDIR(_mode(path) or 0)
 
 
 def is_special(path: Path) -> bool:
     """Whether there is something that is neither a folder nor a regular file; False if nobody can tell."""
+    mode = _mode(path) or 0
+    return mode != 0 and not stat.S_ISDIR(mode) and not stat.S_ISREG(mode)
+
+
+def _mode(path: Path, *, follow_symlinks: bool = True) -> int | None:
+    """The mode of a file; None without one, and 0 if nobody can tell."""
     try:
-        mode = path.stat().st_mode
+        return path.stat(follow_symlinks=follow_symlinks).st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except (OSError, ValueError):
-        return False
-    return not stat.S_ISDIR(mode) and not stat.S_ISREG(mode)
+        return 0
 
 
 def resolved(path: Path) -> Path:

@@ -87,7 +87,8 @@ class WrappedTable:
         names = [column.plain for column in self._columns]
         self._right = [name in right for name in names]
         self._fixed = [name in fixed for name in names]
-        self._heading = [(names.index(name), before) for before, name in _fields(heading)] or [(0, "")]
+        fields = ((name, before) for before, name, *_ in string.Formatter().parse(heading or ""))
+        self._heading = [(names.index(name), before) for name, before in fields if name] or [(0, "")]
         self._rows: list[list[Text]] = []
 
     @property
@@ -109,7 +110,7 @@ class WrappedTable:
 
     def _natural_widths(self) -> list[int]:
         cells = zip(*(row for row in (self._columns, *self._rows) if row), strict=True)
-        return [max(max(map(_width, cell.plain.split("\n"))) for cell in column) for column in cells]
+        return [max(max(map(cell_len, cell.plain.split("\n"))) for cell in column) for column in cells]
 
     def _widths(self, total: int) -> list[int] | None:
         """The widths of the columns in a table of `total`; None if blocks are more readable."""
@@ -121,7 +122,9 @@ class WrappedTable:
             return None
         columns = zip(*(row for row in (self._columns, *self._rows) if row), strict=True)
         least = [
-            wide if is_fixed else max(_readable(wide), *(_longest_word(cell) for cell in column))
+            wide
+            if is_fixed
+            else max(min(wide, _PROSE if wide > _SENTENCE else _LIST), *map(_longest_word, column))
             for wide, is_fixed, column in zip(natural, self._fixed, columns, strict=True)
         ]
         # The widest columns shrink first, because they have sentences.
@@ -131,7 +134,6 @@ class WrappedTable:
         return widths if sum(widths) <= room else None
 
     def _lines(self, widths: Sequence[int]) -> Iterator[Text]:
-        """The lines of the table."""
         has_header = any(column.plain for column in self._columns)
         for row in ([self._columns] if has_header else []) + self._rows:
             wrapped = [_cell(cell, width) for cell, width in zip(row, widths, strict=False)]
@@ -139,22 +141,25 @@ class WrappedTable:
                 line = Text()
                 for column, lines in enumerate(wrapped):
                     part = lines[index] if index < len(lines) else Text()
-                    blank = " " * (widths[column] - _width(part.plain))
+                    blank = " " * (widths[column] - cell_len(part.plain))
                     line.append_text(Text(" " * _GAP if column else ""))
                     line = line + blank + part if self._right[column] else line + part + blank
                 line.rstrip()
                 yield line
 
     def _blocks(self, total: int) -> Iterator[Text]:
-        """The lines of the blocks."""
         headed = [index for index, _ in self._heading]
         others = [index for index in range(len(self._columns)) if index not in headed]
         if len(others) == 1 and not self._columns[others[0]].plain:
-            yield from self._pairs(headed[0], others[0], total)
+            # A table of names and values.
+            rows = [(row[headed[0]], row[others[0]]) for row in self._rows if row]
+            indent = max((cell_len(name.plain) + _GAP for name, _ in rows), default=0)
+            for name, value in rows:
+                yield from _entry(name, value, indent, total)
             return
         labels = [Text("  ") + Text(self._columns[index].plain, "dim") for index in others]
         is_plain = not any(label.plain.strip() for label in labels)
-        indent = _GAP if is_plain else _GAP + max(_width(label.plain) for label in labels)
+        indent = _GAP if is_plain else _GAP + max(cell_len(label.plain) for label in labels)
         if is_plain and len(headed) == 1 and self._columns[headed[0]].plain:
             yield self._columns[headed[0]].copy()
         for row in filter(None, self._rows):
@@ -168,12 +173,6 @@ class WrappedTable:
             for label, cell in zip(labels, cells, strict=True):
                 yield from _entry(label, cell, indent, total) if cell.plain else ()
 
-    def _pairs(self, name: int, value: int, total: int) -> Iterator[Text]:
-        """The lines of a table of names and values."""
-        indent = max((_width(row[name].plain) + _GAP for row in self._rows if row), default=0)
-        for row in filter(None, self._rows):
-            yield from _entry(row[name], row[value], indent, total)
-
 
 def _entry(label: Text, value: Text, indent: int, total: int) -> Iterator[Text]:
     """A label and its value: beside it, or below it if a word is too long for that."""
@@ -182,14 +181,8 @@ def _entry(label: Text, value: Text, indent: int, total: int) -> Iterator[Text]:
         yield from (Text("    ") + line for line in _cell(value, total - 4))
         return
     first, *rest = _cell(value, total - indent)
-    yield label + Text(" " * (indent - _width(label.plain))) + first
+    yield label + Text(" " * (indent - cell_len(label.plain))) + first
     yield from (Text(" " * indent) + line for line in rest)
-
-
-def _fields(heading: str | None) -> Iterator[tuple[str, str]]:
-    for before, name, *_ in string.Formatter().parse(heading or ""):
-        if name is not None:
-            yield before, name
 
 
 def _text(value: str | Text, style: str = "") -> Text:
@@ -200,16 +193,8 @@ def _text(value: str | Text, style: str = "") -> Text:
     return value.copy() if plain == value.plain else Text(plain, value.style)
 
 
-def _width(text: str) -> int:
-    return cell_len(text)
-
-
-def _readable(natural: int) -> int:
-    return min(natural, _PROSE if natural > _SENTENCE else _LIST)
-
-
 def _longest_word(text: Text) -> int:
-    return max(map(_width, text.plain.split()), default=0)
+    return max(map(cell_len, text.plain.split()), default=0)
 
 
 def _cell(text: Text, width: int) -> list[Text]:
@@ -220,10 +205,10 @@ def wrapped(line: Text, width: int) -> list[Text]:
     """A line as lines of at most `width`, or of one longer word."""
     breaks, used = [], 0
     for word in _WORD.finditer(line.plain):
-        if used and used + _width(word[0].rstrip()) > width:
+        if used and used + cell_len(word[0].rstrip()) > width:
             breaks.append(word.start())
             used = 0
-        used += _width(word[0])
+        used += cell_len(word[0])
     parts = list(line.divide(breaks))
     for part in parts:
         part.rstrip()

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from attnplug._system.files import why
+from attnplug.cli.arguments import completion
 from attnplug.cli.commands.conformance import conformance
 from attnplug.cli.commands.doctor import doctor
 from attnplug.cli.commands.explain import explain, explain_code
@@ -22,10 +23,15 @@ from attnplug.cli.commands.matrix import matrix_app
 from attnplug.cli.commands.new_backend import new_backend
 from attnplug.cli.commands.select import select
 from attnplug.cli.commands.tune import tune
-from attnplug.cli.completion import completion
 from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
-from attnplug.cli.output.json_option import USAGE_ERROR, message_of, print_json_error, with_json
-from attnplug.cli.output.output import CommandError, error
+from attnplug.cli.output.output import (
+    USAGE_ERROR,
+    CommandError,
+    error,
+    message_of,
+    print_json_error,
+    with_json,
+)
 from attnplug.cli.output.own_output import (
     apart_from_plugins,
     is_own_process,
@@ -63,7 +69,6 @@ app = typer.Typer(
 
 
 def _add(name: str, command: Callable[..., None], example: str) -> None:
-    """Add a command, with an example for its help."""
     made = app.command(name, cls=HelpfulCommand, epilog=f"Example: attnplug {name}{example}")
     made(apart_from_plugins(command))
 

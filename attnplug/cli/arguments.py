@@ -1,30 +1,118 @@
-"""Options shared by several commands, and their parsing."""
+"""Options shared by several commands, their parsing, and the completion of their values in a shell."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import enum
+import functools
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from attnplug.cli import completion
-from attnplug.core.dtypes import dtype_name, kv_cache_dtype_name
-from attnplug.core.errors import PolicyError
-from attnplug.core.kv_format import common_kv_cache_dtypes, kv_cache_dtypes
-from attnplug.core.spec import Phase
+from attnplug.cli.output.output import echo
+from attnplug.core import kv_format
+from attnplug.core.dtypes import DTYPES, dtype_name, kv_cache_dtype_name
+from attnplug.core.errors import AttnplugError, PolicyError
+from attnplug.core.features import Feature
+from attnplug.core.spec import KINDS, Phase
 from attnplug.registry.plugins.installed import AssumeInstalled
 from attnplug.registry.plugins.options import parse_options
 from attnplug.registry.selection.policy import parse_rules
 
-_CHOICE = "Which backends"
+if TYPE_CHECKING:
+    from attnplug.registry.registry import SelectKwargs
+
+_KINDS = (*KINDS, *map(str, Phase))
+
+
+class Shell(enum.StrEnum):
+    """A shell with completion."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+
+
+def completion(shell: Annotated[Shell, typer.Argument(metavar="bash|zsh|fish", help="The shell.")]) -> None:
+    """Print the script that completes commands, options, backends and devices in a shell."""
+    import typer.completion
+
+    make = getattr(typer.completion, "get_completion_script")  # noqa: B009  (typer does not export it for mypy)
+    echo(make(prog_name="attnplug", complete_var="_ATTNPLUG_COMPLETE", shell=shell))
+
+
+def complete_backends(incomplete: str) -> list[str]:
+    """Names of backends and families."""
+    return _from(_backend_names(), incomplete)
+
+
+def complete_rules(incomplete: str) -> list[str]:
+    """Rules of `--backend`: a name, or a kind or phase with a name; the last one of several."""
+    before, comma, last = incomplete.rpartition(",")
+    kind, equals, _ = last.partition("=")
+    names = (
+        [f"{kind}={name}" for name in _backend_names()]
+        if equals
+        else [*_backend_names(), *(f"{k}=" for k in _KINDS)]
+    )
+    return [f"{before}{comma}{each}" for each in _from(names, last)]
+
+
+def complete_devices(incomplete: str) -> list[str]:
+    """Devices: types, architectures and GPUs by name, without blanks."""
+    from attnplug.core.device import gpu_models
+
+    gpus = gpu_models()
+    names = [model.name.lower().replace(" ", "") for model in gpus]
+    archs = [model.arch for model in gpus if model.arch.startswith("sm")]
+    found = _from(["current", "cpu", "cuda", "rocm", "mps", "xpu", *archs, *names], incomplete.lower())
+    # A shell keeps only words that begin as the typed text does.
+    if incomplete.isupper():
+        return [name.upper() for name in found]
+    return [f"{incomplete}{name[len(incomplete) :]}" for name in found]
+
+
+def complete_dtypes(incomplete: str) -> list[str]:
+    """Dtypes of a layer."""
+    return _from(DTYPES, incomplete)
+
+
+def complete_kv_cache_dtypes(incomplete: str) -> list[str]:
+    """Dtypes of KV caches."""
+    return _from(kv_format.kv_cache_dtypes(), incomplete)
+
+
+def complete_features(incomplete: str) -> list[str]:
+    """Features of the matrix."""
+    return _from(["plain", *(name for flag in Feature for name in flag.names())], incomplete)
+
+
+def _backend_names() -> list[str]:
+    from attnplug.registry.default import get_registry
+
+    # A plugin that prints must not complete a word, and a wrong variable must not print over the prompt.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            return sorted(get_registry().plugins.names)
+        except AttnplugError:
+            return []
+
+
+def _from(names: Iterable[str], incomplete: str) -> list[str]:
+    return [name for name in dict.fromkeys(names) if name.startswith(incomplete)]
+
+
+_choice = functools.partial(typer.Option, rich_help_panel="Which backends")
 
 DeviceText: TypeAlias = Annotated[
     str,
     typer.Option(
         "--device",
         metavar="DEVICE",
-        autocompletion=completion.devices,
+        autocompletion=complete_devices,
         help="Target device: current, cpu, H100, RTX 4090, sm90, ...",
     ),
 ]
@@ -39,22 +127,17 @@ def _given_rules(text: str | None) -> str | None:
 
 BackendRules: TypeAlias = Annotated[
     str | None,
-    typer.Option(
+    _choice(
         "--backend",
-        rich_help_panel=_CHOICE,
         metavar="RULES",
         callback=_given_rules,
-        autocompletion=completion.rules,
+        autocompletion=complete_rules,
         help="One backend, or rules by layer name, kind or phase: 'TORCH,sliding=TRITON'.",
     ),
 ]
 PhaseChoice: TypeAlias = Annotated[
-    Phase | None,
-    typer.Option(
-        "--phase", rich_help_panel=_CHOICE, help="Choose for one phase; by default a backend must serve both."
-    ),
+    Phase | None, _choice("--phase", help="Choose for one phase; by default a backend must serve both.")
 ]
-
 
 _SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32"}
 """Short names of dtypes that resemble another one, or none."""
@@ -62,11 +145,11 @@ _SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "float": "floa
 
 def _known_kv_cache_dtype(text: str) -> str:
     """`text`; PolicyError if no engine and no loaded backend has such a dtype."""
-    if kv_cache_dtype_name(text, "--kv-cache-dtype") in kv_cache_dtypes():
+    if kv_cache_dtype_name(text, "--kv-cache-dtype") in kv_format.kv_cache_dtypes():
         return text
     from attnplug.registry.default import get_registry
 
-    known = dict.fromkeys(kv_cache_dtypes())
+    known = dict.fromkeys(kv_format.kv_cache_dtypes())
     for offer in get_registry().plugins.offers:
         known |= dict.fromkeys(str(each) for each in offer.declared.supported_kv_cache_dtypes)
     if kv_cache_dtype_name(text) in known:
@@ -83,9 +166,9 @@ KVCacheDtype: TypeAlias = Annotated[
     typer.Option(
         "--kv-cache-dtype",
         metavar="DTYPE",
-        help=f"Cache storage: {', '.join(common_kv_cache_dtypes(aliases=True))}, ...",
+        help=f"Cache storage: {', '.join(kv_format.common_kv_cache_dtypes(aliases=True))}, ...",
         callback=_known_kv_cache_dtype,
-        autocompletion=completion.kv_cache_dtypes,
+        autocompletion=complete_kv_cache_dtypes,
     ),
 ]
 
@@ -101,7 +184,7 @@ ModelDtype: TypeAlias = Annotated[
         metavar="DTYPE",
         help="float16, bfloat16 or float32 \\[default: the dtype in CONFIG, or bfloat16].",
         callback=_known_dtype,
-        autocompletion=completion.dtypes,
+        autocompletion=complete_dtypes,
     ),
 ]
 BlockSize: TypeAlias = Annotated[
@@ -112,45 +195,36 @@ BlockSize: TypeAlias = Annotated[
 ]
 AssumedVersions: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
+    _choice(
         "--assume-installed",
-        rich_help_panel=_CHOICE,
         metavar="all|DIST=VERSION",
         help="Choose as if these were installed; may be repeated.",
     ),
 ]
 AllowRefuted: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
+    _choice(
         "--allow-refuted",
-        rich_help_panel=_CHOICE,
         metavar="all|NAMES",
         help="Allow these backends despite wrong results on this machine; may be repeated.",
     ),
 ]
 TunedFile: TypeAlias = Annotated[
     str | None,
-    typer.Option(
-        "--tuned",
-        rich_help_panel=_CHOICE,
-        metavar="FILE",
-        help="Rank by the measured times in this file, which attnplug tune wrote.",
+    _choice(
+        "--tuned", metavar="FILE", help="Rank by the measured times in this file, which attnplug tune wrote."
     ),
 ]
-NoTuned: TypeAlias = Annotated[
-    bool, typer.Option("--no-tuned", rich_help_panel=_CHOICE, help="Rank without measured times.")
-]
+NoTuned: TypeAlias = Annotated[bool, _choice("--no-tuned", help="Rank without measured times.")]
 OptionTexts: TypeAlias = Annotated[
     list[str] | None,
-    typer.Option(
+    _choice(
         "--option",
-        rich_help_panel=_CHOICE,
         metavar="NAME.OPTION=VALUE",
         help="Set an option of a backend; may be repeated. NAME. is not needed with one --backend.",
     ),
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-
 
 MOST_SECONDS = 7 * 24 * 3600.0
 """The longest time limit. The timers of the operating system take no infinity."""
@@ -174,27 +248,36 @@ def memory_option(panel: str) -> Any:
     return typer.Option(metavar="BYTES", help=text, rich_help_panel=panel)
 
 
-def allowed(given: Sequence[str] | None) -> str | None:
-    """The names in `--allow-refuted`; None without any."""
-    return ",".join(given) if given else None
+def settings(
+    backend: str | None,
+    option: Sequence[str] | None,
+    assume_installed: Sequence[str] | None,
+    allow_refuted: Sequence[str] | None,
+    tuned: str | None,
+    no_tuned: bool,
+) -> SelectKwargs:
+    """The settings of a selection in the options of a command.
+
+    Raises:
+        PolicyError: text of another form, a distribution that no backend requires, or both `--tuned` and `--no-tuned`.
+    """
+    options = None
+    if option:
+        rules = parse_rules(backend, "--backend")
+        options = parse_options(option, "--option", rules[0].backend if len(rules) == 1 else None)
+    assumed = _assumed(assume_installed)
+    if no_tuned and tuned is not None:
+        raise PolicyError("--tuned", tuned, "cannot be combined with --no-tuned", "give one of the two")
+    return {
+        "backend": backend,
+        "options": options,
+        "assume_installed": assumed,
+        "allow_refuted": ",".join(allow_refuted) if allow_refuted else None,
+        "tuned": False if no_tuned else tuned,
+    }
 
 
-def tuned_times(file: str | None, without: bool) -> str | Literal[False] | None:
-    """The argument `tuned` for `--tuned` and `--no-tuned`; PolicyError for both."""
-    if without and file is not None:
-        raise PolicyError("--tuned", file, "cannot be combined with --no-tuned", "give one of the two")
-    return False if without else file
-
-
-def options(given: Sequence[str] | None, backend: str | None) -> dict[str, dict[str, Any]] | None:
-    """The options in `--option`; PolicyError for text of another form. `backend` is the text of `--backend`."""
-    if not given:
-        return None
-    rules = parse_rules(backend, "--backend")
-    return parse_options(given, "--option", rules[0].backend if len(rules) == 1 else None)
-
-
-def assumed(given: Sequence[str] | None) -> AssumeInstalled:
+def _assumed(given: Sequence[str] | None) -> AssumeInstalled:
     """The versions in `--assume-installed`.
 
     Raises:
@@ -225,9 +308,7 @@ def _check_distributions(names: Iterable[str]) -> None:
     for name in names:
         if canonical_name(name) not in known and installed_version(name) is None:
             near = difflib.get_close_matches(name, sorted(known), 3)
-            remedy = (
-                f"did you mean {' or '.join(near)}?" if near else f"they require {', '.join(sorted(known))}"
-            )
-            raise PolicyError(
-                "--assume-installed", name, "is a distribution that no backend requires", remedy
-            )
+            meant = f"did you mean {' or '.join(near)}?"
+            remedy = meant if near else f"they require {', '.join(sorted(known))}"
+            limit = "is a distribution that no backend requires"
+            raise PolicyError("--assume-installed", name, limit, remedy)

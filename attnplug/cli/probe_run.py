@@ -1,4 +1,9 @@
-"""Runs `attnplug.cli.probe` in a child process, and reads its report, which a hostile plugin may have damaged."""
+"""The child process of `attnplug doctor`: `run_probe` starts it and reads its report, which a plugin may have damaged.
+
+The child loads a plugin, or imports a backend. Without a plugin it finds the current device, and the backends for a plain
+layer on it. Each step is appended to REPORT as a JSON line before it begins, so that the parent can tell where a child
+crashed or hung.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,51 @@ from typing import Any
 
 from attnplug._system import files
 from attnplug._system.processes import end, signal_name, start_python
+
+
+def main(report: str, plugin: str | None = None, backend: str | None = None) -> None:
+    """Run the steps; raises the plugin's own errors."""
+    if plugin is None:
+        from attnplug.cli.output.doctor_sections import library_states, used_by_phase
+        from attnplug.core.device import Device
+
+        _note(report, step="finding the device with torch")
+        device = Device.current()
+        _note(report, step="selecting backends for it", device=device.to_dict())
+        _note(report, step="done", used=used_by_phase(device, library_states(device)))
+        return
+    from attnplug.registry.plugins.discovery import Host, installed_plugins
+
+    _note(report, step=f"importing {plugin}")
+    found = next(item for item in installed_plugins() if item.record.name == plugin)
+    loaded = Host().load(found)
+    offers = {offer.name: offer for offer in loaded.offers}
+    _note(
+        report,
+        step=f"loaded {plugin}",
+        status=str(loaded.record.status),
+        reason=loaded.record.reason,
+        backends={name: offer.declared.family for name, offer in offers.items()},
+    )
+    if backend is None:
+        return
+    chosen, declared = offers[backend].backend, offers[backend].declared
+    from attnplug.registry.plugins.installed import missing_requirements
+
+    missing = [str(reason) for reason in missing_requirements(declared.requires)]
+    _note(report, step="checking its requirements", unmet=missing)
+    for method in ("get_impl_cls", "get_builder_cls"):
+        _note(report, step=f"in {method}")
+        part = getattr(chosen, method)()
+        _note(report, step=f"after {method}", **{method: part.__qualname__})
+    _note(report, step="done")
+
+
+def _note(report: str, **facts: Any) -> None:
+    # Closed after each line, so that a crash of the next step loses none.
+    with Path(report).open("a") as file:
+        file.write(json.dumps(facts) + "\n")
+
 
 _TEXT, _TEXT_OR_NONE = (str,), (str, type(None))
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -33,10 +83,9 @@ _LAST: dict[int, frozenset[str]] = {
 """The facts of a whole report, by the number of names that the child was given."""
 _MOST_BYTES = 1 << 20
 _CHILD = (
-    "import json; from attnplug.cli.probe import main; main(sys.argv[1], *json.loads(sys.argv[2])); "
+    "import json; from attnplug.cli.probe_run import main; main(sys.argv[1], *json.loads(sys.argv[2])); "
     "from attnplug.cli.own_process import leave_threads; leave_threads(0)"
 )
-
 
 _running: set[subprocess.Popen[bytes]] = set()
 

@@ -7,13 +7,13 @@ and devices, and never the values of a tensor, so nothing waits for a device.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 
+from attnplug.core.checks import check_positive, check_rank_group, index_of
 from attnplug.core.errors import BatchError, LayoutError, SpecError
 
 _T = TypeVar("_T")
@@ -42,12 +42,11 @@ def integer(field: str, value: object, limit: str = "must be an integer") -> int
     """`value` as an int; BatchError for a bool, a float and any other type, which numpy would round in silence."""
     if type(value) is int:
         return value
-    # numpy and torch read True as 1.
-    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) in (torch.bool, np.dtype(bool))
     try:
-        if is_bool:
+        # numpy and torch read True as 1.
+        if getattr(value, "dtype", None) in (torch.bool, np.dtype(bool)):
             raise TypeError("a bool is not a number here")
-        return operator.index(value)  # type: ignore[arg-type]
+        return index_of(value)
     except Exception:  # noqa: BLE001  (`__index__` is code of the caller)
         raise BatchError(field, value, limit) from None
 
@@ -184,15 +183,7 @@ def positive(field: str, value: object) -> float:
     """`value` as a finite float above 0; BatchError for anything else. A tensor of one element on a CPU counts."""
     if isinstance(value, torch.Tensor) and (value.numel() != 1 or value.device.type != "cpu"):
         raise BatchError(field, f"{tuple(value.shape)} on {value.device}", "must be a number")
-    try:
-        if isinstance(value, (bool, str, bytes)):
-            raise TypeError("float() reads text, and reads True as 1.0")
-        number = float(value)  # type: ignore[arg-type]
-    except Exception:  # noqa: BLE001  (`__float__` is code of the caller)
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise BatchError(field, value, "must be a finite number above 0")
-    return number
+    return check_positive(field, value, error=BatchError)
 
 
 def number(field: str, value: object) -> int | float:
@@ -332,9 +323,5 @@ def flag(field: str, value: object) -> bool:
 
 
 def rank_group(field: str, value: _T) -> _T:
-    """`value`, if it has the methods `size` and `rank` of a process group; BatchError otherwise."""
-    if isinstance(value, type) or not (
-        callable(getattr(value, "size", None)) and callable(getattr(value, "rank", None))
-    ):
-        raise BatchError(field, value, "must be a process group, with size() and rank()")
-    return value
+    """As `check_rank_group`, with a BatchError."""
+    return check_rank_group(field, value, BatchError)

@@ -293,9 +293,8 @@ class AttentionBackend(ABC):
         """
         layouts = answer(cls, "supported_kv_cache_layouts")
         if layout is not None and layout not in layouts:
-            raise LayoutError(
-                "layout", layout, f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
-            )
+            limit = f"must be one that {cls.get_name()} reads: {', '.join(layouts)}"
+            raise LayoutError("layout", layout, limit)
         hnd = (layout or layouts[0]) == "HND"
         # A latent cache has no dimension of heads, so both layouts have the same order.
         if spec.mla is not None if spec is not None else answer(cls, "is_mla"):
@@ -325,9 +324,7 @@ def subclass_attention_backend(
 
 
 def subclass_attention_backend_with_overrides(
-    name_prefix: str,
-    attention_backend_cls: type[AttentionBackend],
-    overrides: Mapping[str, Any],
+    name_prefix: str, attention_backend_cls: type[AttentionBackend], overrides: Mapping[str, Any]
 ) -> type[AttentionBackend]:
     """A subclass named `name_prefix` + the backend's class name, with attributes replaced.
 

@@ -53,10 +53,11 @@ class MultipleOf:
     def allows(sizes: Sequence[int | MultipleOf], size: int) -> bool:
         """Whether one of `sizes` is, or contains, `size`. SpecError for more than 100,000 sizes."""
         if not isinstance(sizes, Sequence) or len(sizes) > _MOST_SIZES:
-            limit = f"must be a sequence of at most {_MOST_SIZES} sizes"
-            raise SpecError(
-                "sizes", type(sizes).__name__, limit, "declare MultipleOf(n) for every multiple of n"
+            limit, remedy = (
+                f"must be a sequence of at most {_MOST_SIZES} sizes",
+                "declare MultipleOf(n) for every multiple of n",
             )
+            raise SpecError("sizes", type(sizes).__name__, limit, remedy)
         if type(size) is not int:
             check_size("size", size, -MOST)
         try:

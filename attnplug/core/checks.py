@@ -1,4 +1,7 @@
-"""Checks of single values. Each returns the exact type that a frozen value keeps."""
+"""Checks of single values. Each returns the exact type that a frozen value keeps.
+
+`attnplug.core.arguments` adds those that need torch; its errors are BatchErrors unless it is told another class.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,10 @@ import operator
 from collections.abc import Sequence
 from typing import TypeVar
 
-from attnplug.core.errors import SpecError
+from attnplug.core.errors import BatchError, SpecError
 
 _E = TypeVar("_E", bound=enum.StrEnum)
 _T = TypeVar("_T")
-
 
 MOST = 2**31 - 1
 """The largest size or count."""
@@ -23,7 +25,7 @@ MOST_TOKENS = 2**30
 def check_size(field: str, value: object, least: int = 1, most: int = MOST) -> int:
     """`value` as an int from `least` to `most`; SpecError for any other number, a bool or any other type."""
     try:
-        number = _index(value)
+        number = index_of(value)
     except Exception:  # noqa: BLE001  (`__index__` is code of the caller)
         # A value that is no integer gets the same error as one that is too small.
         number = least - 1
@@ -34,16 +36,26 @@ def check_size(field: str, value: object, least: int = 1, most: int = MOST) -> i
     return number
 
 
-def check_positive(field: str, value: object, remedy: str | None = None) -> float:
-    """`value` as a float above 0; SpecError for anything else, infinity, nan and text included."""
+def check_positive(
+    field: str, value: object, remedy: str | None = None, error: type[BatchError | SpecError] = SpecError
+) -> float:
+    """`value` as a float above 0; an `error` for anything else, infinity, nan and text included."""
     try:
         number = float(value)  # type: ignore[arg-type]
     except Exception:  # noqa: BLE001  (`__float__` is code of the caller)
         number = math.nan
     # float() reads text, and reads True as 1.0, so these types are refused here.
     if not (math.isfinite(number) and number > 0) or isinstance(value, (bool, str, bytes)):
-        raise SpecError(field, value, "must be a finite number above 0", remedy)
+        raise error(field, value, "must be a finite number above 0", remedy)
     return number
+
+
+def check_rank_group(field: str, value: _T, error: type[BatchError | SpecError] = SpecError) -> _T:
+    """`value`, if it has the methods `size` and `rank` of a process group; an `error` otherwise."""
+    methods = getattr(value, "size", None), getattr(value, "rank", None)
+    if isinstance(value, type) or not all(map(callable, methods)):
+        raise error(field, value, "must be a process group, with size() and rank()")
+    return value
 
 
 def check_flag(field: str, value: object) -> bool:
@@ -68,7 +80,7 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
         SpecError: not two integers of at least -1, or both ways at once.
     """
     try:
-        left, right = (_index(side) for side in window)
+        left, right = (index_of(side) for side in window)
     except Exception:  # noqa: BLE001  (`__iter__` and `__index__` are code of the caller)
         raise SpecError("window", window, "must be (left, right), two integers") from None
     if min(left, right) < -1:
@@ -109,7 +121,8 @@ def short_number(number: int) -> object:
     return number if number.bit_length() < 256 else f"an integer of {number.bit_length()} bits"
 
 
-def _index(value: object) -> int:
+def index_of(value: object) -> int:
+    """`value` as an int; an exception for a bool, a float and any other type."""
     if isinstance(value, bool):
         raise TypeError("a bool is not a number here")
     # operator.index takes the integers of other libraries too, and refuses floats.

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Protocol, Self
 
-from attnplug.core.checks import check_size
+from attnplug.core.checks import check_rank_group, check_size
 from attnplug.core.errors import SpecError
 
 MOST_SENT_BYTES = 4 << 20
@@ -84,15 +84,12 @@ class ContextParallel:
         Raises:
             SpecError: `group` has no `size()` and `rank()`, or they give no place in a group.
         """
-        methods = getattr(group, "size", None), getattr(group, "rank", None)
-        if isinstance(group, type) or not all(map(callable, methods)):
-            raise SpecError("group", group, "must be a process group, with size() and rank()")
+        check_rank_group("group", group)
         try:
             size, rank = group.size(), group.rank()
         except Exception as error:
-            raise SpecError(
-                "group", group, f"has a size() or rank() that raised {type(error).__name__}"
-            ) from error
+            limit = f"has a size() or rank() that raised {type(error).__name__}"
+            raise SpecError("group", group, limit) from error
         return cls(size, rank, interleave)
 
     def owner(self, position: Any) -> Any:

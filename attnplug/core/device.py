@@ -1,17 +1,22 @@
 """The device a layer runs on, as a value: no device is touched.
 
-Names of GPUs, such as "H100" or "RTX 4090", with their architecture and memory. Touches no device.
+Names of GPUs, such as "H100" or "RTX 4090", with their architecture and memory. Whether torch can see a GPU is found
+without importing it: the import takes more than a second.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
+import importlib.util
 import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from attnplug._system.torch_build import may_see_gpus
 from attnplug.core.errors import SpecError
 
 _NVIDIA = {
@@ -122,10 +127,8 @@ def near_gpus(text: str, most: int = 5) -> tuple[str, ...]:
     """Names of known GPUs that resemble `text`, nearest first; empty if none does."""
     import difflib  # only an error needs it
 
-    asked, names = (
-        "".join(_words(text))[:_LONGEST],
-        {_compact(model.name): model.name for model in gpu_models()},
-    )
+    asked = "".join(_words(text))[:_LONGEST]
+    names = {_compact(model.name): model.name for model in gpu_models()}
     close = difflib.get_close_matches(asked, names, n=most, cutoff=0.6) if asked else []
     # "6000" resembles no whole name, but it is a part of some.
     parts = [key for key in names if len(asked) > 1 and asked in key]
@@ -290,9 +293,8 @@ class Device:
         fields = [field.name for field in dataclasses.fields(cls)]
         for name in data:
             if name not in fields:
-                raise SpecError(
-                    name, data[name], f"is not a field of a Device; fields are {', '.join(fields)}"
-                )
+                limit = f"is not a field of a Device; fields are {', '.join(fields)}"
+                raise SpecError(name, data[name], limit)
         if "type" not in data:
             raise SpecError("device.type", None, "is required")
         return cls(**data)
@@ -325,3 +327,44 @@ def _probe(index: int | None) -> Device:
     if hasattr(torch, "xpu") and torch.xpu.is_available():
         return Device("xpu", None, torch.xpu.get_device_name())
     return Device("cpu")
+
+
+_AMD_DRIVER = Path("/dev/kfd")
+"""The compute interface of the kernel's driver for AMD GPUs."""
+
+
+def may_see_gpus() -> bool:
+    """False only if torch would certainly find no GPU: it is built without one, or the driver is absent."""
+    # An imported torch answers itself, and at once.
+    if "torch" in sys.modules:
+        return True
+    build = _build()
+    if build is None or build.get("xpu") is not None or not {"cuda", "hip"} <= build.keys():
+        return True
+    if build["hip"] is not None:
+        return sys.platform != "linux" or _AMD_DRIVER.exists()
+    return build["cuda"] is not None and (sys.platform != "linux" or _loads("libcuda.so.1"))
+
+
+def _build() -> dict[str, Any] | None:
+    """The variables of `torch/version.py`, which torch's build writes; None if there is no such file."""
+    try:
+        spec = importlib.util.find_spec("torch")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).with_name("version.py")
+    try:
+        return runpy.run_path(str(path))
+    except Exception:  # noqa: BLE001  (the file may be of any torch)
+        return None
+
+
+def _loads(library: str) -> bool:
+    """Whether the dynamic linker finds `library`; torch asks the same linker for it."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True

@@ -205,10 +205,10 @@ class AttentionImpl(ABC, Generic[_M]):
             attn_type=attn_type,
             has_alibi=alibi_slopes is not None,
         )
-        slopes = (
-            None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
-        )
-        tensors = LayerTensors(alibi_slopes=slopes)
+        tensors = LayerTensors()
+        if alibi_slopes is not None:
+            slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device="cpu")
+            tensors = LayerTensors(alibi_slopes=slopes)
         tensors.check(spec)
         self._bind(spec, "", tensors, kv_sharing_target_layer_name)
 
@@ -242,9 +242,9 @@ class AttentionImpl(ABC, Generic[_M]):
             PluginError: the class does not follow the interface; the error says what to write.
             SpecError: a tensor missing, not asked for, or of another shape; a group that the impl cannot serve.
         """
+        where = f"{backend.get_name() or backend.__name__} cannot run layer {layer_name}"
         if faults := impl_faults(cls, AttentionImpl):
-            name = backend.get_name() or backend.__name__
-            raise PluginError(f"{name} cannot run layer {layer_name}: {'; '.join(faults)}")
+            raise PluginError(f"{where}: {'; '.join(faults)}")
         tensors = tensors or LayerTensors()
         tensors.check(spec)
         # Ported constructors take sinks among their own arguments, after those of the interface.
@@ -270,8 +270,7 @@ class AttentionImpl(ABC, Generic[_M]):
             **extra,
         )
         if unread := constructor_faults(self, IMPL_INSTANCE_NAMES, before):
-            name = backend.get_name() or backend.__name__
-            raise PluginError(f"{name} cannot run layer {layer_name}: {unread}")
+            raise PluginError(f"{where}: {unread}")
         return self
 
     def _bind(

@@ -12,36 +12,6 @@ from collections.abc import Iterable, Mapping
 from attnplug._system.text import shortened
 from attnplug.core.interface.guarded import plain_text
 
-REASON_CODES: tuple[str, ...] = (
-    "head_size",
-    "dtype",
-    "kv_cache_dtype",
-    "block_size",
-    "sink",
-    "mla",
-    "sparse",
-    "mm_prefix",
-    "compute_capability",
-    "device_type",
-    "attn_type",
-    "phase",
-    "combination",
-    "feature",
-    "host_lengths",
-    "kv_cache_layout",
-    "not_installed",
-    "version",
-    "import_failed",
-    "blocked",
-    "conflict",
-    "api_version",
-    "plugin_error",
-    "policy",
-    "refuted",
-    "context_parallel",
-)
-"""Every stable code, in the order of listed reasons. Features report `feature.<name>`."""
-
 _MANY = 8
 """The least number of sizes in even steps that a sentence shortens to its ends."""
 
@@ -116,12 +86,6 @@ class Reason(str):
         return self
 
 
-def as_reason(item: str) -> Reason:
-    """A sentence as a Reason: backends ported from vLLM return plain text."""
-    return item if isinstance(item, Reason) else Reason(str(item), code="combination")
-
-
-_FACTS = ("code", "field", "remedy", "requested", "supported")
 _LONGEST = 4000
 """Characters of a reason and of each of its facts that are shown: a plugin may give text of any length."""
 
@@ -138,7 +102,7 @@ def plain_reason(item: object) -> Reason:
     """
     if type(item) is Reason:
         # `str.__new__` makes a Reason without facts, of any text.
-        facts = [getattr(item, name, item) for name in _FACTS]
+        facts = [getattr(item, name, item) for name in Reason.__slots__]
         if type(facts[0]) is not str or not facts[0] or any(each is item for each in facts):
             raise TypeError("a reason without its code; make it by Reason(fact, code=...)")
         texts = (item, *(each for each in facts if each is not None))
@@ -366,9 +330,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         ),
     ),
     "policy": CodeHelp(
-        "(this release does not report it)",
-        "A rule of the site excludes the backend.",
-        ("Change the rule.",),
+        "(this release does not report it)", "A rule of the site excludes the backend.", ("Change the rule.",)
     ),
     "refuted": CodeHelp(
         "refuted when ACME was run here on ...; run it again with attnplug matrix --verify --backend ACME, ...",
@@ -388,4 +350,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         ),
     ),
 }
-"""Help for every code, in the order of REASON_CODES."""
+"""Help for every code, in the order of listed reasons."""
+
+REASON_CODES: tuple[str, ...] = tuple(REASON_HELP)
+"""Every stable code, in the order of listed reasons. Features report `feature.<name>`."""

@@ -64,9 +64,8 @@ class Selection:
         """Forget the positions of all rows, and set their counts; `count` 0 means that they pick no key."""
         most = self.positions.shape[1]
         if not NOT_GIVEN <= integer("count", count) <= most:
-            raise BatchError(
-                "count", count, f"must be NOT_GIVEN (-1), or in 0 .. {most}, the positions of a row"
-            )
+            limit = f"must be NOT_GIVEN (-1), or in 0 .. {most}, the positions of a row"
+            raise BatchError("count", count, limit)
         self.positions.fill_(-1)
         self.counts.fill_(count)
 

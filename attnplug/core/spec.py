@@ -17,12 +17,7 @@ from attnplug.core.checks import (
     check_size,
     check_window,
 )
-from attnplug.core.dtypes import (
-    dtype_name,
-    is_quantized_kv_cache,
-    kv_cache_dtype_name,
-    stored_dtype_name,
-)
+from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.mla import MLADims
@@ -158,9 +153,8 @@ class LayerSpec:
         decoder = kind is AttentionType.DECODER
         is_causal = decoder if causal is None else check_flag("causal", causal)
         if is_causal and kind is AttentionType.ENCODER_DECODER:
-            raise SpecError(
-                "causal", causal, "must be False for cross attention: encoder keys have no order to it"
-            )
+            limit = "must be False for cross attention: encoder keys have no order to it"
+            raise SpecError("causal", causal, limit)
         heads, kv_heads = check_size("num_heads", num_heads), check_size("num_kv_heads", num_kv_heads)
         size = check_size("head_size", head_size)
         if heads % kv_heads:
@@ -174,9 +168,9 @@ class LayerSpec:
         if chunk is not None and not is_causal:
             raise SpecError("chunk_size", chunk, "needs a causal layer: a chunk ends at the query")
         if chunk is not None and reach != (-1, 0):
-            raise SpecError(
-                "chunk_size", chunk, f"cannot be given with window={reach}", "give one of the two"
-            )
+            limit = f"cannot be given with window={reach}"
+            raise SpecError("chunk_size", chunk, limit, "give one of the two")
+        cap = logits_soft_cap
         values: dict[str, Any] = {
             "num_heads": heads,
             "num_kv_heads": kv_heads,
@@ -190,9 +184,9 @@ class LayerSpec:
             "scale": float(scaled**-0.5) if scale is None else check_positive("scale", scale),
             "window": reach,
             "chunk_size": chunk,
-            "logits_soft_cap": None
-            if logits_soft_cap is None
-            else check_positive("logits_soft_cap", logits_soft_cap, "None means no cap"),
+            "logits_soft_cap": cap
+            if cap is None
+            else check_positive("logits_soft_cap", cap, "None means no cap"),
             "has_sinks": check_flag("has_sinks", has_sinks),
             "has_alibi": check_flag("has_alibi", has_alibi),
             "mla": mla,
@@ -367,9 +361,8 @@ class LayerSpec:
         known = [f.name for f in dataclasses.fields(cls) if f.init] + ["sliding_window", "derived"]
         for name in data:
             if name not in known:
-                raise SpecError(
-                    name, data[name], f"is not a field of a LayerSpec; fields are {', '.join(known)}"
-                )
+                limit = f"is not a field of a LayerSpec; fields are {', '.join(known)}"
+                raise SpecError(name, data[name], limit)
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if name not in data:
                 raise SpecError(name, None, "is required")
@@ -388,9 +381,8 @@ class LayerSpec:
             default = getattr(made, name)
             # A power may differ in its last bit on another machine.
             if not math.isclose(getattr(spec, name), default):
-                raise SpecError(
-                    name, getattr(spec, name), f"is not the default {default}, which derived says"
-                )
+                limit = f"is not the default {default}, which derived says"
+                raise SpecError(name, getattr(spec, name), limit)
         return made
 
 

@@ -12,7 +12,7 @@ from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.planning import agree_on_pages, choose_backends
-from attnplug.runtime.plan.plan_pages import planned_caches
+from attnplug.runtime.plan.grouping import planned_caches
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device

@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from attnplug.registry.default import register as register
     from attnplug.registry.default import select as select
     from attnplug.registry.default import select_layers as select_layers
-    from attnplug.registry.measured.measured_reason import Measured as Measured
+    from attnplug.registry.measured.comparisons import Measured as Measured
     from attnplug.registry.measured.step_shapes import StepShape as StepShape
     from attnplug.registry.measured.tuned import TunedTable as TunedTable
     from attnplug.registry.measured.tuned_files import read_table as read_table
-    from attnplug.registry.plugins.hookspecs import API_VERSION as API_VERSION
-    from attnplug.registry.plugins.hookspecs import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
-    from attnplug.registry.plugins.hookspecs import hookimpl as hookimpl
+    from attnplug.registry.plugins.records import API_VERSION as API_VERSION
+    from attnplug.registry.plugins.records import ENTRY_POINT_GROUP as ENTRY_POINT_GROUP
     from attnplug.registry.plugins.records import PluginRecord as PluginRecord
     from attnplug.registry.plugins.records import PluginStatus as PluginStatus
+    from attnplug.registry.plugins.records import hookimpl as hookimpl
     from attnplug.registry.registry import Registry as Registry
     from attnplug.registry.selection.decision import Candidate as Candidate
     from attnplug.registry.selection.decision import Decision as Decision
@@ -35,10 +35,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "selection.decision": "Candidate Decision Gate",
         "default": "explain get_registry list_backends register select select_layers",
-        "plugins.hookspecs": "API_VERSION ENTRY_POINT_GROUP hookimpl",
-        "measured.measured_reason": "Measured",
+        "measured.comparisons": "Measured",
         "selection.policy": "Rule parse_rules use",
-        "plugins.records": "PluginRecord PluginStatus",
+        "plugins.records": "API_VERSION ENTRY_POINT_GROUP PluginRecord PluginStatus hookimpl",
         "registry": "Registry",
         "measured.step_shapes": "StepShape",
         "measured.tuned": "TunedTable",

@@ -18,12 +18,10 @@ from attnplug.core.interface.guarded import class_name, describe, guarded_call, 
 from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
 from attnplug.registry.plugins.switches import Switches
-from attnplug.registry.selection.gates import conflicting, not_loaded
-from attnplug.registry.selection.part_imports import PartImports, StillImporting
+from attnplug.registry.selection.gates import PartImports, conflicting, not_loaded
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
-    from attnplug.core.reasons import Reason
     from attnplug.registry.selection.decision import Candidate
     from attnplug.registry.selection.policy import Rule
 
@@ -42,7 +40,8 @@ class PluginSet:
         self._host = Host()
         self._loaded: dict[str, Loaded] = {}
         self._in_code: list[str] = []
-        self._imports = PartImports()
+        self.imports = PartImports()
+        """The last gate, remembered: whether the parts of each backend import here."""
         self._switches = Switches.read()
         self.allow_refuted = self._switches.allow_refuted
         """The names in ATTNPLUG_ALLOW_REFUTED."""
@@ -56,7 +55,10 @@ class PluginSet:
                 self._register(plugin, plain_text(name))
         else:
             for plugin in plugins:
-                self._register(plugin, self._free_name(plugin))
+                title = _default_name(plugin)
+                # With a number if another one has the name, so that neither replaces the other.
+                names = itertools.chain((title,), (f"{title}-{number}" for number in itertools.count(2)))
+                self._register(plugin, next(each for each in names if each not in self._loaded))
         self._index()
         # The user left out blocked plugins on purpose, so strict mode accepts them.
         kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
@@ -105,14 +107,8 @@ class PluginSet:
         made = copy.copy(self)
         made._host, made._loaded, made._in_code = self._host.copy(), dict(self._loaded), list(self._in_code)
         # The parts of a plugin that is registered again may import by now.
-        made._imports = self._imports.under_way()
+        made.imports = self.imports.under_way()
         return made
-
-    def _free_name(self, plugin: object) -> str:
-        """The default name of a plugin in a list, with a number if another one has it: neither replaces the other."""
-        title = _default_name(plugin)
-        numbered = (f"{title}-{number}" for number in itertools.count(2))
-        return next(each for each in itertools.chain((title,), numbered) if each not in self._loaded)
 
     def _register(self, plugin: object, name: str | None = None) -> PluginRecord:
         title = name or _default_name(plugin)
@@ -206,10 +202,6 @@ class PluginSet:
             if record.status is PluginStatus.LOADED
             and self._host.has_hook("attnplug_rank", plugin := self._loaded[record.name].plugin)
         ]
-
-    def import_failure(self, backend: type[AttentionBackend]) -> Reason | StillImporting | None:
-        """The last gate, remembered: why a backend's parts do not import here; see `PartImports.failure`."""
-        return self._imports.failure(backend)
 
     def resolve(self, rule: Rule) -> tuple[Offer, ...]:
         """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".

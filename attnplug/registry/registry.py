@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
@@ -26,6 +27,7 @@ from attnplug.registry.plugins.options import by_backend, check_options, freeze,
 from attnplug.registry.plugins.switches import BACKEND as ENVIRONMENT
 from attnplug.registry.plugins.waiting import waited
 from attnplug.registry.selection.decision import Decision, Placement
+from attnplug.registry.selection.evidence import Evidence, read_evidence
 from attnplug.registry.selection.evidence_gate import AllowRefuted, EvidenceGate, allowed_names
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.registry.selection.policy import USE_BLOCKS, Rule, phase_rule_for, rule_for, rule_sets
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.registry.plugins.records import PluginRecord
-    from attnplug.registry.selection.evidence import Evidence
 
 Rules: TypeAlias = str | Mapping[str, str] | None
 """One backend name for everything, rules as text, or a mapping of rules; see `parse_rules`."""
@@ -109,8 +110,6 @@ class Registry:
         """The cells refuted on this machine; read once, when first needed."""
         with self._lock:
             if self._evidence is None:
-                from attnplug.registry.selection.refuted import read_evidence
-
                 self._evidence = read_evidence()
                 if self._evidence.read_error:
                     _log.warning("evidence is left out: %s", self._evidence.read_error)
@@ -159,15 +158,13 @@ class Registry:
         # Held while a plugin's hooks run, so it is not the lock that a selection takes.
         changing = self._in_change
         if not waited(
-            lambda seconds: self._changing.acquire(timeout=seconds),
-            lambda: (self._in_change or (None,))[0],
+            lambda seconds: self._changing.acquire(timeout=seconds), lambda: (self._in_change or (None,))[0]
         ):
-            raise PluginError(
-                "another thread registers a plugin that may wait for this thread; try it afterwards"
-            )
+            text = "another thread registers a plugin that may wait for this thread; try it afterwards"
+            raise PluginError(text)
         try:
             # An interrupt may leave an old frame behind, which is in no stack.
-            if changing is not None and changing[1] in _stack():
+            if changing and any(frame is changing[1] for frame, _ in traceback.walk_stack(sys._getframe())):
                 raise PluginError("a plugin cannot register plugins while it is registered; do it afterwards")
             try:
                 self._in_change = threading.get_ident(), sys._getframe()
@@ -294,12 +291,14 @@ class Registry:
         allow_refuted: AllowRefuted = None,
     ) -> Policy:
         sets = rule_sets(backend)
-        if layer_name is None:
-            _refuse_layer_rules(sets[0])
+        # No layer without a name can match a rule of the argument for a layer.
+        for lone in (rule for rule in sets[0] if layer_name is None and rule.scope == "layer"):
+            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
+            raise PolicyError(lone.source, str(lone), limit)
         if is_whole and phase is None:
             _refuse_phase_rule(sets, spec, layer_name)
         merged = self.environment_options(sets[-1])
-        asked_here = ((sets[0], options), *((block.rules, block.options) for block in USE_BLOCKS.get()))
+        asked_here = ((sets[0], options), *USE_BLOCKS.get())
         # The argument comes last, so that its options replace those of the blocks around it.
         for rules, given in reversed(asked_here):
             only = rules[0].backend if len(rules) == 1 else None
@@ -387,14 +386,6 @@ class Registry:
         return decision
 
 
-def _refuse_layer_rules(rules: Sequence[Rule]) -> None:
-    """PolicyError for a rule that no layer without a name can match."""
-    for rule in rules:
-        if rule.scope == "layer":
-            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
-            raise PolicyError(rule.source, str(rule), limit)
-
-
 def _refuse_phase_rule(sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, layer_name: str | None) -> None:
     """PolicyError where a choice for both phases would ignore a rule for one of them."""
     rule = phase_rule_for(sets, spec, layer_name)
@@ -417,13 +408,3 @@ def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec]) -> None:
     if rule.source != ENVIRONMENT:
         raise error
     _log.warning("%s", error)
-
-
-def _stack() -> list[types.FrameType]:
-    """The frames of this thread, the innermost first."""
-    frame: types.FrameType | None = sys._getframe()
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    return frames

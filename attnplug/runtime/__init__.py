@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from attnplug.runtime.plan.budget import bytes_per_block as bytes_per_block
     from attnplug.runtime.plan.budget import fit_kv_cache as fit_kv_cache
     from attnplug.runtime.plan.budget import parse_memory as parse_memory
+    from attnplug.runtime.plan.grouping import KVCacheLayoutType as KVCacheLayoutType
+    from attnplug.runtime.plan.grouping import get_kv_cache_layout as get_kv_cache_layout
     from attnplug.runtime.plan.grouping import get_kv_cache_spec as get_kv_cache_spec
     from attnplug.runtime.plan.grouping import group_kv_caches as group_kv_caches
+    from attnplug.runtime.plan.grouping import is_valid_kv_cache_layout as is_valid_kv_cache_layout
     from attnplug.runtime.plan.grouping import num_padding_layers as num_padding_layers
+    from attnplug.runtime.plan.grouping import set_kv_cache_layout as set_kv_cache_layout
     from attnplug.runtime.plan.grouping import unify_page_sizes as unify_page_sizes
     from attnplug.runtime.plan.grouping import with_num_blocks as with_num_blocks
     from attnplug.runtime.plan.model_plan import ModelPlan as ModelPlan
-    from attnplug.runtime.plan.plan_pages import KVCacheLayoutType as KVCacheLayoutType
-    from attnplug.runtime.plan.plan_pages import get_kv_cache_layout as get_kv_cache_layout
-    from attnplug.runtime.plan.plan_pages import is_valid_kv_cache_layout as is_valid_kv_cache_layout
-    from attnplug.runtime.plan.plan_pages import set_kv_cache_layout as set_kv_cache_layout
     from attnplug.runtime.plan.sharding import SharingCost as SharingCost
     from attnplug.runtime.ranks.rank_groups import RankWatch as RankWatch
     from attnplug.runtime.ranks.rank_groups import check_same_plan as check_same_plan
@@ -58,8 +58,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "plan.budget": "MemoryBudget blocks_needed bytes_per_block fit_kv_cache parse_memory",
         "steps.graph_buffers": "GraphInputBuffers",
         "graph_state": "GraphState",
-        "plan.grouping": "get_kv_cache_spec group_kv_caches num_padding_layers unify_page_sizes with_num_blocks",
-        "plan.plan_pages": "KVCacheLayoutType get_kv_cache_layout is_valid_kv_cache_layout set_kv_cache_layout",
+        "plan.grouping": (
+            "KVCacheLayoutType get_kv_cache_layout get_kv_cache_spec group_kv_caches is_valid_kv_cache_layout "
+            "num_padding_layers set_kv_cache_layout unify_page_sizes with_num_blocks"
+        ),
         "plan.model_plan": "ModelPlan",
         "batch.placeholders": "PlaceholderMap",
         "ranks.rank_groups": "RankWatch check_same_plan context_parallel",

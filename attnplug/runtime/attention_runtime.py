@@ -35,7 +35,7 @@ from attnplug.runtime.caches.engine_caches import (
 from attnplug.runtime.caches.memory_overlap import NO_CACHES, CacheMemory
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.model_plan import ModelPlan
-from attnplug.runtime.plan.plan_limits import (
+from attnplug.runtime.plan.sharding import (
     check_sharing,
     context_chunk_rows,
     device_of,

@@ -26,8 +26,7 @@ from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
 from attnplug.runtime.plan.grouping import cross_groups
-from attnplug.runtime.plan.plan_limits import longest_sequence
-from attnplug.runtime.plan.sharding import shares_tokens
+from attnplug.runtime.plan.sharding import longest_sequence, shares_tokens
 from attnplug.runtime.steps.attention_groups import build_attn_metadata
 from attnplug.runtime.steps.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.steps.graph_buffers import ShardedGraphBuffers

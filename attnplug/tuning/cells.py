@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.plugins.backend_versions import BackendVersions
-from attnplug.registry.plugins.installed import installed_versions, library_versions
+from attnplug.registry.plugins.installed import BackendVersions, installed_versions, library_versions
 from attnplug.registry.selection.decision import Placement
+from attnplug.registry.selection.evidence import Recorded, record
 from attnplug.registry.selection.gates import preferred_pages, serving
-from attnplug.registry.selection.refuted import Recorded, record
 from attnplug.testing.isolation.listing import versions
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 
 import attnplug
 from attnplug import Device, LayerSpec
-from attnplug.cli.output.advice import advice_for
+from attnplug.cli.output.select_report import advice_for
 from attnplug.registry.default import get_registry
 from attnplug.registry.selection.nearest import nearest_misses, only_reference_serves
 

@@ -10,7 +10,7 @@ import pytest
 from attnplug._system.json_files import locked
 from attnplug.core.errors import MatrixFileError, ModelConfigError, PolicyError, SpecError
 from attnplug.matrix.results import read_matrix, write_file
-from attnplug.registry.selection import refuted
+from attnplug.registry.selection import evidence as refuted
 from attnplug.registry.selection.decision import Decision
 from attnplug.testing.conformance.check_filter import read_known_failures
 

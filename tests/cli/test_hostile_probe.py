@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from attnplug.registry.plugins.hookspecs import ENTRY_POINT_GROUP
+from attnplug.registry.plugins.records import ENTRY_POINT_GROUP
 
 # Each attack is a process of its own, so they are slow.
 pytestmark = [pytest.mark.attack("doctor"), pytest.mark.slow]

@@ -26,7 +26,7 @@ from attnplug.matrix import verify
 from attnplug.matrix.design import design
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import read_matrix, write_matrix
-from attnplug.registry.selection import refuted
+from attnplug.registry.selection import evidence as refuted
 from attnplug.testing.isolation.listing import Listing, ListingFailure
 from attnplug.testing.isolation.results import CheckOutcome, Result
 

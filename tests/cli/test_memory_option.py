@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.cli.commands.memory import left_out
+from attnplug.cli.output.select_report import left_out
 from attnplug.integrations.model_spec import ModelSpec
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.registry.plugins.hookspecs import ENTRY_POINT_GROUP
+from attnplug.registry.plugins.records import ENTRY_POINT_GROUP
 
 pytestmark = pytest.mark.attack("fork or wait")
 

@@ -10,7 +10,7 @@ from evidence_runs import VERSIONS, WHY, cell
 from evidence_runs import run as run_of
 
 from attnplug.core import Device
-from attnplug.registry.selection.refuted import record
+from attnplug.registry.selection.evidence import record
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 LLAMA = {"head_size": 128, "dtype": "bfloat16"}

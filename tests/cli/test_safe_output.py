@@ -15,7 +15,7 @@ from attnplug._system.text import safe_text, shown
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.core import Reason
 from attnplug.errors import AttnplugError, BatchError, NoBackendError, PluginError
-from attnplug.registry.plugins.hookspecs import ENTRY_POINT_GROUP
+from attnplug.registry.plugins.records import ENTRY_POINT_GROUP
 
 pytestmark = pytest.mark.attack("terminal")
 

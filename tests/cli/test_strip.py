@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from attnplug.cli.output.run_report import waiting
-from attnplug.cli.output.strip import LayerStrip
+from attnplug.cli.output.select_report import LayerStrip
 from attnplug.matrix.words import letters
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

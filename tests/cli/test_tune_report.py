@@ -15,7 +15,7 @@ from attnplug.cli.output import run_report, tune_report
 from attnplug.cli.output.tune_report import TuneReport, print_outcome
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import BackendVersions
 from attnplug.tuning.cells import Outcome, TuneCell
 from attnplug.tuning.session import Tuner
 

@@ -14,7 +14,7 @@ from attnplug.registry.measured import tuned_lookup
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, update_table
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import BackendVersions
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 QWEN = MODELS / "qwen3-8b.json"

@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import attnplug  # noqa: E402
 from attnplug.backends.torch_native import TorchBackend  # noqa: E402
 from attnplug.cli import main  # noqa: E402
-from attnplug.cli.completion import kv_cache_dtypes  # noqa: E402
+from attnplug.cli.arguments import complete_kv_cache_dtypes  # noqa: E402
 from attnplug.core import Device, Feature, LayerSpec  # noqa: E402
 from attnplug.matrix import axes, which_backend  # noqa: E402
 from attnplug.matrix.words import in_order  # noqa: E402
@@ -104,7 +104,7 @@ json.dump(
         },
         "cases": [name for name in checks(Acme) if "acme" in name],
         "nearest": [str(miss) for miss in nearest_misses(get_registry(), refused)],
-        "completion": kv_cache_dtypes("ac"),
+        "completion": complete_kv_cache_dtypes("ac"),
         "help": output("explain", "--help"),
         "explain": output("explain", "--kv-cache-dtype", "acme", "--device", "cpu", "--dtype", "float32"),
     },

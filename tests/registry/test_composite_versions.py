@@ -9,10 +9,10 @@ from evidence_runs import cell, run
 from fake_plugins import CPU, SPEC, Serves, backend, plugin
 
 from attnplug import Registry
-from attnplug.registry.plugins import backend_versions
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins import installed
+from attnplug.registry.plugins.installed import BackendVersions
 from attnplug.registry.plugins.records import Offer, joined
-from attnplug.registry.selection.refuted import record
+from attnplug.registry.selection.evidence import record
 
 INSTALLED = {"acme": "1.0", "beta": "2.0", "gamma": "1.0"}
 
@@ -61,7 +61,7 @@ def test_the_texts_of_both_halves_are_one(items: list[str | None], text: str | N
 def test_evidence_of_two_distributions_is_of_both_their_versions(
     monkeypatch: pytest.MonkeyPatch, distribution: str | None, version: str | None, valid: bool
 ) -> None:
-    monkeypatch.setattr(backend_versions, "installed_version", INSTALLED.get)
+    monkeypatch.setattr(installed, "installed_version", INSTALLED.get)
     subject = BackendVersions("A+B", distribution, version, CPU, ())
     assert subject.is_installed is valid
 

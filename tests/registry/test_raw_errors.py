@@ -19,7 +19,7 @@ from attnplug.core import BuilderConfig, composite_backend
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.errors import BackendFaultError, BatchError, PluginError, PolicyError, SpecError
-from attnplug.registry.selection.refuted import read_evidence
+from attnplug.registry.selection.evidence import read_evidence
 
 IMPL: Any = TorchBackend.get_impl_cls()
 BUILDER: Any = TorchBackend.get_builder_cls()

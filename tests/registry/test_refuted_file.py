@@ -14,7 +14,7 @@ from evidence_runs import WHY, cell, run
 
 from attnplug.core import Device
 from attnplug.errors import MatrixFileError
-from attnplug.registry.selection.refuted import evidence_path, forget, read_evidence, record
+from attnplug.registry.selection.evidence import evidence_path, forget, read_evidence, record
 
 SINKS = cell("sinks", "decode")
 LATER = "2026-11-22T18:00:00+00:00"
@@ -155,7 +155,7 @@ def test_it_is_json_with_a_cell_in_each_line(kept: Path) -> None:
 WRITER = """
 import sys
 from evidence_runs import cell, run
-from attnplug.registry.selection.refuted import record
+from attnplug.registry.selection.evidence import record
 for size in range(8):
     record(run(sys.argv[1], cell(head_size=8 + size)))
 """

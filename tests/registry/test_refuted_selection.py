@@ -13,7 +13,7 @@ from fake_plugins import CPU, H100, SPEC, backend, plugin, raises, registry
 from attnplug import Decision, Device, LayerSpec, Phase, Registry
 from attnplug.errors import BackendUnavailableError, LayoutError, PolicyError, UnknownBackendError
 from attnplug.registry import Gate
-from attnplug.registry.selection.refuted import record
+from attnplug.registry.selection.evidence import record
 
 SINKS = SPEC.replace(has_sinks=True)
 STORES = ("auto", "fp8_e4m3", "fp8_e5m2")

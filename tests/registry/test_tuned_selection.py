@@ -19,9 +19,8 @@ from attnplug.registry.measured.comparisons import PhaseTimes
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, table_text, update_table
-from attnplug.registry.plugins.backend_versions import BackendVersions
-from attnplug.registry.selection.evidence import Pages
-from attnplug.registry.selection.refuted import record
+from attnplug.registry.plugins.installed import BackendVersions
+from attnplug.registry.selection.evidence import Pages, record
 
 DECODE, LONG = StepShape.parse("decode 64 x 8k"), StepShape.parse("decode 1 x 32k")
 PREFILL = StepShape.parse("prefill 4 x 4k")

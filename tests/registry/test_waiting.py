@@ -14,7 +14,7 @@ from attnplug import Registry
 from attnplug.errors import PluginError, PolicyError
 from attnplug.registry.plugins import waiting
 from attnplug.registry.selection import part_imports
-from attnplug.registry.selection.part_imports import PartImports
+from attnplug.registry.selection.gates import PartImports
 
 
 def test_a_thread_that_joins_this_one_is_not_waited_for():

@@ -13,7 +13,7 @@ import attnplug
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core.errors import LayoutError
 from attnplug.runtime import get_kv_cache_layout, is_valid_kv_cache_layout, set_kv_cache_layout
-from attnplug.runtime.plan.plan_pages import with_layout
+from attnplug.runtime.plan.grouping import with_layout
 
 VARIABLE = "ATTNPLUG_KV_CACHE_LAYOUT"
 

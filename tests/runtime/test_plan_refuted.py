@@ -11,7 +11,7 @@ from model_layers import FULL, SLIDING, model
 
 from attnplug import Phase, plan
 from attnplug.core.errors import BackendUnavailableError, LayoutError
-from attnplug.registry.selection.refuted import record
+from attnplug.registry.selection.evidence import record
 from attnplug.runtime import ModelPlan
 
 LAYERS = model([FULL, SLIDING])

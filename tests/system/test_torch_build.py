@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from attnplug._system import torch_build
-from attnplug._system.torch_build import may_see_gpus
+from attnplug.core import device as torch_build
+from attnplug.core.device import may_see_gpus
 
 
 @pytest.fixture

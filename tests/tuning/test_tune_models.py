@@ -17,7 +17,7 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.registry.measured.tuned_lookup import PACKAGED
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import BackendVersions
 from attnplug.tuning.workloads import workload_of
 
 TABLE, HELD = workload_of("decode 8 x 1k, decode 1 x 8k"), workload_of("decode 4 x 2k")

@@ -20,9 +20,9 @@ from attnplug.core.mla import MLADims
 from attnplug.registry.default import list_backends
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import RowStatus, TimedRow
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import BackendVersions
 from attnplug.registry.plugins.records import Offer
-from attnplug.registry.selection.refuted import read_evidence
+from attnplug.registry.selection.evidence import read_evidence
 from attnplug.tuning import jobs, timers
 from attnplug.tuning.cells import Contender, record_wrong
 from attnplug.tuning.jobs import Event, Job, run_jobs

@@ -13,8 +13,14 @@ from typing import Annotated
 import typer
 
 from attnplug._system import files
-from attnplug.cli import completion
-from attnplug.cli.arguments import AsJson, jobs_option, memory_option, timeout_option
+from attnplug.cli.arguments import (
+    AsJson,
+    complete_backends,
+    complete_devices,
+    jobs_option,
+    memory_option,
+    timeout_option,
+)
 from attnplug.cli.output.conformance_report import CHECK_SECONDS
 from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, write_text
 from attnplug.cli.own_process import interrupt_on_sigterm
@@ -24,6 +30,7 @@ _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pyte
 # 130 is 128 plus SIGINT, the code that shells give to an interrupted program.
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _LISTING_SECONDS = 300.0
+_LEVELS = ("smoke", "full")
 _LIMITS = "Limits"
 _which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
@@ -34,18 +41,22 @@ def conformance(
         typer.Argument(
             metavar="NAME",
             help="A backend of attnplug list, or NAME@DISTRIBUTION.",
-            autocompletion=completion.backends,
+            autocompletion=complete_backends,
         ),
     ],
     level: Annotated[
         str,
-        _which(metavar="smoke|full", autocompletion=completion.levels, help="Number of combinations to try."),
+        _which(
+            metavar="smoke|full",
+            autocompletion=lambda incomplete: [each for each in _LEVELS if each.startswith(incomplete)],
+            help="Number of combinations to try.",
+        ),
     ] = "smoke",
     device: Annotated[
         str | None,
         _which(
             metavar="DEVICE",
-            autocompletion=completion.devices,
+            autocompletion=complete_devices,
             help="cpu, cuda:1, ... \\[default: the current one]",
         ),
     ] = None,
@@ -98,7 +109,7 @@ def conformance(
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 
-    if level not in ("smoke", "full"):
+    if level not in _LEVELS:
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
     memory_bytes = None if memory is None else parse_memory(memory)

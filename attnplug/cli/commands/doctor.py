@@ -7,26 +7,19 @@ import dataclasses
 import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
 import typer
 
 from attnplug._system.terminal_tables import WrappedTable
 from attnplug.backends.libraries import LIBRARY_RULES
-from attnplug.cli import completion
-from attnplug.cli.arguments import MOST_SECONDS, AsJson
-from attnplug.cli.output.doctor_sections import (
-    EngineState,
-    LibraryState,
-    engine_states,
-    library_states,
-    unbound_states,
-)
+from attnplug.cli.arguments import MOST_SECONDS, AsJson, complete_backends
+from attnplug.cli.output.doctor_sections import LibraryState, engine_states, library_states, unbound_states
 from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.cli.probe_run import Probe, end_probes, run_probe
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError, UnknownBackendError
+from attnplug.registry.plugins.installed import installed_version
 
 _CELLS_SHOWN = 3
 
@@ -44,12 +37,11 @@ def doctor(
     backends: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="BACKEND", help="Check only these backends.", autocompletion=completion.backends
+            metavar="BACKEND", help="Check only these backends.", autocompletion=complete_backends
         ),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help="Time limit of each import."),
+        float, typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help="Time limit of each import.")
     ] = 60.0,
     as_json: AsJson = False,
 ) -> None:
@@ -90,52 +82,39 @@ def doctor(
         for finding in findings:
             shown.add_row(finding.what, verdict(finding.state), finding.detail)
         out.print(shown)
-        _print_libraries(libraries, device, used)
-        _print_engines(engines)
+        _print_states("kernel library", [(o.library, o.version, o.state, _lines_of(o)) for o in libraries])
+        if libraries and device is not None and used:
+            phases = ", ".join(f"{phase} by {name or 'no backend'}" for phase, name in used.items())
+            layer = "(32 heads, 8 KV heads, size 128, bfloat16)"
+            out.print(f"\nTypical layer {layer} on {device.name or device}: {phases}")
+        activate = {o.engine: [f"activate: {o.activate}"] if o.activate else [] for o in engines}
+        _print_states(
+            "engine", [(o.engine, o.version, o.state, [o.detail, *activate[o.engine]]) for o in engines]
+        )
     raise typer.Exit(int(any(finding.state == "failed" for finding in findings)))
 
 
-def _print_libraries(
-    libraries: Sequence[LibraryState], device: Device | None, used: dict[str, str | None]
-) -> None:
-    if not libraries:
+def _print_states(what: str, states: Sequence[tuple[str, str | None, str, Sequence[str]]]) -> None:
+    """Print a table of names, versions, states and lines of detail; nothing without any."""
+    if not states:
         return
     out = console()
     out.print()
-    shown = WrappedTable(
-        ("kernel library", "version", "state", "detail"),
-        fixed=("state",),
-        heading="{kernel library}  {state}",
-    )
-    for each in libraries:
-        lines = [each.detail]
-        lines += [f"at first use it compiles {each.compiles}"] if each.compiles else []
-        lines += [f"remedy: {each.remedy}"] if each.remedy else []
-        shown.add_row(each.library, each.version or "-", verdict(each.state), "\n".join(lines))
+    heading = f"{{{what}}}  {{state}}"
+    shown = WrappedTable((what, "version", "state", "detail"), fixed=("state",), heading=heading)
+    for name, found, state, lines in states:
+        shown.add_row(name, found or "-", verdict(state), "\n".join(lines))
     out.print(shown)
-    if device is not None and used:
-        phases = ", ".join(f"{phase} by {name or 'no backend'}" for phase, name in used.items())
-        layer = "(32 heads, 8 KV heads, size 128, bfloat16)"
-        out.print(f"\nTypical layer {layer} on {device.name or device}: {phases}")
 
 
-def _print_engines(engines: Sequence[EngineState]) -> None:
-    if not engines:
-        return
-    out = console()
-    out.print()
-    shown = WrappedTable(
-        ("engine", "version", "state", "detail"), fixed=("state",), heading="{engine}  {state}"
-    )
-    for each in engines:
-        lines = [each.detail, *([f"activate: {each.activate}"] if each.activate else [])]
-        shown.add_row(each.engine, each.version or "-", verdict(each.state), "\n".join(lines))
-    out.print(shown)
+def _lines_of(library: LibraryState) -> list[str]:
+    compiles = [f"at first use it compiles {library.compiles}"] if library.compiles else []
+    return [library.detail, *compiles, *([f"remedy: {library.remedy}"] if library.remedy else [])]
 
 
 def refuted_findings(device: Device | None, wanted: Sequence[str]) -> Iterator[Finding]:
     """A warning for an unreadable evidence file, and for each backend refuted on `device`, if that is known."""
-    from attnplug.registry.selection.refuted import read_evidence
+    from attnplug.registry.selection.evidence import read_evidence
 
     evidence = read_evidence()
     if evidence.read_error:
@@ -155,13 +134,9 @@ def _is_wanted(name: str, wanted: Sequence[str]) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    found = {"Python": platform.python_version()}
-    for name in ("attnplug", "torch", "triton", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    names = ("attnplug", "torch", "triton", "transformers")
+    found = {name: installed_version(name) or "not installed" for name in names}
+    return {"Python": platform.python_version(), **found}
 
 
 def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:

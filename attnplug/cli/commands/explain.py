@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from attnplug._system.terminal_tables import WrappedTable
-from attnplug.cli import completion
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -28,13 +27,11 @@ from attnplug.cli.arguments import (
     OptionTexts,
     PhaseChoice,
     TunedFile,
-    allowed,
-    assumed,
-    options,
-    tuned_times,
+    complete_dtypes,
+    settings,
 )
-from attnplug.cli.output.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.output.output import console, print_json
+from attnplug.cli.output.select_report import advice_as_data, advice_for, print_advice
 from attnplug.core.errors import PolicyError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_HELP
@@ -50,8 +47,7 @@ def explain(
     ] = None,
     head_size: Annotated[int | None, _layer(metavar="N", help="Elements per head \\[default: 128].")] = None,
     dtype: Annotated[
-        str,
-        _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=completion.dtypes),
+        str, _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=complete_dtypes)
     ] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
@@ -91,16 +87,8 @@ def explain(
         sliding_window=sliding_window,
         **asked,
     )
-    decision = ask(
-        spec,
-        device,
-        phase,
-        backend=backend,
-        options=options(option, backend),
-        assume_installed=assumed(assume_installed),
-        allow_refuted=allowed(allow_refuted),
-        tuned=tuned_times(tuned, no_tuned),
-    )
+    kwargs = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
+    decision = ask(spec, device, phase, **kwargs)
     advice = advice_for([decision])
     if as_json:
         print_json({**decision.to_dict(), "advice": advice_as_data(advice)})
@@ -159,7 +147,6 @@ def _with_features(command: Callable[..., None]) -> None:
 
 _with_features(explain)
 
-
 _FEATURE = "feature"
 
 
@@ -182,7 +169,14 @@ def explain_code(
 ) -> None:
     """Explain a reason code: its cause, what to do, and an example."""
     if code is None:
-        _list(as_json)
+        every = [_facts(code) for code in REASON_HELP]
+        if as_json:
+            print_json({"codes": every}, "attnplug.reason-codes")
+            return
+        listed = WrappedTable(("code", "means"), fixed=("code",))
+        for each in every:
+            listed.add_row(each["code"], each["meaning"])
+        console().print(listed)
         return
     if code not in codes():
         near = difflib.get_close_matches(code, codes(), 3)
@@ -202,25 +196,11 @@ def explain_code(
     out.print(shown)
 
 
-def _list(as_json: bool) -> None:
-    facts = [_facts(code) for code in REASON_HELP]
-    if as_json:
-        print_json({"codes": facts}, "attnplug.reason-codes")
-        return
-    shown = WrappedTable(("code", "means"), fixed=("code",))
-    for each in facts:
-        shown.add_row(each["code"], each["meaning"])
-    console().print(shown)
-
-
 def _facts(code: str) -> dict[str, Any]:
     found = REASON_HELP[code.partition(".")[0]]
     name = "feature.<name>" if code == _FEATURE else code
     if code.startswith(f"{_FEATURE}."):
         # The help of features has one of them as its example.
-        found = dataclasses.replace(
-            found,
-            why=found.why.replace("alibi", name[len(_FEATURE) + 1 :]),
-            seen=found.seen.replace("alibi", name[len(_FEATURE) + 1 :]),
-        )
+        why, seen = (text.replace("alibi", name[len(_FEATURE) + 1 :]) for text in (found.why, found.seen))
+        found = dataclasses.replace(found, why=why, seen=seen)
     return {"code": name, "meaning": found.why, "example": found.seen, "remedies": list(found.steps)}

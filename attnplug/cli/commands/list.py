@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug._system.terminal_tables import WrappedTable
-from attnplug.cli import completion
-from attnplug.cli.arguments import AsJson
+from attnplug.cli.arguments import AsJson, complete_backends
 from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
@@ -45,12 +44,13 @@ def list_backends(
     columns = ("backend", "priority", "from", "devices", "needs")
     shown = WrappedTable(columns, right=("priority",), fixed=("backend",))
     for row in rows:
+        wanted = ", ".join(each if isinstance(each, str) else " or ".join(each) for each in row["requires"])
         shown.add_row(
             row["name"],
             "-" if row["priority"] is None else str(row["priority"]),
             f"{row['distribution'] or 'this process'} {row['version'] or ''}".strip(),
             ", ".join(row["device_types"]),
-            _needs(row),
+            f"{wanted} ({'missing' if row['unmet'] else 'installed'})" if wanted else "nothing",
         )
     out.print(shown)
     reports = WrappedTable(("status", "plugin problem"), fixed=("status",))
@@ -60,13 +60,6 @@ def list_backends(
     if reports.row_count:
         out.print()
         out.print(reports)
-
-
-def _needs(row: dict[str, Any]) -> str:
-    if not row["requires"]:
-        return "nothing"
-    wanted = ", ".join(item if isinstance(item, str) else " or ".join(item) for item in row["requires"])
-    return f"{wanted} ({'missing' if row['unmet'] else 'installed'})"
 
 
 def _backend_rows() -> list[dict[str, Any]]:
@@ -107,17 +100,15 @@ def _list_entry_points(as_json: bool) -> None:
     from attnplug.registry.plugins.switches import Switches
 
     switches = Switches.read()
-    rows = []
-    for plugin in installed_plugins():
-        record = plugin.record
-        rows.append(
-            {
-                "plugin": record.name,
-                "version": record.version,
-                "module": plugin.entry_point.value if plugin.entry_point else None,
-                "blocked_by": switches.blocked_by(record, plugin.is_builtin),
-            }
-        )
+    rows = [
+        {
+            "plugin": plugin.record.name,
+            "version": plugin.record.version,
+            "module": plugin.entry_point.value if plugin.entry_point else None,
+            "blocked_by": switches.blocked_by(plugin.record, plugin.is_builtin),
+        }
+        for plugin in installed_plugins()
+    ]
     if as_json:
         print_json({"plugins": rows}, "attnplug.plugins")
         return
@@ -131,9 +122,7 @@ def _list_entry_points(as_json: bool) -> None:
 def show(
     backend: Annotated[
         str,
-        typer.Argument(
-            metavar="BACKEND", help="A backend or family name.", autocompletion=completion.backends
-        ),
+        typer.Argument(metavar="BACKEND", help="A backend or family name.", autocompletion=complete_backends),
     ],
     as_json: AsJson = False,
 ) -> None:

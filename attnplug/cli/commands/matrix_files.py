@@ -120,7 +120,10 @@ def merge(
     outputs.check("--output")
     read = [read_matrix(path) for path in paths]
     if by_file:
-        read = [merging.with_name(each, name) for each, name in zip(read, _names(paths), strict=True)]
+        counts = Counter(path.stem for path in paths)
+        # The name of a file without its suffix, or its path if another file has the same name.
+        names = [each.stem if counts[each.stem] == 1 else str(each.with_suffix("")) for each in paths]
+        read = list(map(merging.with_name, read, names))
     found = merging.merge(read, _say)
     outputs.write(found)
     if outputs == Outputs():
@@ -172,12 +175,6 @@ def _print_changes(found: Sequence[CellChange], counts: Mapping[ChangeKind, int]
         if number > most:
             echo(f"... and {number - most} more {kind}; --all shows them")
     echo(", ".join(f"{number} {kind}" for kind, number in counts.items()) or "nothing changed")
-
-
-def _names(paths: Sequence[Path]) -> list[str]:
-    """The name of each file without its suffix, or its path if another file has the same name."""
-    counts = Counter(path.stem for path in paths)
-    return [path.stem if counts[path.stem] == 1 else str(path.with_suffix("")) for path in paths]
 
 
 def _say(text: str) -> None:

@@ -19,7 +19,7 @@ from attnplug.testing.isolation.results import Result
 from attnplug.testing.isolation.run import Limits
 
 if TYPE_CHECKING:
-    from attnplug.cli.commands.matrix_cells import Pair
+    from attnplug.cli.commands.matrix import Pair
 
 _FAILED, _REFUTED, _INTERRUPTED = 1, 4, 130
 _SECONDS = 30.0
@@ -167,7 +167,7 @@ def _run_one(pair: Pair, verification: Verification, options: RunOptions, report
 def _record_refuted(found: Matrix, report: MatrixReport) -> None:
     """Store the refuted cells for the selector, and remove those that are verified now."""
     from attnplug.matrix.results import run_to_dict
-    from attnplug.registry.selection.refuted import record
+    from attnplug.registry.selection.evidence import record
 
     for run in found.runs:
         try:

@@ -142,11 +142,9 @@ def _write(target: Path, names: PackageNames) -> list[str]:
 
 
 def _rendered(names: PackageNames) -> dict[str, str]:
-    """The text of each file of the package, by relative path."""
-    known = dataclasses.asdict(names)
     from packaging.version import Version
 
-    known["attnplug_version"] = Version(version("attnplug")).public
+    known = {**dataclasses.asdict(names), "attnplug_version": Version(version("attnplug")).public}
     rendered = {}
     for place, template in _templates(package_files("attnplug") / "templates" / "backend", PurePosixPath()):
         parts = [names.package if part == "package" else part for part in place.parts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,16 +23,19 @@ from attnplug.cli.arguments import (
     OptionTexts,
     PhaseChoice,
     TunedFile,
-    allowed,
-    assumed,
-    options,
-    tuned_times,
+    settings,
 )
-from attnplug.cli.commands.memory import budget_for, left_out, print_budget
-from attnplug.cli.output.advice import advice_as_data, advice_for, print_advice
 from attnplug.cli.output.output import console, features_in_words, layers_in_words, print_json
 from attnplug.cli.output.run_report import waiting
-from attnplug.cli.output.strip import LayerStrip
+from attnplug.cli.output.select_report import (
+    LayerStrip,
+    advice_as_data,
+    advice_for,
+    budget_for,
+    left_out,
+    print_advice,
+    print_budget,
+)
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.model_spec import NOT_READ, Client
@@ -89,13 +92,12 @@ def select(
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
+    from attnplug.runtime.plan.grouping import with_layout
     from attnplug.runtime.plan.plan_choice import has_phase_rules
-    from attnplug.runtime.plan.plan_pages import with_layout
 
     if per_phase and phase is not None:
-        raise PolicyError(
-            "--per-phase", True, f"cannot be combined with --phase {phase}", "give one of the two"
-        )
+        limit = f"cannot be combined with --phase {phase}"
+        raise PolicyError("--per-phase", True, limit, "give one of the two")
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
@@ -106,13 +108,7 @@ def select(
     if block_size is not None:
         for name, spec in model.layers.items():
             specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
-    asked: SelectKwargs = {
-        "backend": backend,
-        "options": options(option, backend),
-        "assume_installed": assumed(assume_installed),
-        "allow_refuted": allowed(allow_refuted),
-        "tuned": tuned_times(tuned, no_tuned),
-    }
+    asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
     by_phase: ByPhase | None = None
     notes: tuple[str, ...] = ()
     # A rule for one phase asks for both phases, unless the user chose one with --phase; so does latent attention.
@@ -214,7 +210,10 @@ def _print(
 ) -> None:
     out = console()
     out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}\n")
-    groups = _groups(decisions)
+    alike: dict[Any, list[Decision]] = {}
+    for each in decisions:
+        alike.setdefault((each.spec, each.phase, each.backend, each.block_size), []).append(each)
+    groups = list(alike.values())
     out.print(_table(groups, split=by_phase is not None))
     if len(decisions) > 1:
         out.print()
@@ -236,14 +235,6 @@ def _print(
     if not all(decisions):
         lacking = sum(not decision for decision in decisions)
         out.print(f"\nNo backend for {lacking} of {len(decisions)} layers.")
-
-
-def _groups(decisions: Iterable[Decision]) -> list[list[Decision]]:
-    """Decisions with the same spec, phase, backend and block size."""
-    groups: dict[Any, list[Decision]] = {}
-    for d in decisions:
-        groups.setdefault((d.spec, d.phase, d.backend, d.block_size), []).append(d)
-    return list(groups.values())
 
 
 def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WrappedTable:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnplug.cli import completion
-from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype, ModelDtype
+from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype, ModelDtype, complete_backends
 from attnplug.cli.output.output import check_output, print_json
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.own_process import interrupt_on_sigterm
@@ -56,7 +55,7 @@ def tune(
         str | None,
         _what(
             metavar="NAMES",
-            autocompletion=completion.backends,
+            autocompletion=complete_backends,
             help="Measure only these beside the default, with commas between \\[default: all]",
         ),
     ] = None,
@@ -219,9 +218,8 @@ def _device_here(text: str) -> Device:
 
     device = resolve_device(text)
     if not is_here(device):
-        raise PolicyError(
-            "--device", text, "is not a device of this machine, so nothing can be measured on it"
-        )
+        limit = "is not a device of this machine, so nothing can be measured on it"
+        raise PolicyError("--device", text, limit)
     return device
 
 

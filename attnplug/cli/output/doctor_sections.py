@@ -6,10 +6,9 @@ The kernel libraries in `attnplug doctor`: versions, suitability for this GPU, u
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 from collections.abc import Collection, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, distributions, entry_points, version
+from importlib.metadata import distributions, entry_points
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -19,6 +18,7 @@ from packaging.utils import canonicalize_name
 from attnplug.backends.libraries import LIBRARY_RULES, LibraryRule, rules_of
 from attnplug.backends.library_imports import problem_of
 from attnplug.backends.unbound_libraries import UNBOUND_LIBRARIES
+from attnplug.registry.plugins.installed import installed_version
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -44,6 +44,8 @@ class EngineState:
     activate: str | None = None
 
 
+# Read anew, because a program may install an engine while it runs.
+_version = installed_version.__wrapped__
 _VLLM = SpecifierSet(">=0.20")
 _TRANSFORMERS = SpecifierSet(">=5.15")
 _FLASH_ATTN = "flash-attn"
@@ -104,13 +106,6 @@ def _is_flash_attn(requirement: str) -> bool:
     return needed and canonicalize_name(read.name) == _FLASH_ATTN
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LibraryState:
     """One line of the report.
@@ -147,11 +142,8 @@ def unbound_states() -> list[LibraryState]:
     """The installed libraries that no backend calls, such as FlashMLA. Imports none of them."""
     found = []
     for each in UNBOUND_LIBRARIES:
-        if each.distribution is None:
-            continue
-        try:
-            version = importlib.metadata.version(each.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        version = None if each.distribution is None else _version(each.distribution)
+        if version is None:
             continue
         detail = f"not called: {each.why}"
         remedy = f"{each.instead} serves such layers"
@@ -177,9 +169,8 @@ def _state(backend: str, device: Device | None) -> LibraryState:
     rules = rules_of(backend)
     main = next(rule for rule in rules if rule.serves)
     install = f"pip install '{main.distribution}{main.versions}'"
-    try:
-        version = importlib.metadata.version(main.distribution)
-    except importlib.metadata.PackageNotFoundError:
+    version = _version(main.distribution)
+    if version is None:
         refused = _device_refusal(rules, device)
         remedy = install if refused is None else None
         return LibraryState(main.library, None, backend, "missing", refused or main.what, remedy=remedy)

@@ -15,65 +15,51 @@ _MOST_LABEL = 30
 """A longer label has its text below it."""
 
 
-class HelpfulCommand(TyperCommand):
-    """A command whose help has its options by their panels."""
+class _Helpful:
+    """The help of a command or a group, in place of typer's."""
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
         """The paragraphs of the help."""
-        _write_paragraphs(self, formatter)
+        for text in _paragraphs(self):
+            formatter.write("\n" + _lines(text, _INDENT, formatter.width))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """The arguments and options."""
-        _write_options(self, ctx, formatter)
+        """The arguments and options, by their panels."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        command: Any = self
+        for param in command.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                is_argument = param.param_type_name == "argument"
+                default = "Arguments" if is_argument else "Options"
+                # The text of an argument says what it is; its Python type says nothing more.
+                record = (record[0].partition(" <")[0], record[1]) if is_argument else record
+                panel = getattr(param, "rich_help_panel", None) or default
+                sections.setdefault(panel, []).append(record)
+        # --help and its like come last, as they are the same everywhere.
+        for title in sorted(sections, key=lambda each: (each == "Options", each != "Arguments")):
+            _write_section(formatter, title, sections[title])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """The example."""
-        _write_epilog(self, formatter)
+        command: Any = self
+        for text in (command.epilog or "").split("\n"):
+            formatter.write("\n" + _lines(text, 0, formatter.width) if text else "")
 
 
-class HelpfulGroup(TyperGroup):
+class HelpfulCommand(_Helpful, TyperCommand):
+    """A command whose help has its options by their panels."""
+
+
+class HelpfulGroup(_Helpful, TyperGroup):
     """A group of commands with such a help; it names each command with its first sentence."""
-
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        """The paragraphs of the help."""
-        _write_paragraphs(self, formatter)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """The options, then the commands."""
-        _write_options(self, ctx, formatter)
+        super().format_options(ctx, formatter)
         found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [(name, _paragraphs(each)[0]) for name, each in found if each is not None and not each.hidden]
         _write_section(formatter, "Commands", rows)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """The example."""
-        _write_epilog(self, formatter)
-
-
-def _write_paragraphs(command: Any, formatter: Any) -> None:
-    for text in _paragraphs(command):
-        formatter.write("\n" + _lines(text, _INDENT, formatter.width))
-
-
-def _write_epilog(command: Any, formatter: Any) -> None:
-    for text in (command.epilog or "").split("\n"):
-        formatter.write("\n" + _lines(text, 0, formatter.width) if text else "")
-
-
-def _write_options(command: Any, ctx: Any, formatter: Any) -> None:
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for param in command.get_params(ctx):
-        record = param.get_help_record(ctx)
-        if record is not None:
-            is_argument = param.param_type_name == "argument"
-            default = "Arguments" if is_argument else "Options"
-            # The text of an argument says what it is; its Python type says nothing more.
-            record = (record[0].partition(" <")[0], record[1]) if is_argument else record
-            panel = getattr(param, "rich_help_panel", None) or default
-            sections.setdefault(panel, []).append(record)
-    # --help and its like come last, as they are the same everywhere.
-    for title in sorted(sections, key=lambda each: (each == "Options", each != "Arguments")):
-        _write_section(formatter, title, sections[title])
 
 
 def _write_section(formatter: Any, title: str, rows: Iterable[tuple[str, str]]) -> None:

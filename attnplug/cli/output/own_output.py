@@ -115,15 +115,17 @@ def reserve_standard_output() -> TextIO:
     try:
         os.dup2(2, 1)
     except OSError:  # standard error is closed
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.close(nowhere)
+        _write_nowhere(1)
     _Streams.of_plugins, sys.stdout = theirs, own
     return own
 
 
 def leave_standard_output() -> None:
     """Drop the output that is left, after a write that failed: Python would try it again at its exit."""
+    _write_nowhere(own_stream().fileno())
+
+
+def _write_nowhere(number: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, own_stream().fileno())
+    os.dup2(nowhere, number)
     os.close(nowhere)

@@ -64,19 +64,17 @@ class TuneReport(RunReport):
         """Print the times of a cell."""
         self._under_way.pop(_id(cell), None)
         self._verdicts[_id(cell)] = RowStatus.MEASURED
-        timed = sorted((row for row in rows if row.status is RowStatus.MEASURED), key=lambda row: row.us)
-        words = [f"{row.subject.backend} {row.us:.1f} us{self._share(cell, row)}" for row in timed]
-        words += [
-            f"{row.subject.backend} {row.status}" for row in rows if row.status is not RowStatus.MEASURED
-        ]
+        timed = sorted((row for row in rows if row.is_measured), key=lambda row: row.us)
+        words = []
+        for row in timed:
+            found = share_of_ceiling(cell.spec, row.shape, row.us, self._environment)
+            share = "" if found is None else f" ({100 * found[1]:.0f} % of {found[0]})"
+            words.append(f"{row.subject.backend} {row.us:.1f} us{share}")
+        words += [f"{row.subject.backend} {row.status}" for row in rows if not row.is_measured]
         self.say(f"{_id(cell)}: {', '.join(words)}{self._time_left()}")
         for why in dict.fromkeys(row.why for row in timed if row.why):
             self.say(f"{_id(cell)}: {why}")
         self._tell_how_far()
-
-    def _share(self, cell: TuneCell, row: TimedRow) -> str:
-        found = share_of_ceiling(cell.spec, row.shape, row.us, self._environment)
-        return "" if found is None else f" ({100 * found[1]:.0f} % of {found[0]})"
 
     def wrong(self, contender: Contender, spec: LayerSpec, row: TimedRow, feature: str | None) -> None:
         """Print a wrong output, and remember one that a check has found for selections."""

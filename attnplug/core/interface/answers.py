@@ -10,7 +10,7 @@ import functools
 import re
 import types
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from attnplug._system.text import shortened, shown
 from attnplug.core.blocks import MultipleOf
@@ -18,12 +18,13 @@ from attnplug.core.errors import AttnplugError, PluginError
 from attnplug.core.features import Feature
 from attnplug.core.interface.guarded import Forks, class_title, describe, mro_of, plain_list, plain_text
 from attnplug.core.interface.signatures import class_fault
-from attnplug.core.reasons import Reason, plain_reason
+from attnplug.core.reasons import plain_reason
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.spec import LayerSpec
 
+_T = TypeVar("_T")
 _MOST_SIZES = 100_000
 _MOST_REQUIREMENTS, _LONGEST_REQUIREMENT = 100, 500
 """Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
@@ -177,9 +178,8 @@ def _check_serving(backend: type[AttentionBackend], spec: LayerSpec, serving: ty
         raise HookError(f"{title} returned {found}, which is {own}, from for_layer; it {limit}")
     of_its_own: object = answer(serving, "for_layer", spec)
     if of_its_own is not serving:
-        raise HookError(
-            f"{title} returned {found} from for_layer, which gives another class; it must give itself"
-        )
+        text = f"{title} returned {found} from for_layer, which gives another class; it must give itself"
+        raise HookError(text)
     again: object = answer(backend, "for_layer", spec)
     if again is not serving:
         raise HookError(f"{title} returned another class from for_layer each time; it must give the same one")
@@ -195,16 +195,18 @@ def _is_of_attnplug(backend: type) -> bool:
     return class_title(backend).partition(".")[0] == "attnplug"
 
 
-def _bool(value: object) -> bool:
-    if type(value) is not bool:
-        raise TypeError
-    return value
+def _exactly(kind: type[_T], *limit: str) -> Callable[[object], _T]:
+    """A check that a value is a `kind`, and of no subclass."""
+
+    def check(value: object) -> _T:
+        if type(value) is not kind:
+            raise TypeError(*limit)
+        return value
+
+    return check
 
 
-def _int(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError
-    return value
+_int = _exactly(int)
 
 
 def _block_size(value: object) -> int:
@@ -227,10 +229,6 @@ def plain_name(value: object) -> str:
     if not _NAME.fullmatch(value):
         raise ValueError(NAME_RULE)
     return value
-
-
-def _family(value: object) -> str | None:
-    return None if value is None else plain_name(value)
 
 
 def _objection(value: object) -> str | None:
@@ -282,33 +280,22 @@ def _context(value: object) -> object:
     return value
 
 
-def _reasons(values: object) -> list[Reason]:
-    return list(map(plain_reason, plain_list(values)))
-
-
-def _texts(values: object) -> tuple[str, ...]:
-    return tuple(shortened(plain_text(each)) for each in plain_list(values))
-
-
 def _pair(value: object) -> tuple[Any, Any]:
     first, second = plain_list(value, 2)
     return first, second
 
 
-_YES_OR_NO: tuple[str, Callable[[object], Any]] = ("True or False", _bool)
-_SIZES: tuple[str, Callable[[object], Any]] = (
-    f"a tuple or list of integers and MultipleOf, at most {_MOST_SIZES}",
-    _sizes,
-)
+_Check: TypeAlias = Callable[[object], Any]
+_SIZES: tuple[str, _Check] = (f"a tuple or list of integers and MultipleOf, at most {_MOST_SIZES}", _sizes)
 
-HOOKS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
+HOOKS: Mapping[str, tuple[str, _Check]] = {
     **dict.fromkeys(
         (
             *("supports_head_size", "supports_dtype", "supports_kv_cache_dtype", "supports_block_size"),
             *("supports_compute_capability", "supports_attn_type", "supports_sink", "supports_mm_prefix"),
             *("is_mla", "is_sparse"),
         ),
-        _YES_OR_NO,
+        ("True or False", _exactly(bool)),
     ),
     "get_name": ("text of exactly the type str", _text),
     "get_priority": ("an integer from 1 to 999", _int),
@@ -317,22 +304,22 @@ HOOKS: Mapping[str, tuple[str, Callable[[object], Any]]] = {
     "get_supported_kernel_block_sizes": _SIZES,
     "get_preferred_block_size": (f"an integer of at least 1, and at most {_LARGEST_BLOCK}", _block_size),
     "supports_combination": ("None, or why the layer is not served, as text", _objection),
-    "validate_configuration": ("a list of reasons", _reasons),
+    "validate_configuration": (
+        "a list of reasons",
+        lambda values: list(map(plain_reason, plain_list(values))),
+    ),
     "compile_key": ("hashable, or None", _hashable),
     "watch_compiling": ("a context manager", _context),
     "get_kv_cache_shape": ("a tuple of integers", _numbers),
     "get_kv_cache_stride_order": ("a tuple of integers", _numbers),
     "supported_kv_cache_layouts": ("a tuple or list of at least one of NHD and HND", _layouts),
     "split_kv": ("the tensors of K and V, in a tuple", _pair),
-    "notes": ("a tuple of texts", _texts),
+    "notes": (
+        "a tuple of texts",
+        lambda values: tuple(shortened(plain_text(each)) for each in plain_list(values)),
+    ),
 }
 """For each hook of a backend: what it must return, in words, and the function that checks and copies it."""
-
-
-def _feature(value: object) -> Feature:
-    if type(value) is not Feature:
-        raise TypeError("it must be a Feature, such as Feature.SINKS | Feature.ALIBI")
-    return value
 
 
 def _options(value: object) -> type[Any] | None:
@@ -371,23 +358,22 @@ def _in_any_order(values: object) -> object:
     return list(values) if type(values) in (set, frozenset) else values  # type: ignore[call-overload]
 
 
-def _declared_texts(values: object) -> tuple[str, ...]:
-    return _plain_values(values if type(values) is tuple else _in_any_order(values))
-
-
 def _plain_values(values: object) -> tuple[str, ...]:
     if type(values) is tuple and _STR.issuperset(map(type, values)):
         return values
     return tuple(map(plain_text, plain_list(values)))
 
 
-DECLARED: Mapping[str, Callable[[object], Any]] = {
-    **dict.fromkeys(("device_types", "supported_phases", "supported_sparse_kinds"), _declared_texts),
+DECLARED: Mapping[str, _Check] = {
+    **dict.fromkeys(
+        ("device_types", "supported_phases", "supported_sparse_kinds"),
+        lambda values: _plain_values(_in_any_order(values)),
+    ),
     **dict.fromkeys(("supported_dtypes", "supported_kv_cache_dtypes"), _dtypes),
-    **dict.fromkeys(("serves_dense", "step_safe", "depends_on_capability"), _bool),
-    "features": _feature,
+    **dict.fromkeys(("serves_dense", "step_safe", "depends_on_capability"), _exactly(bool)),
+    "features": _exactly(Feature, "it must be a Feature, such as Feature.SINKS | Feature.ALIBI"),
     "requires": _requires,
-    "family": _family,
+    "family": lambda value: None if value is None else plain_name(value),
     "Options": _options,
 }
 """For each declared attribute, the function that checks and copies it."""

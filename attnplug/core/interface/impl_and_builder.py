@@ -27,12 +27,10 @@ _HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 def part_faults(impl: type, builder: type) -> list[str]:
     """What the classes that `get_impl_cls` and `get_builder_cls` gave write that attnplug would not read."""
+    base = AttentionMetadataBuilder
     return [
         *(_base_fault("get_impl_cls", impl, AttentionImpl) or impl_faults(impl, AttentionImpl)),
-        *(
-            _base_fault("get_builder_cls", builder, AttentionMetadataBuilder)
-            or builder_faults(builder, AttentionMetadataBuilder)
-        ),
+        *(_base_fault("get_builder_cls", builder, base) or builder_faults(builder, base)),
     ]
 
 
@@ -49,9 +47,8 @@ def make_impl(backend: type[AttentionBackend], spec: LayerSpec, **arguments: Any
     where = f"{backend.get_name()} cannot run layer {shown(arguments.get('layer_name'))}"
     _raise_of(error, f"{where}: {class_name(impl)} raised")
     if AttentionImpl not in mro_of(type(made)):
-        raise PluginError(
-            f"{where}: from_spec of {class_name(impl)} returned {shown(made)}, which is no AttentionImpl"
-        )
+        text = f"{where}: from_spec of {class_name(impl)} returned {shown(made)}, which is no AttentionImpl"
+        raise PluginError(text)
     return made  # type: ignore[no-any-return]
 
 

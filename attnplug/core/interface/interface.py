@@ -10,7 +10,7 @@ import functools
 import inspect
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, Generic, Protocol, TypeGuard
+from typing import Any, Generic, Protocol
 
 from attnplug._system.text import shown
 from attnplug.core.dtypes import DTYPES, bare_dtype_name
@@ -44,6 +44,7 @@ _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_re
 _NEAR = 0.9
 """The likeness from which a name counts as a misspelt one: one letter in ten."""
 _MOST_VALUES = 1000
+_PLAIN = (tuple, list, set, frozenset)
 _UNREAD = PortedName("remove it: attnplug has nothing like it")
 _SEQUENCES = (
     *("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"),
@@ -140,7 +141,9 @@ def _unread_names(
     for owner, name in _written_names(cls):
         known = ported.get(name)
         if known is None and name not in interface:
-            if name in every and not _is_inherited(cls, name):
+            # A class of attnplug above it may have the name too, such as a base of latent attention.
+            inherited = (name in _names(each) for each in cls.__mro__ if not _is_of_plugin(each))
+            if name in every and not any(inherited):
                 known = LATENT_IMPL_NAMES.get(name, _UNREAD)
             elif not name.startswith("_"):
                 known = _misspelt(owner, name, likely, ported)
@@ -157,11 +160,6 @@ def _written_names(cls: type) -> Iterator[tuple[type, str]]:
         seen.update(own)
         if _is_of_plugin(owner):
             yield from ((owner, name) for name in own)
-
-
-def _is_inherited(cls: type, name: str) -> bool:
-    """Whether a class of attnplug above `cls` has the name too, such as a base of latent attention."""
-    return any(name in _names(each) for each in cls.__mro__ if not _is_of_plugin(each))
 
 
 @functools.lru_cache(maxsize=16)
@@ -215,19 +213,13 @@ def _declarations(backend: Any) -> Iterator[str]:
                 yield f"{title}.accept_output_buffer is {shown(value)}; attend always writes the output that it is given"
         elif field in _SEQUENCES and isinstance(value, str):
             yield f"{title}.{field} is text; it must be a sequence: a comma is missing"
-        elif field in _SEQUENCES and not _is_plain(value):
+        # A sequence of another type may be endless, or change.
+        elif field in _SEQUENCES and (type(value) not in _PLAIN or len(value) > _MOST_VALUES):
             limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
             yield f"{title}.{field} is {shown(value)}; {limit}"
         elif field in _SEQUENCES:
-            entries: Any = value
-            found = ((each, _entry(field, each)) for each in entries)
+            found = ((each, _entry(field, each)) for each in value)
             yield from (f"{title}.{field} has {shown(each)}, {why}" for each, why in found if why)
-
-
-def _is_plain(value: object) -> TypeGuard[Collection[Any]]:
-    """Whether a value is a short sequence of exactly a built-in type: another may be endless, or change."""
-    sequences = (tuple, list, set, frozenset)
-    return isinstance(value, sequences) and type(value) in sequences and len(value) <= _MOST_VALUES
 
 
 def _entry(field: str, value: object) -> str | None:
@@ -258,7 +250,8 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
             continue
         title = f"{cls.__name__}.{name}"
         if on_class and not callable(raw) and not isinstance(raw, (staticmethod, classmethod)):
-            yield f"{title} is {_kind(raw)}; it must be a class method: write {definition_of(name, theirs)}"
+            kind = "a property" if isinstance(raw, property) else repr(raw)
+            yield f"{title} is {kind}; it must be a class method: write {definition_of(name, theirs)}"
             continue
         expected, found = interface_signature(theirs), signature_of(raw, on_class=on_class)
         if found is None or expected is None:
@@ -275,12 +268,9 @@ def _signatures(cls: type, base: type, *, on_class: bool, skipped: Collection[st
 def _constructor(impl: type, base: type) -> Iterator[str]:
     """Whether an impl's constructor takes the keywords that `from_spec` gives."""
     owner = owner_of(impl, "__init__")
-    expected = signature_of(vars(base)["__init__"], on_class=False)
-    found = (
-        None
-        if owner is None or not _is_of_plugin(owner)
-        else signature_of(vars(owner)["__init__"], on_class=False)
-    )
+    if owner is None or not _is_of_plugin(owner):
+        return
+    expected, found = (signature_of(vars(each)["__init__"], on_class=False) for each in (base, owner))
     if found is None or expected is None:
         return
     given = [*expected.parameters, "sinks"]
@@ -295,7 +285,3 @@ def _constructor(impl: type, base: type) -> Iterator[str]:
         lacking = [name for name in expected.parameters if name not in found.parameters]
         if lacking:
             yield f"{impl.__name__}.__init__ does not take {', '.join(lacking)}; add them, or **rest"
-
-
-def _kind(raw: object) -> str:
-    return "a property" if isinstance(raw, property) else f"{raw!r}"

@@ -24,8 +24,6 @@ _FORM = (
     "or 'mixed 64 x 8k + 1 x 512 of 2k'"
 )
 _MIXED = "mixed"
-
-
 _NUMBERS = ("batch", "query", "context", "decodes", "decode_context")
 
 
@@ -64,7 +62,7 @@ class StepShape:
 
     def __post_init__(self) -> None:
         mixed = self.phase is None
-        for name in ("batch", "query", "context", "decodes", "decode_context"):
+        for name in _NUMBERS:
             value = getattr(self, name)
             if name.startswith("decode") and not mixed:
                 if value != 0 or type(value) is not int:

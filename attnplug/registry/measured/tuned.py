@@ -7,6 +7,7 @@ import enum
 import functools
 import itertools
 import json
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,13 +23,14 @@ from attnplug.registry.plugins.records import canonical_name
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
-    from attnplug.registry.plugins.backend_versions import BackendVersions
-    from attnplug.registry.plugins.installed import Assumed
+    from attnplug.registry.plugins.installed import Assumed, BackendVersions
     from attnplug.registry.selection.evidence import Pages
 
 SCHEMA = "attnplug.tuned"
 VERSION = 1
 
+_SUBJECT = ("backend", "distribution", "version")
+_FIGURES = ("us", "build_us", "spread", "rounds", "date", "why")
 LayerKey: TypeAlias = tuple[Any, ...]
 
 # The scale changes no kernel, pages are compared row by row, and "auto" and "fp8" name a dtype in other words.
@@ -201,12 +203,7 @@ class TunedTable:
             "environment": dict(self.environment),
             "policy": dict(self.policy),
             "subjects": [
-                {
-                    "backend": each.backend,
-                    "distribution": each.distribution,
-                    "version": each.version,
-                    "versions": dict(each.versions),
-                }
+                {**{name: getattr(each, name) for name in _SUBJECT}, "versions": dict(each.versions)}
                 for each in subjects
             ],
             "layers": [
@@ -225,10 +222,7 @@ class TunedTable:
                     "block_size": row.pages and row.pages[0],
                     "layout": row.pages and row.pages[1],
                     "status": str(row.status),
-                    **{
-                        name: getattr(row, name)
-                        for name in ("us", "build_us", "spread", "rounds", "date", "why")
-                    },
+                    **{name: getattr(row, name) for name in _FIGURES},
                 }
                 for index, row in rows
             ],
@@ -271,8 +265,6 @@ def _around(wanted: StepShape, layer: TunedLayer) -> Iterator[StepShape]:
 
 
 def _distance(wanted: StepShape, other: StepShape) -> tuple[float, str]:
-    import math
-
     far = abs(math.log2(wanted.batch / other.batch)) + abs(math.log2(wanted.context / other.context))
     far += abs(math.log2(wanted.query / other.query)) + (wanted.ragged is not other.ragged)
     return far, str(other)

@@ -33,7 +33,7 @@ from attnplug.registry.measured.tuned import (
     TunedTable,
     layer_key,
 )
-from attnplug.registry.plugins.backend_versions import BackendVersions
+from attnplug.registry.plugins.installed import BackendVersions
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR
 
 if TYPE_CHECKING:
@@ -145,13 +145,9 @@ def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
         _only(choice, _CHOICE, "a choice")
         _index(choice, "layer", len(layers))
         _figure(choice, "ratio", _MOST_US)
-        for name, kinds in (
-            ("phase", (str, None)),
-            ("backend", (str,)),
-            ("default", (str,)),
-            ("why", (str,)),
-        ):
-            typed(choice, name, *kinds)
+        typed(choice, "phase", str, None)
+        for name in ("backend", "default", "why"):
+            typed(choice, name, str)
     return TunedTable(
         device,
         tuple(

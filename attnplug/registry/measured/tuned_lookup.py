@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from attnplug._system import files
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.registry.measured.tuned import TunedTable, device_slug
+from attnplug.registry.measured.tuned_files import read_table
 from attnplug.registry.plugins.switches import TUNED
 
 if TYPE_CHECKING:
@@ -103,7 +104,10 @@ class TableLookup:
         with self._lock:
             if not self._variable:
                 given = os.environ.get(TUNED)
-                self._variable.append(None if given is None else _asked_for(_paths(given), _OTHER_VALUE))
+                # os.path, because pathlib raises where a home cannot be looked up.
+                names = (os.path.expanduser(each) for each in (given or "").split(os.pathsep) if each)  # noqa: PTH111
+                paths = list(map(Path, names))
+                self._variable.append(None if given is None else _asked_for(paths, _OTHER_VALUE))
             if self._variable[0] is not None:
                 return self._variable[0]
             key = f"{device.type} {device.name}"
@@ -118,24 +122,15 @@ def tables_by_source(device: Device) -> dict[str, TunedTable]:
     Raises:
         MatrixFileError: one of them is damaged.
     """
-    from attnplug.registry.measured.tuned_files import read_table
-
     paths = {"user table": table_file(user_folder(), device), "packaged table": table_file(PACKAGED, device)}
     return {
         name: read_table(path) for name, path in paths.items() if path is not None and files.may_exist(path)
     }
 
 
-def _paths(text: str) -> list[Path]:
-    # os.path, because pathlib raises where a home cannot be looked up.
-    return [Path(os.path.expanduser(each)) for each in text.split(os.pathsep) if each]  # noqa: PTH111
-
-
 def _asked_for(paths: list[Path], *remedy: str) -> Tables:
     if not paths:
         return NO_TABLES
-    from attnplug.registry.measured.tuned_files import read_table
-
     return Tables(tuple(read_table(path, *remedy) for path in paths), asked=True)
 
 
@@ -145,8 +140,6 @@ def _in_folders(device: Device) -> Tables:
         path = table_file(folder, device)
         if path is None or not files.may_exist(path):
             continue
-        from attnplug.registry.measured.tuned_files import read_table
-
         try:
             tables.append(read_table(path))
         except MatrixFileError as problem:

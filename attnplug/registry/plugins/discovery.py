@@ -13,7 +13,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 import pluggy
 
@@ -24,9 +24,17 @@ from attnplug.core.interface.answers import DECLARED, NAME_RULE, declared, forge
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of, plain_list
 from attnplug.core.interface.interface import backend_faults
 from attnplug.core.interface.signatures import class_fault, is_own
-from attnplug.registry.plugins.hookspecs import API_VERSION, ENTRY_POINT_GROUP, PROJECT, BackendHooks
 from attnplug.registry.plugins.installed import check_requirements
-from attnplug.registry.plugins.records import Offer, PluginRecord, PluginStatus, canonical_name
+from attnplug.registry.plugins.records import (
+    API_VERSION,
+    ENTRY_POINT_GROUP,
+    PROJECT,
+    BackendHooks,
+    Offer,
+    PluginRecord,
+    PluginStatus,
+    canonical_name,
+)
 from attnplug.registry.plugins.waiting import announce, module_is_free
 
 RESERVED_NAMES = frozenset(
@@ -291,7 +299,9 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         name = _backend_name(backend)
         offer = Offer(name, backend, record.name, record.distribution, record.version)
         for each in (name, offer.declared.family or ""):
-            if each.upper() in RESERVED_NAMES and not _is_ours(record, backend):
+            # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
+            is_ours = is_own(backend) and record.distribution in (PROJECT, None)
+            if each.upper() in RESERVED_NAMES and not is_ours:
                 what = f"offers {each}, a name reserved for attnplug's own backend"
                 raise _Rejected(what, PluginStatus.CONFLICT)
         if name in seen:
@@ -300,18 +310,9 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         yield offer
 
 
-def _is_ours(record: PluginRecord, backend: type[AttentionBackend]) -> bool:
-    # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
-    return is_own(backend) and record.distribution in (PROJECT, None)
-
-
-def _is_backend(value: object) -> TypeGuard[type[AttentionBackend]]:
-    return type in mro_of(type(value)) and AttentionBackend in mro_of(cast("type", value))
-
-
-def _backend_name(backend: object) -> str:
+def _backend_name(backend: Any) -> str:
     # isinstance and issubclass would ask the value and its metaclass.
-    if not _is_backend(backend):
+    if type not in mro_of(type(backend)) or AttentionBackend not in mro_of(backend):
         raise _Rejected(f"offers {shown(backend)}, which is not a subclass of AttentionBackend")
     title = class_name(backend)
     # Attributes of a class are read through its metaclass, so this comes before all others.

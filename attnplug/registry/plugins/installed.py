@@ -1,21 +1,29 @@
-"""The second gate: the distributions that a backend requires, in the versions that it requires."""
+"""The second gate: the distributions that a backend requires, in the versions that it requires.
+
+The versions of one backend on one device, for which evidence and measured times are valid.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib.metadata
+import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from attnplug.core.device import same_gpu_name
 from attnplug.core.errors import PolicyError
 from attnplug.core.reasons import Reason
-from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, canonical_name
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, canonical_name, joined
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
+    from attnplug.core.device import Device
     from attnplug.registry.plugins.records import Offer
+
 
 AssumeInstalled: TypeAlias = Mapping[str, str] | Literal["all"] | None
 """Versions to assume for a what-if query: all that count, "all" for any, or None for the installed ones."""
@@ -78,7 +86,6 @@ def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Ass
 
 
 def _choices(requires: Sequence[str | tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """The alternatives of each requirement."""
     for entry in (requires,) if isinstance(requires, str) else requires:
         yield (entry,) if isinstance(entry, str) else entry
 
@@ -116,9 +123,8 @@ def _missing(text: str, assumed: Assumed) -> Reason | None:
     else:
         version = installed_version(requirement.name)
     if version is None:
-        return Reason(
-            f"{requirement.name} not installed", code="not_installed", field="requires", remedy=remedy
-        )
+        text = f"{requirement.name} not installed"
+        return Reason(text, code="not_installed", field="requires", remedy=remedy)
     # Unlike pip, a prerelease counts only if the requirement names one.
     prereleases = bool(requirement.specifier.prereleases)
     if not requirement.specifier or requirement.specifier.contains(version, prereleases=prereleases):
@@ -159,3 +165,51 @@ def library_versions(offer: Offer) -> dict[str, str]:
     """The installed versions of torch, a backend's own distribution and the distributions that it requires."""
     own = offer.distribution.split(COMPOSITE_SEPARATOR) if offer.distribution else []
     return installed_versions(["torch", *own, *requirement_names(offer.declared.requires)])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BackendVersions:
+    """One backend on one device with given versions; evidence is valid for exactly these.
+
+    Args:
+        backend: its name.
+        distribution: its distribution.
+        version: of that distribution.
+        device: type, capability and, where it is known, name.
+        versions: of Python and of distributions, as installed then.
+    """
+
+    backend: str
+    distribution: str | None
+    version: str | None
+    device: Device
+    versions: tuple[tuple[str, str], ...]
+
+    def is_of(self, offer: Offer) -> bool:
+        """Whether the offer has the same backend, distribution and version."""
+        theirs = (offer.name, offer.distribution, offer.version)
+        return (self.backend, self.distribution, self.version) == theirs
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether that version of its distribution is installed; true where it has no distribution."""
+        names = [] if self.distribution is None else self.distribution.split(COMPOSITE_SEPARATOR)
+        return not names or joined(map(installed_version, names)) == self.version
+
+    def is_on(self, device: Device, assumed: Assumed = None) -> bool:
+        """Whether it was run on an equal device, with the versions installed now, or assumed instead."""
+        mine = self.device
+        return (
+            (mine.type, mine.capability) == (device.type, device.capability)
+            # A device of unknown name may be the same one, so the evidence stays valid.
+            and (mine.name is None or device.name is None or same_gpu_name(mine.name, device.name))
+            and all(_version(name, assumed) == version for name, version in self.versions)
+        )
+
+
+def _version(name: str, assumed: Assumed) -> str | None:
+    if name == "Python":
+        return platform.python_version()
+    # A what-if query may leave a version open, such as torch's: then the installed one counts.
+    known = dict(assumed).get(canonical_name(name)) if isinstance(assumed, tuple) else None
+    return installed_version(name) if known is None else known

@@ -240,9 +240,8 @@ def parse_options(texts: Iterable[str], source: str, asked: str | None) -> dict[
             raise PolicyError(source, text, _FORM)
         backend = backend or asked or ""
         if not backend:
-            raise PolicyError(
-                source, text, "names no backend, and no single one is asked for", f"write NAME.{text}"
-            )
+            limit = "names no backend, and no single one is asked for"
+            raise PolicyError(source, text, limit, f"write NAME.{text}")
         given = found.setdefault(backend, {})
         if option in given:
             raise PolicyError(source, text, f"sets {backend}.{option} a second time")

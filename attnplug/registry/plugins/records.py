@@ -1,4 +1,4 @@
-"""Records of plugins and of the backends that they offer."""
+"""The hooks of a plugin, and records of plugins and of the backends that they offer."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import pluggy
 
 from attnplug.core.interface.answers import Declared, declarations
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.device import Device
+    from attnplug.core.spec import LayerSpec, Phase
+
 
 COMPOSITE_SEPARATOR = "+"
 """Between the names of a composite's halves; no backend, plugin or distribution has it in its name."""
@@ -106,3 +111,33 @@ def canonical_name(name: str) -> str:
 def joined(items: Iterable[str | None]) -> str | None:
     """The distributions or versions of a composite's halves as one text; equal ones appear once."""
     return COMPOSITE_SEPARATOR.join(dict.fromkeys(item for item in items if item is not None)) or None
+
+
+PROJECT = "attnplug"
+"""The pluggy project name."""
+ENTRY_POINT_GROUP = "attnplug.backends"
+"""The entry-point group under which distributions name their plugin modules."""
+API_VERSION = 1
+"""The plugin interface this release offers; a module states its range as `ATTNPLUG_API`."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Decorates a plugin's hook functions."""
+
+
+class BackendHooks:
+    """The hooks that a plugin module may implement; every argument is always passed."""
+
+    @hookspec
+    def attnplug_backends(self) -> Sequence[type[AttentionBackend]]:  # type: ignore[empty-body]
+        """The backend classes this plugin offers. Imports nothing heavy."""
+
+    @hookspec
+    def attnplug_rank(
+        self, spec: LayerSpec, device: Device, phase: Phase | None, candidates: Sequence[str]
+    ) -> Sequence[str] | None:
+        """The candidates' names in the order preferred, or None for no opinion.
+
+        It cannot add a candidate or bring back a refused one; names left out keep their order
+        behind. Called only on a plugin that was registered in code or is named in ATTNPLUG_RANK.
+        """

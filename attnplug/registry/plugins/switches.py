@@ -69,9 +69,8 @@ class Switches:
                     raise PolicyError(variable, name, f"names no installed plugin; there are: {every}")
                 if len({plugin.owner for plugin in found}) > 1:
                     choices = " or ".join(plugin.name for plugin in found)
-                    raise PolicyError(
-                        variable, name, "names plugins of two distributions", f"write {choices}"
-                    )
+                    limit = "names plugins of two distributions"
+                    raise PolicyError(variable, name, limit, f"write {choices}")
 
 
 def _names(variable: str, text: str, of: str = "plugin") -> tuple[str, ...]:

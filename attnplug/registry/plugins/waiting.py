@@ -36,7 +36,7 @@ def waited(is_done: Callable[[float], bool], other: Callable[[], int | None]) ->
     short = is_importing()
     while not is_done(_STEP):
         seconds = time.monotonic() - began
-        frame = _top_frame(other())
+        frame = sys._current_frames().get(other() or 0)
         if _joins_me(frame) or seconds > _LONGEST:
             return False
         if seconds > WAIT_IN_IMPORT and (short or _is_waiting(frame)):
@@ -83,10 +83,6 @@ def is_importing(frame: FrameType | None = None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _top_frame(thread: int | None) -> FrameType | None:
-    return None if thread is None else sys._current_frames().get(thread)
 
 
 def _joins_me(frame: FrameType | None) -> bool:

@@ -18,7 +18,7 @@ from attnplug.core.interface.answers import declared
 from attnplug.core.interface.guarded import describe, guarded_call
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.registry.measured.measured_reason import Measured
+from attnplug.registry.measured.comparisons import Measured
 from attnplug.registry.plugins.option_values import as_tuples, make_options
 
 if TYPE_CHECKING:
@@ -239,6 +239,12 @@ class Decision:
     def refused(self) -> tuple[Candidate, ...]:
         """The candidates that do not serve the layer."""
         return tuple(candidate for candidate in self.candidates if not candidate.accepted)
+
+    @property
+    def pages(self) -> tuple[int, str] | None:
+        """Tokens per KV page and the layout; None without a backend or pages."""
+        size, layout = self.block_size, self.kv_cache_layout
+        return None if size is None or layout is None else (size, layout)
 
     def explanation(self) -> str:
         """Every refused candidate with its reasons, in one line each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
@@ -11,7 +11,7 @@ from attnplug.core.errors import LayoutError, PolicyError
 from attnplug.registry.plugins.records import Offer
 from attnplug.registry.plugins.switches import ALLOW_REFUTED
 from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement
-from attnplug.registry.selection.evidence import Evidence, RefutedCell, reason_of
+from attnplug.registry.selection.evidence import Evidence, reason_of
 from attnplug.registry.selection.gates import preferred_pages
 from attnplug.registry.selection.policy import Rule
 
@@ -89,30 +89,17 @@ class EvidenceGate:
         chosen, backend = decision.chosen, decision.backend_cls
         if chosen is None or backend is None:
             return
-        size, layout = decision.block_size, decision.kv_cache_layout
         offer = Offer(chosen.name, backend, "", chosen.distribution, chosen.version)
         placement = Placement(decision.spec, decision.device, decision.phase)
-        pages = None if size is None or layout is None else (size, layout)
-        reasons, _ = self._reasons(offer, placement, pages)
+        reasons, _ = self._reasons(offer, placement, decision.pages)
         if reasons:
+            size, layout = decision.block_size, decision.kv_cache_layout
             limit = f"in {layout}, agreed on with other layers, does not serve layer {decision.layer_name}"
             raise LayoutError("block_size", size, f"{limit} on {chosen.name}: {'; '.join(reasons)}")
 
     def _reasons(self, offer: Offer, placement: Placement, pages: Pages) -> tuple[list[Reason], list[str]]:
-        """The reasons against an offer, and in short those that the user overrides."""
+        """The reasons against an offer, or a composite's halves, and in short those that the user overrides."""
         reasons, allowed = [], []
-        for owner, cells in self._refuted(offer, placement, pages):
-            reason = reason_of(owner.name, cells)
-            if self._allows(offer) or self._allows(owner):
-                allowed.append(str(reason).removesuffix(f"; {reason.remedy}"))
-            else:
-                reasons.append(reason)
-        return reasons, allowed
-
-    def _refuted(
-        self, offer: Offer, placement: Placement, pages: Pages
-    ) -> Iterator[tuple[Offer, tuple[RefutedCell, ...]]]:
-        """The refuted cells of an offer, and of a composite's halves in the phases that they serve."""
         found = [(offer, placement)]
         # Evidence is recorded per backend, so evidence against one half counts against the composite.
         if issubclass(offer.backend, CompositeBackend):
@@ -123,10 +110,14 @@ class EvidenceGate:
                 for each in self._plugins.every_offer
                 if each.backend is half
             ]
-        for each, where in found:
-            cells = self._evidence.against(each, where, pages, self._assumed)
-            if cells:
-                yield each, cells
+        for owner, where in found:
+            if cells := self._evidence.against(owner, where, pages, self._assumed):
+                reason = reason_of(owner.name, cells)
+                if self._allows(offer) or self._allows(owner):
+                    allowed.append(str(reason).removesuffix(f"; {reason.remedy}"))
+                else:
+                    reasons.append(reason)
+        return reasons, allowed
 
     def _allows(self, offer: Offer) -> bool:
         # Offers are not compared whole, because check_pages makes one without its plugin's name.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import operator
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from concurrent.futures import Future, wait
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from attnplug._system.text import shortened, shown
 from attnplug.core.backend import AttentionBackend
@@ -18,16 +21,17 @@ from attnplug.core.interface.interface import backend_faults
 from attnplug.core.interface.signatures import is_own, overrides
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import Phase
-from attnplug.registry.plugins.hookspecs import PROJECT
 from attnplug.registry.plugins.installed import Assumed, missing_requirements
 from attnplug.registry.plugins.options import build_options
-from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus
-from attnplug.registry.plugins.waiting import announce
+from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, PROJECT, Offer, PluginRecord, PluginStatus
+from attnplug.registry.plugins.waiting import announce, is_joined_by_import, waited
 from attnplug.registry.selection.decision import Candidate, Gate, Placement
 
 if TYPE_CHECKING:
+    from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
+
 
 _LONGEST_FAULTS = 4000
 _LAYOUTS = frozenset({"NHD", "HND"})
@@ -124,27 +128,18 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
         pages, configuration = _declarations(backend, placement)
     announce()
     refused_at = Gate.INSTALLED if installed else Gate.CONFIGURATION if configuration else None
-    candidate = Candidate(
-        offer.name,
-        offer.distribution,
-        offer.version,
-        None if isinstance(priority, Reason) else priority,
-        refused_at,
-        (*configuration, *installed),
-    )
+    rank = None if isinstance(priority, Reason) else priority
+    named = offer.name, offer.distribution, offer.version
+    candidate = Candidate(*named, rank, refused_at, (*configuration, *installed))
     return Examined(candidate, backend, placement.spec, pages)
 
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
     """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
     # The classes of a composite are attnplug's own, and they call those of its members.
-    if not issubclass(backend, CompositeBackend):
-        return _parts_fault(backend, backend)
-    for member in backend.members().values():
-        if reason := _parts_fault(member, backend):
-            return reason
-    parts = _parts(backend, backend)
-    return parts if isinstance(parts, Reason) else None
+    members = tuple(backend.members().values()) if issubclass(backend, CompositeBackend) else ()
+    found = (_parts_fault(owner, backend) for owner in (*members, backend))
+    return next((reason for reason in found if reason is not None), None)
 
 
 def _parts_fault(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> Reason | None:
@@ -175,17 +170,10 @@ def _parts(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> tu
         part, error = guarded_call(operator.methodcaller(getter), owner)
         announce()
         if error is not None or not isinstance(part, type):
-            did = (
-                f"returned {shown(part)}, which is not a class"
-                if error is None
-                else f"raised {describe(error)}"
-            )
-            return Reason(
-                f"{name} cannot be imported here",
-                code="import_failed",
-                requested=f"{getter} {did}",
-                remedy=f"attnplug doctor {name} shows more",
-            )
+            given = f"returned {shown(part)}, which is not a class"
+            did = f"{getter} {given if error is None else f'raised {describe(error)}'}"
+            text, remedy = f"{name} cannot be imported here", f"attnplug doctor {name} shows more"
+            return Reason(text, code="import_failed", requested=did, remedy=remedy)
         parts.append(part)
     return tuple(parts)
 
@@ -225,7 +213,6 @@ def _priority(offer: Offer, placement: Placement) -> int | Reason:
 
 
 def _is_of_attnplug(offer: Offer) -> bool:
-    """Whether attnplug ships the backend or a member of it."""
     # A composite may name two distributions. A module of attnplug may be registered in code, without one.
     if PROJECT in (offer.distribution or "").split(COMPOSITE_SEPARATOR):
         return True
@@ -271,3 +258,59 @@ def blame(backend: type[AttentionBackend], error: BaseException, hook: str) -> R
 
 def _of_plugin(text: str) -> Reason:
     return Reason(text, code="plugin_error", remedy="tell its author")
+
+
+class _StillImporting(enum.Enum):
+    STILL_IMPORTING = enum.auto()
+
+
+STILL_IMPORTING: Final = _StillImporting.STILL_IMPORTING
+"""Not known yet: another thread imports the parts, and waiting for it could last for ever."""
+StillImporting: TypeAlias = Literal[_StillImporting.STILL_IMPORTING]
+
+
+class PartImports:
+    """Whether the parts of each backend import here. Importing a kernel library is slow, so each is tried once."""
+
+    def __init__(self) -> None:
+        # Reentrant: an interrupt at the end of `with` leaves it held by this thread.
+        self._lock = threading.RLock()
+        self._found: dict[type[AttentionBackend], tuple[int, Future[Reason | None]]] = {}
+
+    def under_way(self) -> PartImports:
+        """A new record that knows only the imports that other threads have begun, and begins no second one of these."""
+        made = PartImports()
+        with self._lock:
+            made._found = {each: known for each, known in self._found.items() if not known[1].done()}
+        return made
+
+    def failure(self, backend: type[AttentionBackend]) -> Reason | StillImporting | None:
+        """Why the parts of a backend do not import, or None. The first thread that asks imports them.
+
+        Other threads wait for its result, unless the first may be waiting for them; see `waited`. They then get
+        STILL_IMPORTING, as does a call by the parts themselves while they are imported.
+        """
+        me, mine = threading.get_ident(), Future[Reason | None]()
+        # Such a module may be one of the parts, whose import would wait for the other thread.
+        if backend not in self._found and is_joined_by_import():
+            return STILL_IMPORTING
+        with self._lock:
+            owner, result = self._found.setdefault(backend, (me, mine))
+        if result is not mine:
+            if owner == me and not result.done():
+                return STILL_IMPORTING
+            if result.done():
+                return result.result()
+            if not waited(lambda seconds: bool(wait([result], seconds).done), lambda: owner):
+                return STILL_IMPORTING
+            return result.result()
+        try:
+            reason = import_parts(backend)
+        except BaseException:
+            # Such as KeyboardInterrupt: nothing is known, so the next call tries again, and those who wait see it.
+            with self._lock:
+                self._found.pop(backend, None)
+            result.set_result(None)
+            raise
+        result.set_result(reason)
+        return reason

@@ -11,8 +11,7 @@ from attnplug.registry.measured.tuned import layer_key
 from attnplug.registry.selection.decision import Placement
 
 if TYPE_CHECKING:
-    from attnplug.registry.measured.comparisons import PhaseTimes, Run
-    from attnplug.registry.measured.measured_reason import Measured
+    from attnplug.registry.measured.comparisons import Measured, PhaseTimes, Run
     from attnplug.registry.measured.tuned import TunedTable
     from attnplug.registry.measured.tuned_lookup import Tables
     from attnplug.registry.plugins.installed import Assumed
@@ -24,19 +23,21 @@ if TYPE_CHECKING:
 # Not frozen, because making a frozen one takes twice as long.
 @dataclasses.dataclass(slots=True)
 class Ranked:
-    """The result of ranking by tables.
+    """The result of ranking by tables, and by plugins.
 
     Args:
         order: the offers, the best first.
         measured: why the first one comes first; None if no table decided.
         times: microseconds of a layer's attention at `measured.shape`, of the measured offers.
         notes: tables and measurements that were not used.
+        ranked_by: the plugins that reordered the offers.
     """
 
     order: list[Offer]
     measured: Measured | None = None
     times: Sequence[tuple[Offer, float]] = ()
     notes: tuple[str, ...] = ()
+    ranked_by: tuple[str, ...] = ()
 
 
 def rank_by_tables(
@@ -131,11 +132,8 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
             continue
         others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
         applying = _TableForLayer(table, layer[None], placement, others, [])
-        runs = [
-            applying.run_of(each, _pages_of(decision))
-            for each, decision in ((composite.chosen, composite), (alone.chosen, alone))
-        ]
-        pair, one = runs
+        pair = applying.run_of(composite.chosen, composite.pages)
+        one = applying.run_of(alone.chosen, alone.pages)
         if pair is not None and pair.failed and (one is None or not one.failed):
             return f"{composite.backend} was wrong or crashed when it was measured"
         if pair is None or one is None or pair.failed or one.failed or not pair.rows or not one.rows:
@@ -146,11 +144,6 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
         gain = applying.times.overall_gain(one, pair)
         return None if gain is None else f"{alone.backend} was {gain}"
     return None
-
-
-def _pages_of(decision: Decision) -> Pages:
-    size, layout = decision.block_size, decision.kv_cache_layout
-    return None if size is None or layout is None else (size, layout)
 
 
 def _words(device: Any) -> str:

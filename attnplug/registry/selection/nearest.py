@@ -107,7 +107,9 @@ def nearest_misses(registry: Registry, decision: Decision) -> tuple[NearMiss, ..
 def _changes_that_help(offer: Offer, decision: Decision, gate: EvidenceGate) -> Iterator[NearMiss]:
     """The sets of changes with which an offer passes the gates, cheapest first."""
     choices = (_installs(offer, decision), _dtypes(decision), _kv_dtypes(decision), _block_sizes(decision))
-    sets = [[(cost, change) for cost, change in each if change] for each in itertools.product(*choices)]
+    # Of each kind one change, or none.
+    products = itertools.product(*([None, *each] for each in choices))
+    sets = [[change for change in each if change is not None] for each in products]
     for changes in sorted(sets, key=lambda each: (sum(cost for cost, _ in each), len(each))):
         if changes and _passes(offer, decision, [change for _, change in changes], gate):
             yield NearMiss(offer.name, tuple(change for _, change in changes), sum(c for c, _ in changes))
@@ -128,8 +130,7 @@ def _passes(offer: Offer, decision: Decision, changes: list[SpecChange], gate: E
     return candidate.accepted
 
 
-_Choices = list[tuple[int, SpecChange | None]]
-_NO_CHANGE: Final[tuple[int, None]] = (0, None)
+_Choices = list[tuple[int, SpecChange]]
 
 
 def _installs(offer: Offer, decision: Decision) -> _Choices:
@@ -140,40 +141,35 @@ def _installs(offer: Offer, decision: Decision) -> _Choices:
         lambda: missing_requirements(serving(offer, placement)[0].declared.requires, decision.assumed)
     )
     if error is not None or not missing:
-        return [_NO_CHANGE]
+        return []
     commands = [reason.remedy or str(reason) for reason in missing]
     command = " and ".join(commands)
-    return [_NO_CHANGE, (_INSTALL, SpecChange("requires", command.replace("pip install ", ""), command))]
+    return [(_INSTALL, SpecChange("requires", command.replace("pip install ", ""), command))]
 
 
 def _dtypes(decision: Decision) -> _Choices:
     """Dtypes of the model; a conversion to float32 would only cost memory and time."""
     others = [dtype for dtype in ("bfloat16", "float16") if dtype != decision.spec.dtype]
-    return [_NO_CHANGE, *((_DTYPE, SpecChange("dtype", each, f"dtype {each}")) for each in others)]
+    return [(_DTYPE, SpecChange("dtype", each, f"dtype {each}")) for each in others]
 
 
 def _kv_dtypes(decision: Decision) -> _Choices:
     """Storage dtypes of the cache, like ones first: a user of quantised pages wants to save memory."""
     spec = decision.spec
     if spec.direct_kv or spec.kv_cache_dtype == "auto":
-        return [_NO_CHANGE]
+        return []
     quantized = is_quantized_kv_cache(spec.kv_cache_dtype)
+    same = (spec.kv_cache_dtype, spec.resolved_kv_cache_dtype)
     known = ("auto", *(row.name for row in sorted(kv_formats(), key=lambda row: not row.is_quantized)))
-    names = [name for name in known if name not in (spec.kv_cache_dtype, spec.resolved_kv_cache_dtype)]
+    changes = [SpecChange("kv_cache_dtype", n, f"--kv-cache-dtype {n}") for n in known if n not in same]
+    is_like = [is_quantized_kv_cache(str(change.value)) == quantized for change in changes]
     return [
-        _NO_CHANGE,
-        *(
-            (
-                _SAME_KIND if is_quantized_kv_cache(name) == quantized else _OTHER_KIND,
-                SpecChange("kv_cache_dtype", name, f"--kv-cache-dtype {name}"),
-            )
-            for name in names
-        ),
+        (_SAME_KIND if each else _OTHER_KIND, change) for each, change in zip(is_like, changes, strict=True)
     ]
 
 
 def _block_sizes(decision: Decision) -> _Choices:
     """No block size: the backend then chooses one of its own."""
     if decision.spec.direct_kv or decision.spec.block_size is None:
-        return [_NO_CHANGE]
-    return [_NO_CHANGE, (_SAME_KIND, SpecChange("block_size", None, "--block-size"))]
+        return []
+    return [(_SAME_KIND, SpecChange("block_size", None, "--block-size"))]

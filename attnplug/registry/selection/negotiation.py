@@ -70,15 +70,10 @@ def _common_layout(members: Sequence[Decision]) -> str:
 def _no_agreement(
     field: str, members: Sequence[Decision], allowed: Sequence[Sequence[object]]
 ) -> LayoutError:
-    pairs = zip(members, allowed, strict=True)
-    one_each = {(d.backend, tuple(limit)): d for d, limit in pairs}
-    sides = [
-        f"{name} (layer {d.layer_name}) takes {', '.join(map(str, limit))}"
-        for (name, limit), d in one_each.items()
-    ]
-    return LayoutError(
-        field,
-        None,
-        "cannot be agreed on by layers with like caches: " + "; ".join(sides),
-        "ask for one backend for all of them",
+    one_each = {(d.backend, tuple(sizes)): d for d, sizes in zip(members, allowed, strict=True)}
+    sides = "; ".join(
+        f"{name} (layer {d.layer_name}) takes {', '.join(map(str, sizes))}"
+        for (name, sizes), d in one_each.items()
     )
+    limit = f"cannot be agreed on by layers with like caches: {sides}"
+    return LayoutError(field, None, limit, "ask for one backend for all of them")

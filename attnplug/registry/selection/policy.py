@@ -20,7 +20,8 @@ ARGUMENT = "backend"
 """The source of a rule: the argument, or --backend."""
 USE = "attnplug.use"
 
-_RANK = {"layer": 0, "kind": 1, "phase": 2, "default": 3}
+_SCOPES = ("layer", "kind", "phase", "default")
+"""The most specific first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ def _ordered(pairs: Any, given: object, source: str) -> tuple[Rule, ...]:
 def _specificity(rule: Rule) -> tuple[int, int]:
     # Kinds in the order of LayerSpec.kinds: the type of attention comes before the keys that it sees.
     within = KINDS.index(rule.pattern) if rule.scope == "kind" else len(rule.pattern)
-    return _RANK[rule.scope], -within
+    return _SCOPES.index(rule.scope), -within
 
 
 def _scope(pattern: str) -> str:
@@ -127,14 +128,8 @@ def phase_rule_for(
     return next((rule for rule in found if rule is not None and rule.scope == "phase"), None)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _UseBlock:
-    rules: tuple[Rule, ...]
-    options: Any
-
-
-USE_BLOCKS: Scopes[_UseBlock] = Scopes("attnplug_use")
-"""The `use` blocks around this point, innermost first."""
+USE_BLOCKS: Scopes[tuple[tuple[Rule, ...], Any]] = Scopes("attnplug_use")
+"""The rules and the options of the `use` blocks around this point, innermost first."""
 
 
 def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rule, ...], ...]:
@@ -145,7 +140,7 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
     """
     return (
         parse_rules(backend, ARGUMENT),
-        *(block.rules for block in USE_BLOCKS.get()),
+        *(rules for rules, _ in USE_BLOCKS.get()),
         parse_rules(os.environ.get(ENVIRONMENT), ENVIRONMENT),
     )
 
@@ -181,7 +176,7 @@ class _Use(contextlib.ContextDecorator, AbstractContextManager[None]):
         if self._block is not None:
             remedy = "call attnplug.use anew for each block"
             raise PolicyError(USE, self._backend, "is the call of a block that has begun before", remedy)
-        block = USE_BLOCKS.block(_UseBlock(parse_rules(self._backend, USE), self._options))
+        block = USE_BLOCKS.block((parse_rules(self._backend, USE), self._options))
         self._block = block
         block.__enter__()
 

@@ -15,15 +15,13 @@ from attnplug.registry.devices import is_here
 from attnplug.registry.plugins.options import build_options, options_of, plain_options
 from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.selection.evidence_gate import EvidenceGate
-from attnplug.registry.selection.gates import Examined, blame, examine
-from attnplug.registry.selection.measured_ranking import rank_by_tables
-from attnplug.registry.selection.part_imports import STILL_IMPORTING
+from attnplug.registry.selection.gates import STILL_IMPORTING, Examined, blame, examine
+from attnplug.registry.selection.measured_ranking import Ranked, rank_by_tables
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
     from attnplug.core.spec import LayerSpec
-    from attnplug.registry.measured.measured_reason import Measured
     from attnplug.registry.measured.tuned_lookup import Tables
     from attnplug.registry.plugin_set import PluginSet
     from attnplug.registry.plugins.installed import Assumed
@@ -94,7 +92,7 @@ def decide(
         if named is not None and offer not in named:
             break
         serves = examined[offer]
-        reason = plugins.import_failure(serves.backend) if try_parts else None
+        reason = plugins.imports.failure(serves.backend) if try_parts else None
         if reason is None or reason is STILL_IMPORTING:
             options, error = guarded_call(_options, offer, serves.backend, policy)
             if error is None:
@@ -136,16 +134,6 @@ def decide(
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Order:
-    """The accepted offers in order, the plugins and the times that ordered them, and notes."""
-
-    order: list[Offer]
-    ranked_by: tuple[str, ...] = ()
-    measured: Measured | None = None
-    notes: tuple[str, ...] = ()
-
-
 def _in_order(
     plugins: PluginSet,
     examined: Mapping[Offer, Examined],
@@ -154,7 +142,7 @@ def _in_order(
     policy: Policy,
     tuned: Tables,
     named: Collection[Offer] | None,
-) -> _Order:
+) -> Ranked:
     """Rank the accepted candidates, and write measured times into them."""
     accepted = sorted(
         ((offer, candidate) for offer, candidate in candidates.items() if candidate.accepted),
@@ -165,16 +153,16 @@ def _in_order(
     # Neither times nor ranking plugins have a say where the user asked for a backend.
     if named is not None:
         order.sort(key=lambda offer: offer not in named)
-        return _Order(order)
-    measured, notes = None, tuned.notes
+        return Ranked(order)
+    found = Ranked(order)
     if tuned.tables and order:
         pages = [examined[offer].pages for offer in order]
-        timed = rank_by_tables(tuned, order, pages, placement, policy.assumed)
-        order, measured, notes = timed.order, timed.measured, (*notes, *timed.notes)
-        for offer, us in timed.times:
+        found = rank_by_tables(tuned, order, pages, placement, policy.assumed)
+        for offer, us in found.times:
             candidates[offer].note_time(us)
-    order, ranked_by, faults = _ranked(plugins, order, placement)
-    return _Order(order, tuple(ranked_by), None if ranked_by else measured, (*notes, *faults))
+    order, ranked_by, faults = _ranked(plugins, found.order, placement)
+    notes = (*tuned.notes, *found.notes, *faults)
+    return Ranked(order, None if ranked_by else found.measured, found.times, notes, tuple(ranked_by))
 
 
 def _ranked(

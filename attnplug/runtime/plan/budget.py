@@ -26,11 +26,9 @@ from attnplug.mla.chunks import prefill_workspace_bytes
 from attnplug.runtime.plan.grouping import num_padding_layers
 from attnplug.runtime.plan.sharding import tokens_per_block
 
-_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4}
 _ANY_LENGTH = 1 << 62
 _MOST_MEMORY = 1 << 62
 _MEMORY_LIMIT = "must be from 1 byte to 4194304 TiB"
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,8 +101,8 @@ def parse_memory(text: str | int) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower(), re.ASCII)
     if match is None:
         raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
-    unit = match[2] or ""
-    size = Decimal(match[1]) * (_BINARY.get(unit) or _UNITS[unit])
+    unit = match[2] or " "
+    size = Decimal(match[1]) * (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[0])
     if not 1 <= size <= _MOST_MEMORY:
         raise LayoutError("memory", text, _MEMORY_LIMIT)
     return int(size)
@@ -208,10 +206,8 @@ def fit_kv_cache(
     longest = None
     if not fits(_ANY_LENGTH):
         # The upper bound never fits: a group without a window, or all windows, would fill the pool.
-        low, high = (
-            0,
-            blocks * max(tokens_per_block(group.kv_cache_spec, context_parallel) for group in groups),
-        )
+        low = 0
+        high = blocks * max(tokens_per_block(each.kv_cache_spec, context_parallel) for each in groups)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)

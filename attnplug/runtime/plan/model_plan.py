@@ -19,8 +19,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.selection.decision import VERSION, Decision, as_text, check_schema
 from attnplug.runtime.plan.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
-from attnplug.runtime.plan.grouping import group_kv_caches
-from attnplug.runtime.plan.plan_pages import planned_caches
+from attnplug.runtime.plan.grouping import group_kv_caches, planned_caches
 from attnplug.runtime.plan.sharding import SharingCost, is_sharded, tokens_per_block
 
 if TYPE_CHECKING:
@@ -202,22 +201,16 @@ class ModelPlan:
         """A digest of the decisions for each layer: backends with versions, options, spec, pages and phases."""
         digests = {}
         for name, decision in self.decisions.items():
-            parts = [decision, *self.by_phase.get(name, {}).values(), *_present(self.new_tokens.get(name))]
-            digests[name] = _digest([_chosen_facts(part) for part in parts])
+            parts = (decision, *self.by_phase.get(name, {}).values(), self.new_tokens.get(name))
+            digests[name] = _digest([_chosen_facts(part) for part in parts if part is not None])
         return digests
 
     def digest(self) -> str:
         """A digest of all decisions that must be equal on the ranks of a group; it leaves out the rank."""
         place = self.context_parallel
         shared = None if place is None else [place.size, place.interleave]
-        facts = [
-            self.device.to_dict(),
-            dict(self.kv_sharing),
-            self.num_blocks,
-            self.context_chunk_rows,
-            self.tuned,
-            shared,
-        ]
+        pool = self.num_blocks, self.context_chunk_rows
+        facts = [self.device.to_dict(), dict(self.kv_sharing), *pool, self.tuned, shared]
         return _digest([list(self.layer_digests().items()), facts])
 
     def to_dict(self) -> dict[str, Any]:
@@ -313,22 +306,13 @@ class ModelPlan:
             return cls.from_dict(parse_json(text), registry)
 
 
-def _present(decision: Decision | None) -> tuple[Decision, ...]:
-    return () if decision is None else (decision,)
-
-
 def _chosen_facts(decision: Decision) -> list[Any]:
     chosen, options = decision.chosen, decision.options
     version = None if chosen is None else [chosen.distribution, chosen.version]
-    pages = [decision.block_size, decision.kv_cache_layout]
-    return [
-        decision.backend,
-        version,
-        None if options is None else dict(options),
-        # Ranks agree on values; whether a rank wrote a default itself does not count.
-        {**decision.spec.to_dict(), "derived": None},
-        *pages,
-    ]
+    # Ranks agree on values; whether a rank wrote a default itself does not count.
+    spec = {**decision.spec.to_dict(), "derived": None}
+    plain = None if options is None else dict(options)
+    return [decision.backend, version, plain, spec, decision.block_size, decision.kv_cache_layout]
 
 
 def _digest(facts: object) -> str:

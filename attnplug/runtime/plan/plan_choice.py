@@ -21,6 +21,7 @@ from attnplug.registry.selection.negotiation import negotiated
 from attnplug.registry.selection.policy import Rule, rule_for, rule_sets
 
 Decisions: TypeAlias = Mapping[str, Decision]
+_UNIFORM = "plan", "uniform=True"
 
 
 def uniform_choice(
@@ -58,7 +59,10 @@ def uniform_choice(
             trial = registry.decide_layers(specs, device, phases, negotiate=False, **by_name)[None]
             refusal = _first_refusal(trial, candidate)
             if not refusal:
-                return {layer: _with_source(trial[layer], decisions[layer]) for layer in specs}
+                asked = {n: (d.chosen_by, d.rule) if d.rule else _UNIFORM for n, d in decisions.items()}
+                return {
+                    n: dataclasses.replace(trial[n], chosen_by=asked[n][0], rule=asked[n][1]) for n in specs
+                }
         refusals.append(f"{candidate.name} {refusal}")
     lines = "\n  ".join(refusals) or "no backend is installed"
     raise NoBackendError(f"no one backend serves every layer, as uniform=True asks\n  {lines}", first)
@@ -80,12 +84,6 @@ def _first_refusal(trial: Decisions, candidate: Candidate) -> str:
     except LayoutError as error:
         return f"cannot share pages with itself: {error}"
     return ""
-
-
-def _with_source(decision: Decision, before: Decision) -> Decision:
-    if before.rule is not None:
-        return dataclasses.replace(decision, chosen_by=before.chosen_by, rule=before.rule)
-    return dataclasses.replace(decision, chosen_by="plan", rule="uniform=True")
 
 
 def check_served(registry: Registry, decisions: Decisions) -> None:
@@ -203,7 +201,11 @@ class _Layer:
             return self._one_backend(), None
         first = self._composite(self._best(Phase.PREFILL), self._best(Phase.DECODE))
         if first:
-            faster = self._better_alone(first)
+            if self.rules is not None or not self.both:
+                return first, None
+            # Mixed steps may have measured that one backend serves the layer better than the pair.
+            tables = self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
+            faster = better_alone(tables, first, self.both)
             return (first, None) if faster is None else (self.both, faster)
         refused = next(candidate for candidate in first.refused if "+" in candidate.name)
         why = "; ".join(refused.reasons)
@@ -222,13 +224,6 @@ class _Layer:
             refused.reasons,
         )
 
-    def _better_alone(self, composite: Decision) -> str | None:
-        """Why one backend serves a layer better than the composite of its phases: what mixed steps measured."""
-        if self.rules is not None or not self.both:
-            return None
-        tables = self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
-        return better_alone(tables, composite, self.both)
-
     def _encoder(self) -> Decision:
         """An encoder computes all its tokens at once, so its backend for prefill serves both phases."""
         prefill = self.by_phase[Phase.PREFILL]
@@ -239,7 +234,9 @@ class _Layer:
         return chosen if chosen or self.rules else self.both
 
     def _one_backend(self) -> Decision:
-        if self._is_refused_for_both():
+        # Evidence can refuse the backend of each phase for batches with both phases.
+        decodes = self.by_phase[Phase.DECODE].backend
+        if any(each.name == decodes for each in self.both.refused):
             best = self._best(Phase.DECODE)
             return self.both if self.rules is None else self._composite(best, best)
         if self.rules is None and self.both.backend == self.by_phase[Phase.DECODE].backend:
@@ -249,11 +246,6 @@ class _Layer:
         # Notes about batches with both phases count too.
         notes = tuple(dict.fromkeys((*alone.notes, *self.both.notes)))
         return dataclasses.replace(alone, phase=None, notes=notes)
-
-    def _is_refused_for_both(self) -> bool:
-        """Whether the backend of each phase is refused for batches with both phases, as evidence can do."""
-        name = self.by_phase[Phase.DECODE].backend
-        return any(not candidate.accepted and candidate.name == name for candidate in self.both.candidates)
 
     def _best(self, phase: Phase) -> str:
         chosen = self.by_phase[phase].chosen

@@ -1,24 +1,33 @@
 """Layers under context parallelism: those whose tokens the ranks share, and the specs of their two parts.
 
-A model of the time of decodes whose tokens ranks share: from where sharing pays.
+A model of the time of such decodes: from where sharing pays. And what a plan and the configuration allow a runtime.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
+from attnplug.core.arguments import integer, torch_device
 from attnplug.core.checks import check_size
 from attnplug.core.context_parallel import MOST_SENT_BYTES, ContextParallel
 from attnplug.core.device import Device
 from attnplug.core.dtypes import element_size
-from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError, SpecError
+from attnplug.core.errors import BackendUnavailableError, BatchError, LayoutError, NoBackendError, SpecError
 from attnplug.core.kv_cache_spec import FullAttentionSpec, KVCacheSpec, MLAAttentionSpec, kv_cache_spec_for
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.selection.decision import Decision, Gate
+
+if TYPE_CHECKING:
+    import torch
+
+    from attnplug.core.config import BuilderConfig
+    from attnplug.runtime.plan.model_plan import ModelPlan
+
 
 CODE = "context_parallel"
 
@@ -52,9 +61,7 @@ def context_spec(spec: LayerSpec) -> LayerSpec:
 
     Latent attention decodes row by row instead, each with its own number of keys, which needs no such mask.
     """
-    return (
-        spec.replace(needs_lse=True) if spec.mla is not None else spec.replace(causal=False, needs_lse=True)
-    )
+    return spec.replace(needs_lse=True, **({} if spec.mla is not None else {"causal": False}))
 
 
 def new_tokens_spec(spec: LayerSpec) -> LayerSpec:
@@ -111,20 +118,13 @@ def refuse_layers(decisions: Mapping[str, Decision], specs: Mapping[str, LayerSp
 
 def _refused(decision: Decision, reason: Reason) -> Decision:
     """The decision with the reason against each candidate, and without a backend."""
+    gate = Gate.CONFIGURATION
     candidates = tuple(
-        dataclasses.replace(
-            each, refused_at=each.refused_at or Gate.CONFIGURATION, reasons=(*each.reasons, reason)
-        )
+        dataclasses.replace(each, refused_at=each.refused_at or gate, reasons=(*each.reasons, reason))
         for each in decision.candidates
     )
-    return dataclasses.replace(
-        decision,
-        candidates=candidates,
-        backend=None,
-        backend_cls=None,
-        block_size=None,
-        kv_cache_layout=None,
-    )
+    none: dict[str, Any] = dict.fromkeys(("backend", "backend_cls", "block_size", "kv_cache_layout"))
+    return dataclasses.replace(decision, candidates=candidates, **none)
 
 
 def check_interleave(decisions: Iterable[tuple[str, Decision]], place: ContextParallel) -> None:
@@ -241,3 +241,68 @@ class SharingCost:
         else:
             received, collectives = others * 4 * rows + 2 * others / self.ranks * outputs, 2
         return collectives * rates.collective_us + received / rates.link_bytes + rates.merge_us
+
+
+def check_sharing(plan: ModelPlan, place: ContextParallel | None, fast_prefill: Collection[str]) -> None:
+    """LayoutError for a place without a plan for it, or with layers that compute only some tokens of a step."""
+    if plan.context_parallel is None and checked_place(place) is not None:
+        remedy = "plan with context_parallel, or leave it out"
+        raise LayoutError("context_parallel", place, "is not what the plan was made for", remedy)
+    if plan.context_parallel is not None and fast_prefill:
+        limit = f"is not served under context parallelism, where layer {next(iter(fast_prefill))} needs all tokens"
+        raise LayoutError("kv_sharing_fast_prefill", True, limit, "leave it False")
+
+
+def context_chunk_rows(plan: ModelPlan, config: BuilderConfig) -> int:
+    """The rows of the prefill workspace; LayoutError for more than the plan's memory counts."""
+    rows = config.context_chunk_rows
+    if rows is None:
+        return plan.context_chunk_rows
+    if plan.memory is not None and rows > plan.context_chunk_rows:
+        limit = f"must be at most {plan.context_chunk_rows}, which the plan's memory counts"
+        remedy = f"plan with context_chunk_rows={rows}"
+        raise LayoutError("config.context_chunk_rows", rows, limit, remedy)
+    return rows
+
+
+def last_readers(plan: ModelPlan) -> tuple[str, ...]:
+    """The longest run of layers at the end that read the pages of others: no layer after them needs all tokens."""
+    names = list(plan.decisions)
+    last = list(itertools.takewhile(plan.kv_sharing.__contains__, reversed(names)))
+    if not last:
+        found = names[-1] if names else None
+        limit = "needs last layers that read the pages of others: the last layer has its own"
+        raise LayoutError("kv_sharing_fast_prefill", found, limit, "leave it False")
+    sparse = next((name for name in last if plan.specs[name].sparse is not None), None)
+    if sparse is not None:
+        limit = "is sparse: a step's selection has a row for every token, not for the wanted ones"
+        raise LayoutError("kv_sharing_fast_prefill", sparse, limit, "leave it False")
+    return tuple(reversed(last))
+
+
+def longest_sequence(config: BuilderConfig, max_model_len: int | None) -> int:
+    """`max_model_len`, by default the configuration's.
+
+    Raises:
+        BatchError: both are None, or the length is above the configuration's.
+    """
+    limit = config.max_model_len
+    if max_model_len is None:
+        if limit is None:
+            raise BatchError("max_model_len", None, "is required: config.max_model_len is None too")
+        return limit
+    max_model_len = integer("max_model_len", max_model_len)
+    if limit is not None and max_model_len > limit:
+        raise BatchError("max_model_len", max_model_len, f"must be at most config.max_model_len={limit}")
+    return max_model_len
+
+
+def device_of(plan: ModelPlan, device: torch.device | str | None) -> torch.device:
+    """The device of a runtime: `device`, by default that of the plan; LayoutError for another type."""
+    # torch names ROCm devices "cuda".
+    planned = {"rocm": "cuda"}.get(plan.device.type, plan.device.type)
+    where = torch_device("device", planned if device is None else device, LayoutError)
+    if where.type != planned:
+        limit = f"is not the device of the plan: {plan.device}"
+        raise LayoutError("device", str(where), limit, "plan for it")
+    return where

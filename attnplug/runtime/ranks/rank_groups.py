@@ -13,7 +13,7 @@ import json
 import time
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from attnplug.core.arguments import instance, torch_device
 from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import RankFailureError, SpecError
-
-if TYPE_CHECKING:
-    from attnplug.runtime.plan.model_plan import ModelPlan
+from attnplug.runtime.plan.model_plan import ModelPlan
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -77,24 +75,16 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
         RankFailureError: a rank planned otherwise than most ranks; it names the rank and the first layer. Also if a
             rank died, or does not answer within the timeout of the group.
     """
-    for field, given, kind in (("plan", plan, _model_plan()), ("group", group, dist.ProcessGroup)):
-        instance(field, given, kind, SpecError)
+    instance("plan", plan, ModelPlan, SpecError)
+    instance("group", group, dist.ProcessGroup, SpecError)
     gathered: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(gathered, (plan.digest(), plan.layer_digests()), group=group)
     except RuntimeError as error:
         first = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise RankFailureError(
-            f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
-        ) from error
+        text = f"rank {group.rank()} of {group.size()} could not compare its plan with the others: {first}"
+        raise RankFailureError(text) from error
     compare_digests(gathered)
-
-
-def _model_plan() -> type[ModelPlan]:
-    # A plan imports this module.
-    from attnplug.runtime.plan.model_plan import ModelPlan
-
-    return ModelPlan
 
 
 def compare_digests(gathered: list[tuple[str, dict[str, str]]]) -> None:
@@ -215,29 +205,20 @@ class RankWatch:
         # NCCL waits on the device, where no error ends it: a synchronisation would wait with it.
         while not ended.query():
             if time.monotonic() > limit:
-                raise RankFailureError(
-                    f"the device of rank {self.rank} did not end the step in {self.timeout:g} s"
-                )
+                text = f"the device of rank {self.rank} did not end the step in {self.timeout:g} s"
+                raise RankFailureError(text)
             time.sleep(_POLL_SECONDS)
-
-    def _send(self, report: _Report) -> list[tuple[Any, torch.Tensor]]:
-        """Sends under way, with their messages; a rank that died gets none."""
-        sent = []
-        for rank in self._others():
-            with contextlib.suppress(RuntimeError):
-                message = report.to_tensor()
-                sent.append((dist.isend(message, group=self._group, group_dst=rank), message))
-        return sent
-
-    def _finish(self, sent: list[tuple[Any, torch.Tensor]], limit: float) -> None:
-        """Wait for the receivers, because gloo sends no message before it is asked for."""
-        for work, _ in sent:
-            with contextlib.suppress(RuntimeError):
-                work.wait(_until(limit))
 
     def _exchange(self, report: _Report) -> dict[int, _Report | str]:
         """The report of each other rank, or the reason why there is none."""
-        limit, sent = time.monotonic() + self.timeout, self._send(report)
+        limit = time.monotonic() + self.timeout
+        sent: list[tuple[Any, torch.Tensor]] = []
+        for rank in self._others():
+            # A rank that died gets none.
+            with contextlib.suppress(RuntimeError):
+                message = report.to_tensor()
+                # With its message, which must live until it is sent.
+                sent.append((dist.isend(message, group=self._group, group_dst=rank), message))
         found: dict[int, _Report | str] = {}
         under_way: dict[int, tuple[Any, torch.Tensor]] = {}
         for rank in self._others():
@@ -252,7 +233,10 @@ class RankWatch:
                 found[rank] = _Report.from_tensor(message)
             except RuntimeError as error:
                 found[rank] = _reason(error, self.timeout)
-        self._finish(sent, limit)
+        # The receivers are waited for, because gloo sends no message before it is asked for.
+        for work, _ in sent:
+            with contextlib.suppress(RuntimeError):
+                work.wait(_until(limit))
         return found
 
     def _check_alike(self, reports: Mapping[int, _Report | str]) -> None:
@@ -277,9 +261,8 @@ class RankWatch:
 
     def _fail(self, wrong: Mapping[int, str], cause: RankFailureError | None) -> None:
         text = "; ".join(f"rank {rank} of {self.size} {what}" for rank, what in wrong.items())
-        self._failure = RankFailureError(
-            f"{text}; step {self._step} has no result on rank {self.rank}", [*wrong]
-        )
+        text += f"; step {self._step} has no result on rank {self.rank}"
+        self._failure = RankFailureError(text, [*wrong])
         raise self._failure from cause
 
     def _others(self) -> list[int]:

@@ -150,7 +150,8 @@ class ShardedLayers(NotCopied):
             return
         if split is not None:
             part, lse = self._attend_pages(*call, False, output)
-            rows = self._rows_of(part, split)
+            mine = part.new_empty(split.rows.shape[0], *part.shape[1:])
+            rows = mine, _new_lse(mine)
             self._new.attend(layer.name, query, keys, *rows)
             # Each row is on one rank, so all its new keys and its sinks count once.
             own = part.index_select(0, split.rows), without_nan(lse.index_select(0, split.rows))
@@ -231,10 +232,6 @@ class ShardedLayers(NotCopied):
                 every = gather_rows(rows, split.most_rows, self.group, self._buffers, buffer)
             into.copy_(every.index_select(0, split.gathered))
 
-    def _rows_of(self, part: torch.Tensor, split: SplitQueries) -> tuple[torch.Tensor, torch.Tensor]:
-        own = part.new_empty(split.rows.shape[0], *part.shape[1:])
-        return own, _new_lse(own)
-
     @contextlib.contextmanager
     def _exchange_of(self, name: str) -> Iterator[None]:
         """Name the layer in errors of torch.distributed."""
@@ -265,7 +262,6 @@ def _new_lse(output: torch.Tensor) -> torch.Tensor:
 
 
 def _group(plan: ModelPlan, place: ContextParallel | None) -> tuple[ContextParallel, Any]:
-    """The place of the plan, and its process group."""
     planned = plan.context_parallel
     given = planned if place is None else place
     if planned is None or given is None or given != planned:

@@ -23,8 +23,8 @@ from attnplug.registry.selection.gates import preferred_pages
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.runtime.attention_runtime import AttentionRuntime
 from attnplug.runtime.batch.step_batch import StepBatch
+from attnplug.runtime.plan.grouping import with_equal_pages
 from attnplug.runtime.plan.model_plan import ModelPlan
-from attnplug.runtime.plan.plan_pages import with_equal_pages
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import with_lengths, with_pages
 from attnplug.testing.conformance.check import Check, error_context
