@@ -32,7 +32,7 @@ from attnplug.matrix.verify import Verification
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.conformance.suites import find_backend
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.sizes import HEAD_SIZES, sizes_to_try
+from attnplug.testing.design.search import HEAD_SIZES, sizes_to_try
 from attnplug.testing.isolation.results import Result
 from attnplug.testing.isolation.run import Limits
 

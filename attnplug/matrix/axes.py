@@ -20,7 +20,7 @@ from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.model import CLAIMED, Cell, Finding, Run, Status
 from attnplug.matrix.words import AXIS_NAMES, Value
-from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
+from attnplug.testing.design.search import BLOCK_SIZES, HEAD_SIZES, sizes_to_try
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend

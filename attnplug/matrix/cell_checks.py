@@ -17,7 +17,7 @@ from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.numbers.correctness import check_case
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.sizes import compile_key
+from attnplug.testing.design.search import compile_key
 from attnplug.testing.oracle import COMPUTED
 
 _SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}

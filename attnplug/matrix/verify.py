@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.matrix.axes import spec_of
 from attnplug.matrix.model import Cell, Finding, Run, Status
-from attnplug.testing.design.sizes import compile_key, most_adding
+from attnplug.testing.design.search import compile_key, most_adding
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest, list_checks, versions
 from attnplug.testing.isolation.results import CheckObserver, CheckOutcome, Result, SavedResults
 from attnplug.testing.isolation.run import Limits, run_checks

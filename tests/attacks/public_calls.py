@@ -12,7 +12,7 @@ import attnplug
 from attnplug import core, ops, runtime
 from attnplug.mla import plan_context_chunks, prefill_workspace_bytes
 from attnplug.ops import selection as selection_ops
-from attnplug.ops.page_indices import gather_page_indices
+from attnplug.ops.gather import gather_page_indices
 from attnplug.registry import Registry
 
 

@@ -11,8 +11,7 @@ import torch
 
 from attnplug import LayerSpec
 from attnplug.core.errors import BatchError
-from attnplug.integrations.vllm.engine_config import SeenLayer, builder_config, is_of_group
-from attnplug.integrations.vllm.steps import for_layer, translate
+from attnplug.integrations.vllm.steps import SeenLayer, builder_config, for_layer, is_of_group, translate
 
 LENS = torch.tensor([7, 40, 3], dtype=torch.int32)
 

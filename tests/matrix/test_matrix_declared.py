@@ -18,7 +18,7 @@ from attnplug.matrix.axes import LATENT, phase_of, spec_of
 from attnplug.matrix.design import declare, design, source_commit
 from attnplug.matrix.model import Cell, Finding, Run, Status
 from attnplug.registry.default import get_registry
-from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES
+from attnplug.testing.design.search import BLOCK_SIZES, HEAD_SIZES
 
 BACKENDS = ("TORCH", "TRITON", "FLASH_ATTN_2", "FLASH_ATTN_4", "FLASHINFER")
 

@@ -21,7 +21,7 @@ from attnplug.matrix.axes import LATENT, axes_of, phase_of, spec_of
 from attnplug.matrix.design import MOST_CELLS, answers, design
 from attnplug.matrix.model import Cell
 from attnplug.registry.default import get_registry
-from attnplug.testing.design.sizes import HEAD_SIZES
+from attnplug.testing.design.search import HEAD_SIZES
 
 CPU = Device("cpu")
 BACKENDS = ("TORCH", "TRITON", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER")

@@ -21,7 +21,7 @@ from attnplug.matrix.verify import RunScope, Verification
 from attnplug.registry.plugins.records import Offer
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.sizes import compile_key
+from attnplug.testing.design.search import compile_key
 from attnplug.testing.isolation.listing import Listing, ListingFailure, SuiteRequest
 from attnplug.testing.isolation.results import CheckOutcome, Result
 from attnplug.testing.isolation.run import Limits

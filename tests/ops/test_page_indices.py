@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.ops.page_indices import gather_page_indices
+from attnplug.ops.gather import gather_page_indices
 
 PAGE = 4
 

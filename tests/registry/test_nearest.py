@@ -7,7 +7,7 @@ from fake_plugins import CPU, H100, SPEC, backend, plugin
 from attnplug import Registry
 from attnplug.backends import torch_native
 from attnplug.core import AttentionBackend, Feature
-from attnplug.registry.selection.nearest import Change, NearMiss, nearest_misses, only_reference_serves
+from attnplug.registry.selection.nearest import NearMiss, SpecChange, nearest_misses, only_reference_serves
 
 FP8 = SPEC.replace(kv_cache_dtype="fp8_e4m3")
 
@@ -67,7 +67,10 @@ def test_only_the_backend_that_a_rule_names_is_asked():
 
 
 def test_a_miss_is_written_with_its_changes():
-    changes = (Change("requires", "'a>=1'", "pip install 'a>=1'"), Change("block_size", None, "--block-size"))
+    changes = (
+        SpecChange("requires", "'a>=1'", "pip install 'a>=1'"),
+        SpecChange("block_size", None, "--block-size"),
+    )
     assert NearMiss("NAME", changes, 3).to_dict() == {
         "backend": "NAME",
         "changes": [

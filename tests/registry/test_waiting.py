@@ -13,7 +13,7 @@ from fake_plugins import SPEC, backend, plugin
 from attnplug import Registry
 from attnplug.errors import PluginError, PolicyError
 from attnplug.registry.plugins import waiting
-from attnplug.registry.selection import part_imports
+from attnplug.registry.selection import gates
 from attnplug.registry.selection.gates import PartImports
 
 
@@ -79,7 +79,7 @@ def test_an_interrupted_import_of_parts_is_tried_again(monkeypatch):
         if len(tries) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(part_imports, "import_parts", interrupted)
+    monkeypatch.setattr(gates, "import_parts", interrupted)
     imports = PartImports()
     with pytest.raises(KeyboardInterrupt):
         imports.failure(one)
@@ -96,7 +96,7 @@ def test_who_waits_for_an_interrupted_import_hears_that_nothing_is_known(monkeyp
         assert go_on.wait(60)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(part_imports, "import_parts", interrupted)
+    monkeypatch.setattr(gates, "import_parts", interrupted)
     imports, one = PartImports(), backend("ONE")
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(imports.failure, one)

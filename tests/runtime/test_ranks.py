@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,7 +28,10 @@ _OF_THREE = (
 def run(size: int, folder: Path, names: Sequence[str] = ()) -> None:
     """Run the cases of these names, or all, on `size` processes, of which the last one is then lost."""
     command = [sys.executable, "-W", "error", _WORKER, str(size), folder, *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | paths
+    )
     for result in map(Path.read_text, folder.glob("*.json")):
         assert json.loads(result)["failed"] == {}
     assert done.stdout == f"{[0] * (size - 1) + [3]}\n", done.stderr

@@ -20,13 +20,14 @@ from attnplug.core import AttentionBackend, AttentionCGSupport, Device, Feature,
 from attnplug.testing.conformance.builders import builders
 from attnplug.testing.conformance.calls import outputs as quantised_outputs
 from attnplug.testing.conformance.check import Check, CheckUntested, ConformanceError
-from attnplug.testing.conformance.declared import declared_values, options, untested
+from attnplug.testing.conformance.declared import declared_values, options
+from attnplug.testing.conformance.declared import declared_values as untested
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
 
 GROUPS = (
     declared_values.checks,
-    untested.checks,
+    untested.untested_checks,
     options.checks,
     quantised_outputs.quantised_output_checks,
     builders.checks,

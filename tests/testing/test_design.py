@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from attnplug.testing.design.search import Row, Search, crossed_rows, packed_rows, served_pairs
-from attnplug.testing.design.sizes import most_adding
+from attnplug.testing.design.search import Row, Search, crossed_rows, most_adding, packed_rows, served_pairs
 
 AXES = {"a": [0, 1, 2], "b": ["x", "y"], "c": [None, False, True], "d": [0, 1], "e": list("klmn")}
 

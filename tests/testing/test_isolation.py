@@ -20,7 +20,6 @@ from attnplug.testing.conformance import conformance_checks, suites
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run
 from attnplug.testing.isolation.controller import Controller
-from attnplug.testing.isolation.deaths import cause_of_death
 from attnplug.testing.isolation.listing import (
     Listing,
     ListingFailure,
@@ -30,7 +29,7 @@ from attnplug.testing.isolation.listing import (
     versions,
 )
 from attnplug.testing.isolation.results import CheckOutcome, Result, SavedResults
-from attnplug.testing.isolation.worker import Worker
+from attnplug.testing.isolation.worker import Worker, cause_of_death
 
 LISTING = Listing(
     SuiteRequest("ACME"),

@@ -18,7 +18,7 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature, MultipleOf
 from attnplug.core.errors import BatchError, LayoutError
-from attnplug.ops.output_quant import FP8_OUTPUTS
+from attnplug.ops.storage import FP8_OUTPUTS
 from attnplug.testing.conformance.calls import inputs, outputs
 from attnplug.testing.conformance.check import Check, CheckSkipped, Level
 from attnplug.testing.conformance.declared import acceptance, attributes, pages, refusals

@@ -20,7 +20,7 @@ from attnplug.backends.flashinfer.modules import LatentModule
 from attnplug.backends.flashinfer.planned_wrapper import PlanCost, PlanSpace
 from attnplug.backends.flashinfer.step import Ints, Part
 from attnplug.core.errors import BatchError
-from attnplug.ops.page_indices import gather_page_indices
+from attnplug.ops.gather import gather_page_indices
 
 _TILE = 64
 _MOST_TILES = 16384

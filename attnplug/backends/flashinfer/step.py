@@ -11,7 +11,7 @@ import torch
 
 from attnplug.core.batch.host import to_device
 from attnplug.core.errors import BatchError
-from attnplug.ops.page_indices import gather_page_indices
+from attnplug.ops.gather import gather_page_indices
 
 Ints = npt.NDArray[np.int32]
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from attnplug.backends.torch_native.dense import Scoring
 from attnplug.backends.torch_native.metadata import TorchMetadata
-from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import HeadRows, KeySource, PagedKeys, Tile, plan_tiles
 from attnplug.ops.reach import Reach
 

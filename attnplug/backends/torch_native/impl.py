@@ -10,18 +10,16 @@ import torch
 
 from attnplug.backends.impl import BuiltinImpl
 from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_pages, attend_short, plan_page_decodes
-from attnplug.backends.torch_native.dense import attend_request, attend_shared, shared_prefix_len
+from attnplug.backends.torch_native.dense import Scoring, attend_request, attend_shared, shared_prefix_len
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.selected import attend_selected
-from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.checks import check_cache_given, check_keys, check_queries, check_spans_given
 from attnplug.ops.merging import merge
-from attnplug.ops.output_quant import FP8_OUTPUTS, check_output_scale, quantise_output
 from attnplug.ops.reach import Reach
-from attnplug.ops.storage import storage_dtype
+from attnplug.ops.storage import FP8_OUTPUTS, check_output_scale, quantise_output, storage_dtype
 
 
 class TorchImpl(BuiltinImpl[TorchMetadata]):

@@ -10,9 +10,9 @@ import torch
 
 from attnplug.backends.impl import Pages
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
+from attnplug.backends.torch_native.dense import Scoring
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
-from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.core.impl import AttentionLayer
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from attnplug.backends.torch_native.decode import Gatherer, attend_tiles
+from attnplug.backends.torch_native.dense import Scoring
 from attnplug.backends.torch_native.metadata import TorchMetadata
-from attnplug.backends.torch_native.softmax import Scoring
 from attnplug.backends.torch_native.source import KeySource, Tile, buckets
 from attnplug.core.errors import BatchError
 from attnplug.core.selection import Selection

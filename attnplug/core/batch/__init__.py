@@ -41,10 +41,10 @@ if TYPE_CHECKING:
     from attnplug.core.batch.slots import compute_slot_mapping as compute_slot_mapping
     from attnplug.core.batch.slots import compute_slot_mapping_start_idx as compute_slot_mapping_start_idx
     from attnplug.core.batch.slots import is_block_tables_empty as is_block_tables_empty
-    from attnplug.core.batch.spec_decode import (
+    from attnplug.core.batch.splitting import (
         reshape_attn_output_for_spec_decode as reshape_attn_output_for_spec_decode,
     )
-    from attnplug.core.batch.spec_decode import reshape_query_for_spec_decode as reshape_query_for_spec_decode
+    from attnplug.core.batch.splitting import reshape_query_for_spec_decode as reshape_query_for_spec_decode
     from attnplug.core.batch.splitting import split_decodes_and_prefills as split_decodes_and_prefills
     from attnplug.core.batch.splitting import (
         split_decodes_prefills_and_extends as split_decodes_prefills_and_extends,
@@ -71,8 +71,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
         ),
         "reorder": "InputBatch SchedulerOutput reorder_batch_to_split_decodes_and_prefills",
         "slots": "compute_slot_mapping compute_slot_mapping_start_idx is_block_tables_empty",
-        "spec_decode": "reshape_attn_output_for_spec_decode reshape_query_for_spec_decode",
-        "splitting": "split_decodes_and_prefills split_decodes_prefills_and_extends split_prefill_chunks",
+        "splitting": (
+            "reshape_attn_output_for_spec_decode reshape_query_for_spec_decode split_decodes_and_prefills "
+            "split_decodes_prefills_and_extends split_prefill_chunks"
+        ),
         "ubatch": "UBatchSlice slice_query_start_locs split_attn_metadata",
     },
 )

@@ -11,6 +11,6 @@ if TYPE_CHECKING:
     from attnplug.core.composite.backend import CompositeBackend as CompositeBackend
     from attnplug.core.composite.backend import composite_backend as composite_backend
 
-__getattr__, __dir__, __all__ = lazy_exports(
+__getattr__, __dir__, _ = lazy_exports(
     __name__, {"agreement": "disagreements", "backend": "CompositeBackend composite_backend"}
 )

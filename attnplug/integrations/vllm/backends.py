@@ -18,9 +18,9 @@ from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
-from attnplug.integrations.vllm.engine_config import drafts_of
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer
 from attnplug.integrations.vllm.names import AUTOMATIC
+from attnplug.integrations.vllm.steps import drafts_of
 from attnplug.registry.default import explain, list_backends
 
 UNSERVED = {

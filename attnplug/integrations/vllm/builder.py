@@ -15,15 +15,17 @@ from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata, own_build_key
 from attnplug.core.spec import AttentionType
-from attnplug.integrations.vllm.engine_config import (
+from attnplug.integrations.vllm.impl import Bound, Layer
+from attnplug.integrations.vllm.steps import (
     SeenLayer,
     builder_config,
     check_cache,
     drafts_of,
+    for_layer,
     is_of_group,
+    is_same_batch,
+    translate,
 )
-from attnplug.integrations.vllm.impl import Bound, Layer
-from attnplug.integrations.vllm.steps import for_layer, is_same_batch, translate
 
 
 class Batch:

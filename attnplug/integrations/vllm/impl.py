@@ -17,8 +17,8 @@ from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.integrations.vllm.engine_config import drafts_of
 from attnplug.integrations.vllm.names import AUTOMATIC
+from attnplug.integrations.vllm.steps import drafts_of
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.default import get_registry, select
 from attnplug.registry.devices import resolve_device

@@ -86,7 +86,7 @@ def gather_page_indices(
     out: torch.Tensor,
     count: int,
 ) -> torch.Tensor:
-    """As `attnplug.ops.page_indices.gather_page_indices`, in one launch."""
+    """As `attnplug.ops.gather.gather_page_indices`, in one launch."""
     dtypes = block_table.dtype, seq_lens.dtype
     bound = _bound_page_indices(*block_table.stride(), *dtypes, page_size, rows is not None)
     seq_lens = seq_lens.contiguous()

@@ -25,7 +25,6 @@ from attnplug.testing.conformance.declared import (
     pages,
     refusals,
     stable_answers,
-    untested,
 )
 from attnplug.testing.conformance.numbers import (
     cache_layouts,
@@ -53,7 +52,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     refusals.limit_checks: False,
     acceptance.checks: False,
     declared_values.checks: True,
-    untested.checks: False,
+    declared_values.untested_checks: False,
     options.checks: False,
     inputs.checks: True,
     inputs.misfit_checks: True,

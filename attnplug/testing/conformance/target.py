@@ -23,7 +23,7 @@ from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
-from attnplug.testing.design.sizes import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
+from attnplug.testing.design.search import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
 from attnplug.testing.drawn_values import layer_tensors
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ import pytest
 from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
 from attnplug.testing.conformance.check import SkipKind
-from attnplug.testing.isolation.deaths import cause_of_death
 from attnplug.testing.isolation.results import CheckObserver, CheckOutcome, Result
-from attnplug.testing.isolation.worker import SETTINGS
+from attnplug.testing.isolation.worker import SETTINGS, cause_of_death
 
 _MODULE = "attnplug/testing/suite.py"
 _FAILED_STARTS = 3

@@ -24,7 +24,7 @@ from attnplug.ops.checks import (
     kv_scales,
     pages_of,
 )
-from attnplug.ops.output_quant import FP8_OUTPUTS, check_output_scale, quantise_output
+from attnplug.ops.storage import FP8_OUTPUTS, check_output_scale, quantise_output
 
 Tensor = torch.Tensor
 

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from attnplug.core.features import Feature
-from attnplug.ops.output_quant import FP8_OUTPUTS
-from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.ops.storage import FP8_OUTPUTS, STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.steps import (
     decode_lengths,

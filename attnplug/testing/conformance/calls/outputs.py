@@ -13,8 +13,7 @@ import torch
 
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
-from attnplug.ops.output_quant import FP8_OUTPUTS
-from attnplug.ops.storage import STORAGE_DTYPES
+from attnplug.ops.storage import FP8_OUTPUTS, STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.comparison import tolerance

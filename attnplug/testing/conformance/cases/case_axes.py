@@ -12,7 +12,7 @@ from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.sizes import spread
+from attnplug.testing.design.search import spread
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
 

@@ -18,8 +18,7 @@ from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.case_axes import KINDS, axes, far_blocks, lengths
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target, layer_fields, of_phase
-from attnplug.testing.design.search import Row, Search
-from attnplug.testing.design.sizes import HEAD_SIZES, compile_key
+from attnplug.testing.design.search import HEAD_SIZES, Row, Search, compile_key
 from attnplug.testing.drawn_values import FP8_SCALES, Numbers
 
 _OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}

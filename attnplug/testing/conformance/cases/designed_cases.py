@@ -22,8 +22,15 @@ from attnplug.testing.conformance.cases.case_axes import HEADS, LATENT, LONG, fa
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.search import Row, Search, crossed_rows, packed_rows, served_pairs
-from attnplug.testing.design.sizes import compile_key, most_adding
+from attnplug.testing.design.search import (
+    Row,
+    Search,
+    compile_key,
+    crossed_rows,
+    most_adding,
+    packed_rows,
+    served_pairs,
+)
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
 

@@ -16,7 +16,7 @@ from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.case_axes import KINDS, samples_of
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.design.sizes import compile_key, spread
+from attnplug.testing.design.search import compile_key, spread
 from attnplug.testing.oracle import COMPUTED
 
 Fixed: TypeAlias = Mapping[str, Any]

@@ -11,7 +11,7 @@ from pathlib import Path
 import attnplug.testing.conformance.harness  # noqa: F401
 from attnplug.core.backend import AttentionBackend
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
-from attnplug.testing.conformance.process.setting import change_of
+from attnplug.testing.conformance.process.torch_settings import change_of
 
 
 def part_effects(backend: type[AttentionBackend]) -> list[str]:

@@ -19,8 +19,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from attnplug.testing.conformance.process.setting import Opaque, Setting
-from attnplug.testing.conformance.process.torch_settings import TORCH_SETTINGS
+from attnplug.testing.conformance.process.torch_settings import TORCH_SETTINGS, Opaque, Setting
 
 _SET_BY_TORCH = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Environment variables that torch itself sets when it initialises CUDA or compiles."""

@@ -18,7 +18,7 @@ from attnplug.testing.conformance.check import Check, ConformanceError, checks_f
 from attnplug.testing.conformance.harness import Harness, blank_output
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
-from attnplug.testing.conformance.process.setting import change_of
+from attnplug.testing.conformance.process.torch_settings import change_of
 from attnplug.testing.conformance.target import Target
 
 _Context: TypeAlias = Callable[[Target], AbstractContextManager[object]]
