@@ -73,7 +73,8 @@ def test_a_title_of_each_reason_has_the_sentence_that_readers_search_for() -> No
     page = hook("core_tables").on_page_markdown((DOCS / "guides/troubleshooting.md").read_text())
     assert re.match(r"---\nsearch:\n  boost: [2-9]\n---\n", page)
     titles = {code: title for title, code in re.findall(r"^### (.*) \{ #(\w+) ", page, re.MULTILINE)}
-    assert titles["sink"] == "sink: sinks not supported"
+    assert titles["sink"] == "sinks not supported"
+    assert titles["mla"] == "mla: MLA not supported"
     assert titles["head_size"] == "head_size not supported"
     for code, help_ in REASON_HELP.items():
         sentence = titles[code].rpartition(": ")[2]
