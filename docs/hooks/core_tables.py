@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +46,16 @@ def reason_codes() -> str:
     """Each reason code: a sentence that one sees, the cause, and what to do."""
     parts = []
     for code, each in REASON_HELP.items():
-        label, why = code, each.why
+        name, why = code, each.why
         if code == "feature":
-            label = "feature.<name>"
+            name = "feature.&lt;name&gt;"
             # The other features have codes of their own.
             names = [feature.names()[0] for feature in Feature if not feature.ask.code]
-            why += f" The sentences are {', '.join(f'`{name} not supported`' for name in names)}."
+            why += f" The sentences are {', '.join(f'`{each} not supported`' for each in names)}."
         # The search looks in titles first, so the sentence of a refusal is there, up to its values.
         sentence = code if each.seen.startswith("(") else re.split("[:;]", each.seen)[0]
-        title = sentence if sentence.startswith(code) else f"{escape(label)}: {sentence}"
-        attributes = f'{{ #{code} data-toc-label="{label}" }}'
+        title = sentence if sentence.startswith(code) else f"{name}: {sentence}"
+        attributes = f'{{ #{code} data-toc-label="{code}" }}'
         steps = "".join(f"* {step}\n" for step in each.steps)
         parts.append(f"### {title} {attributes}\n\n```text\n{each.seen}\n```\n\n{why}\n\n{steps}")
     return "\n".join(parts)
