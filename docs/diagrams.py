@@ -1,4 +1,9 @@
-"""Draws the diagrams of the documentation, light and dark: `python docs/diagrams.py`."""
+"""Draws the diagrams of the documentation, light and dark: `python docs/diagrams.py`.
+
+They are not in Mermaid: Material fetches its script from unpkg.com when a page is read, and this site fetches nothing.
+A copy in the repository would be 3 MB of other people's code for two pictures. These are readable without scripts, on
+a phone and in the README, and a test compares their words with the names of attnplug.
+"""
 
 from __future__ import annotations
 

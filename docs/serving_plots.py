@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,19 +93,6 @@ def table(found: list[Row]) -> str:
     return "\n".join(line if line.endswith("|") else line + " |" for line in lines)
 
 
-def goals(result: dict[str, Any]) -> str:
-    """The goals of the benchmark, with what was measured."""
-    sys.path.insert(0, str(DOCS.parent / "benchmarks"))
-    from serving import judge_serving
-
-    lines = ["| goal | asked | found | |", "|---|---|---:|---|"]
-    for goal in judge_serving(result["cells"], OURS):
-        value = "" if goal["value"] is None else f"{goal['value']:.2f}"
-        met = {None: "not measured", True: "met", False: "missed"}[goal["met"]]
-        lines.append(f"| {goal['name'].removeprefix(f'{OURS}: ')} | {goal['goal']} | {value} | {met} |")
-    return "\n".join(lines)
-
-
 def dates(result: dict[str, Any]) -> str:
     """When and with which versions the figures were measured."""
     found = sorted({cell.get("date", result["date"])[:10] for cell in result["cells"]})
@@ -117,7 +103,7 @@ def dates(result: dict[str, Any]) -> str:
 def filled(page: str) -> str:
     """The page with the plots and the figures of today's results."""
     result = json.loads(RESULTS.read_text())
-    sections = [dates(result), goals(result)]
+    sections = [dates(result)]
     for picture in PICTURES:
         if not (found := rows(result, picture)):
             continue
@@ -125,7 +111,7 @@ def filled(page: str) -> str:
             f"![Share of the ceiling, a mark for each contender](../assets/serving-{picture.name}-{theme}.svg#only-{theme})"
             for theme in THEMES
         )
-        sections.append(f"#### {picture.title}\n\n{shown}\n\n{table(found)}")
+        sections.append(f"### {picture.title}\n\n{shown}\n\n{table(found)}")
     before, _, rest = page.partition(START)
     after = rest.partition(END)[2]
     return f"{before}{START}\n\n" + "\n\n".join(sections) + f"\n\n{END}{after}"

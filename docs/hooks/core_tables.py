@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from attnplug.core import Feature
 from attnplug.core.interface.ported_names import (
     BACKEND_NAMES,
     BUILDER_NAMES,
@@ -13,6 +17,8 @@ from attnplug.core.interface.ported_names import (
     PortedName,
 )
 from attnplug.core.reasons import REASON_HELP
+
+KNOWN_PLUGINS = Path(__file__).parents[1] / "known_plugins.toml"
 
 
 def ported_names() -> str:
@@ -40,14 +46,39 @@ def reason_codes() -> str:
     """Each reason code: a sentence that one sees, the cause, and what to do."""
     parts = []
     for code, each in REASON_HELP.items():
-        title = "feature.&lt;name&gt;" if code == "feature" else code
+        name, why = code, each.why
+        if code == "feature":
+            name = "feature.&lt;name&gt;"
+            # The other features have codes of their own.
+            names = [feature.names()[0] for feature in Feature if not feature.ask.code]
+            why += f" The sentences are {', '.join(f'`{each} not supported`' for each in names)}."
+        # The search looks in titles first, so the sentence of a refusal is there, up to its values.
+        sentence = code if each.seen.startswith("(") else re.split("[:;]", each.seen)[0]
+        title = sentence if sentence.startswith(code) else f"{name}: {sentence}"
+        attributes = f'{{ #{code} data-toc-label="{code}" }}'
         steps = "".join(f"* {step}\n" for step in each.steps)
-        parts.append(f"### {title} {{ #{code} }}\n\n```text\n{each.seen}\n```\n\n{each.why}\n\n{steps}")
+        parts.append(f"### {title} {attributes}\n\n```text\n{each.seen}\n```\n\n{why}\n\n{steps}")
     return "\n".join(parts)
+
+
+def known_plugins() -> str:
+    """The packages of docs/known_plugins.toml, with links to their sources."""
+    rows = []
+    for name, each in tomllib.loads(KNOWN_PLUGINS.read_text(encoding="utf-8")).items():
+        source = (
+            f"[`{name}`]({each['at']})"
+            if each["at"].startswith("https://")
+            else f"`{name}`, in `{each['at']}`"
+        )
+        rows.append(
+            f"| {source} | {', '.join(f'`{backend}`' for backend in each['backends'])} | {each['summary']} | {each['by']} |\n"
+        )
+    return "| package | backends | runs | by |\n|---|---|---|---|\n" + "".join(rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "<!-- ported names -->": ported_names,
+    "<!-- known plugins -->": known_plugins,
     "<!-- reason codes -->": reason_codes,
 }
 

@@ -13,6 +13,9 @@ log = logging.getLogger("mkdocs.hooks.no_network")
 _FETCHED_BY_CSS = re.compile(r"""(?:url\(|@import)\s*["']?((?:https?:)?//[^"')\s]+)""", re.IGNORECASE)
 _LOADING_RELATIONS = {"stylesheet", "preload", "prefetch", "preconnect", "dns-prefetch", "icon", "manifest"}
 
+MERMAID = "https://unpkg.com/mermaid"
+"""Material's own script fetches it for each diagram of this class."""
+
 
 class _Loads(HTMLParser):
     """Collects the addresses that a browser fetches by itself; links that a reader follows are no such."""
@@ -24,6 +27,8 @@ class _Loads(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         relations = set((given.get("rel") or "").split())
+        if "mermaid" in (given.get("class") or "").split():
+            self.found.append(MERMAID)
         if tag == "link" and relations & _LOADING_RELATIONS:
             self._note(given.get("href"))
         elif tag != "a":

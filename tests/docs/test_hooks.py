@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import typer.main
-from fences import DOCS
+from fences import DOCS, ROOT
 from scripts import load_script
 
 from attnplug.cli.app import app
+from attnplug.core import Feature
 from attnplug.core.interface.ported_names import BACKEND_NAMES, BUILDER_NAMES, IMPL_NAMES, PORTED_PARAMETERS
 from attnplug.core.reasons import REASON_HELP
 
@@ -61,8 +64,79 @@ def test_the_page_of_porting_has_every_refused_name_with_what_to_write() -> None
 def test_the_page_of_troubleshooting_has_every_reason_code_with_what_to_do() -> None:
     page = hook("core_tables").on_page_markdown((DOCS / "guides/troubleshooting.md").read_text())
     for code, help_ in REASON_HELP.items():
-        section = page.partition(f" {{ #{code} }}\n")[2].partition("\n### ")[0]
+        section = page.partition(f" {{ #{code} data-toc-label=")[2].partition("\n### ")[0]
         assert all(text in section for text in (help_.seen, help_.why, *help_.steps)), code
+
+
+def test_a_title_of_each_reason_has_the_sentence_that_readers_search_for() -> None:
+    # The search looks in titles first; the page ranks before others that quote a refusal.
+    page = hook("core_tables").on_page_markdown((DOCS / "guides/troubleshooting.md").read_text())
+    assert re.match(r"---\nsearch:\n  boost: [2-9]\n---\n", page)
+    titles = {code: title for title, code in re.findall(r"^### (.*) \{ #(\w+) ", page, re.MULTILINE)}
+    assert titles["sink"] == "sinks not supported"
+    assert titles["mla"] == "mla: MLA not supported"
+    assert titles["head_size"] == "head_size not supported"
+    for code, help_ in REASON_HELP.items():
+        sentence = titles[code].rpartition(": ")[2]
+        assert sentence == code if help_.seen.startswith("(") else help_.seen.startswith(sentence)
+    refused = {
+        feature.ask.refusal or f"{feature.names()[0]} not supported"
+        for feature in Feature
+        if not feature.ask.code
+    }
+    assert all(f"`{sentence}`" in page for sentence in refused)
+
+
+def test_the_page_of_plugins_has_the_examples_with_the_backends_that_they_offer() -> None:
+    script = hook("core_tables")
+    page = script.on_page_markdown((DOCS / "reference/known-plugins.md").read_text())
+    known = tomllib.loads(script.KNOWN_PLUGINS.read_text())
+    assert {path.name for path in (ROOT / "examples/plugins").iterdir() if path.is_dir()} <= set(known)
+    for name, plugin in known.items():
+        assert name.startswith("attnplug-")
+        assert f"`{name}`" in page
+        if not plugin["at"].startswith("https://"):
+            folder = ROOT / plugin["at"]
+            assert tomllib.loads((folder / "pyproject.toml").read_text())["project"]["name"] == name
+            source = "".join(path.read_text() for path in folder.rglob("*.py"))
+            assert all(f'return "{backend}"' in source for backend in plugin["backends"])
+
+
+def highlighted(text: str) -> str:
+    """A block as the site shows it: the prompt, and each other line, in a span of its own."""
+    lines = [
+        re.sub(r"^(\$|(?:&gt;){3}|\.\.\.)( |$)", r'<span class="gp">\1\2</span>', line)
+        for line in text.splitlines()
+    ]
+    return f'<div class="highlight"><pre><span></span><code>{chr(10).join(lines)}\n</code></pre></div>'
+
+
+@pytest.mark.parametrize(
+    ("shown", "copied"),
+    [
+        ("$ attnplug list\nbackend  priority\n\nTORCH  0\n$ ls", "attnplug list&#10;ls"),
+        (
+            "$ attnplug select a.json \\\n    --memory 40GiB\nlayers",
+            "attnplug select a.json \\&#10;    --memory 40GiB",
+        ),
+        ("$ attnplug matrix --only &#x27;a&lt;b&#x27;", "attnplug matrix --only &#x27;a&lt;b&#x27;"),
+        (
+            "&gt;&gt;&gt; def f():\n...     return 1\n...\n&gt;&gt;&gt; f()\n1",
+            "def f():&#10;    return 1&#10;&#10;f()",
+        ),
+    ],
+)
+def test_the_copy_button_takes_commands_without_prompts_and_output(shown: str, copied: str) -> None:
+    block = highlighted(shown)
+    (found,) = re.findall(
+        r'<div class="highlight" data-copy="([^"]*)"><pre>', hook("copy_button").on_page_content(block)
+    )
+    assert found == copied
+
+
+def test_the_copy_button_takes_other_blocks_whole() -> None:
+    block = highlighted("import attnplug\n\n# costs $ 5")
+    assert hook("copy_button").on_page_content(block) == block
 
 
 @pytest.mark.parametrize(
@@ -72,6 +146,7 @@ def test_the_page_of_troubleshooting_has_every_reason_code_with_what_to_do() -> 
         '<link rel="preconnect" href="https://example.org">',
         '<link rel="stylesheet" href="//example.org/a.css">',
         '<img src="HTTP://example.org/a.png">',
+        '<pre class="mermaid"><code>graph TD</code></pre>',
     ],
 )
 def test_what_a_browser_would_fetch_is_warned_of(html: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -75,6 +75,11 @@ def test_the_links_lead_to_files_of_the_repository() -> None:
     assert [link for link in local if not (ROOT / link).exists()] == []
 
 
+def test_the_readme_is_short_and_installs_first() -> None:
+    assert len(TEXT.splitlines()) <= 140
+    assert re.findall(r"^## (.*)$", TEXT, re.MULTILINE)[0] == "Install"
+
+
 def test_the_two_set_up_lines_stand_as_they_are_run() -> None:
     assert "\npip install -c constraints.txt -e '.[test]' && pytest\n" in TEXT
     assert re.search(

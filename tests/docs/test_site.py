@@ -78,6 +78,16 @@ def test_every_variable_is_on_its_page() -> None:
     assert {cell.strip("`") for cell in rows("reference/environment.md")} == read
 
 
+def test_every_logger_is_on_its_page() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "attnplug").rglob("*.py"))
+    loggers = set(re.findall(r'^_\w+ = logging\.getLogger\("([\w.]+)"\)$', source, re.MULTILINE))
+    assert loggers == {cell.strip("`") for cell in rows("guides/logging.md")}
+    # Without a name of its own, a logger is not below attnplug.
+    assert source.count("_LOG = logging.getLogger(") + source.count("_log = logging.getLogger(") > len(
+        loggers
+    )
+
+
 def test_every_exit_code_is_on_its_page() -> None:
     shown = {int(cell) for cell in rows("reference/exit-codes.md")}
     assert shown >= {0, program.FAILED, program.BAD_USAGE, program.NO_BACKEND}

@@ -339,8 +339,8 @@ def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
 
 def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
     """Whether decodes read 8-bit values in pairs, which needs even addresses and strides; the strides of pairs."""
-    # Pairs took fp8 decodes from 582 to 264 us on an H200 (see docs/performance/triton.md). From 64 rows on Hopper's
-    # wgmma multiplies them, for which Triton 3.6 compiles pairs to addresses outside of shared memory.
+    # Pairs took fp8 decodes from 582 to 264 us on an H200 (see docs/performance/triton-history.md). From 64 rows on
+    # Hopper's wgmma multiplies them, for which Triton 3.6 compiles pairs to addresses outside of shared memory.
     if (
         block_m > 32
         or v.dtype.itemsize > 1
