@@ -106,8 +106,8 @@ def torch_device(
         where = torch.device(value)
         if is_used:
             torch.empty(0, device=where)
-    except (RuntimeError, TypeError, AssertionError) as raised:
-        # torch explains some of these over many lines.
+    except (ImportError, RuntimeError, TypeError, AssertionError) as raised:
+        # torch explains some of these over many lines, and imports the module of a device that a package adds.
         reason = (str(raised).splitlines() or [""])[0]
         found = str(value) if isinstance(value, torch.device) else value
         raise error(field, found, f"is not a device that torch can use here: {reason}") from None

@@ -118,6 +118,7 @@ def test_mappings_have_names_as_keys_and_errors_name_the_key() -> None:
 
 
 def test_a_device_that_torch_cannot_use_is_told_in_one_line() -> None:
+    assert "privateuseone" in said(torch_device, "d", torch.device("privateuseone:3"))
     text = said(torch_device, "d", torch.device("cuda:99"))
     assert text.startswith("d='cuda:99' is not a device that torch can use here: ")
     assert "\n" not in text

@@ -154,6 +154,12 @@ def test_sparse_layers_are_decoded_in_both_phases_by_a_class_of_their_own() -> N
     assert any("sparse" in reason for reason in refused(dense_only, SPARSE, Phase.DECODE))
 
 
+def test_a_pair_serves_sparse_layers_under_its_own_name() -> None:
+    both = Latent.with_prefill(Dense)
+    assert [each.for_layer(SPARSE).get_name() for each in (both, Latent)] == ["DENSE+LATENT", "LATENT"]
+    assert refused(both, SPARSE) == refused(Latent, SPARSE) == []
+
+
 def test_what_is_compiled_is_that_of_the_prefill_half() -> None:
     heard: list[LayerSpec] = []
 
