@@ -71,7 +71,7 @@ class MLADecodeBackend(AttentionBackend):
         """For a sparse layer, if Feature.SPARSE is declared, the class that serves it in both phases; else this one."""
         if spec.mla is None or spec.sparse is None or cls.is_selecting or Feature.SPARSE not in cls.features:
             return cls
-        return _selecting(decode_of(cls), answer(cls, "get_name"))
+        return _selecting(decode_of(cls))
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:
@@ -176,11 +176,9 @@ def _with_prefill(prefill: type[AttentionBackend], decode: type[MLADecodeBackend
 
 
 @functools.cache
-def _selecting(decode: type[MLADecodeBackend], name: str) -> type[MLADecodeBackend]:
+def _selecting(decode: type[MLADecodeBackend]) -> type[MLADecodeBackend]:
     namespace: dict[str, Any] = {
         "__doc__": f"Decodes each query over its chosen latents on {decode.get_name()}.",
-        # A class for one layer has the name of the class that was asked, which may be a pair.
-        "get_name": staticmethod(lambda: name),
         "__module__": decode.__module__,
         "is_selecting": True,
         "prefill": None,

@@ -154,9 +154,9 @@ def test_sparse_layers_are_decoded_in_both_phases_by_a_class_of_their_own() -> N
     assert any("sparse" in reason for reason in refused(dense_only, SPARSE, Phase.DECODE))
 
 
-def test_a_pair_serves_sparse_layers_under_its_own_name() -> None:
+def test_a_pair_of_two_names_gives_sparse_layers_to_its_decode_half() -> None:
     both = Latent.with_prefill(Dense)
-    assert [each.for_layer(SPARSE).get_name() for each in (both, Latent)] == ["DENSE+LATENT", "LATENT"]
+    assert (both.get_name(), both.for_layer(SPARSE)) == ("DENSE+LATENT", Latent.for_layer(SPARSE))
     assert refused(both, SPARSE) == refused(Latent, SPARSE) == []
 
 

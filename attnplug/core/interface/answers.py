@@ -172,8 +172,8 @@ def _check_serving(backend: type[AttentionBackend], spec: LayerSpec, serving: ty
         raise HookError(f"{title} returned {found} from for_layer, whose {why}")
     name = answer(backend, "get_name")
     own = answer(serving, "get_name")
-    # A composite gives a class of its halves, which it has asked in turn.
-    if own != name or (_is_of_attnplug(serving) and not _is_of_attnplug(backend)):
+    # A pair has the names of both halves, and may give the class of the one that serves the layer alone.
+    if own not in (name, *name.split("+")) or (_is_of_attnplug(serving) and not _is_of_attnplug(backend)):
         limit = f"must be a class of the same plugin under the name {name}"
         raise HookError(f"{title} returned {found}, which is {own}, from for_layer; it {limit}")
     of_its_own: object = answer(serving, "for_layer", spec)
