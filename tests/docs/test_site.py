@@ -127,3 +127,9 @@ def test_the_commands_for_contributors_are_those_that_ci_runs() -> None:
     for line in block.splitlines():
         for command in line.partition("#")[0].split("&&"):
             assert command.strip() == "bash .ci/run" or command.strip() in ci, command
+
+
+def test_the_files_where_tasks_begin_are_there() -> None:
+    tasks = re.findall(r"^\| .+\. \| `([\w/]+\.py)` \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(tasks) == 10
+    assert [path for path in tasks if not (ROOT / "attnplug" / path).is_file()] == []
