@@ -13,6 +13,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
+from attnplug.core.interface.backend_of_impl import backend_of
 from attnplug.core.interface.interface import constructor_faults, impl_faults
 from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.kv_format import kv_format
@@ -217,7 +218,7 @@ class AttentionImpl(ABC, Generic[_M]):
         cls,
         spec: LayerSpec,
         *,
-        backend: type[AttentionBackend],
+        backend: type[AttentionBackend] | None = None,
         layer_name: str,
         tensors: LayerTensors | None = None,
         kv_sharing_target_layer_name: str | None = None,
@@ -229,7 +230,7 @@ class AttentionImpl(ABC, Generic[_M]):
 
         Args:
             spec: what the layer needs; the backend has accepted it.
-            backend: the class whose `get_impl_cls` gave this impl, so that an impl need not import it.
+            backend: the class whose `get_impl_cls` gave this impl; None for the one backend of its package that gives it.
             layer_name: its name, as in the plan.
             tensors: sinks, slopes and scales; all that the spec requires.
             kv_sharing_target_layer_name: the layer whose KV cache this one reads, writing none.
@@ -239,9 +240,11 @@ class AttentionImpl(ABC, Generic[_M]):
             pcp: the group of prefill context parallelism; None without.
 
         Raises:
-            PluginError: the class does not follow the interface; the error says what to write.
+            PluginError: the class does not follow the interface, or its backend is not given and cannot be known;
+                the error says what to write.
             SpecError: a tensor missing, not asked for, or of another shape; a group that the impl cannot serve.
         """
+        backend = backend_of(cls) if backend is None else backend
         where = f"{backend.get_name() or backend.__name__} cannot run layer {layer_name}"
         if faults := impl_faults(cls, AttentionImpl):
             raise PluginError(f"{where}: {'; '.join(faults)}")

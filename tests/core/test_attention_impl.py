@@ -118,9 +118,32 @@ class TestFromSpec:
         assert [impl.backend, *seen] == [TorchBackend, TorchBackend]
         assert RecordingImpl(8, 64, 0.125).backend is AttentionBackend
 
-    def test_an_impl_is_not_made_without_a_backend(self) -> None:
-        with pytest.raises(TypeError, match="backend"):
-            RecordingImpl.from_spec(LayerSpec(**SIZES), layer_name="layers.0")  # type: ignore[call-arg]
+    def test_without_a_backend_it_is_the_one_of_its_package_that_gives_the_impl(self) -> None:
+        impl = TorchBackend.get_impl_cls().from_spec(LayerSpec(**SIZES), layer_name="layers.0")
+        assert impl.backend is TorchBackend
+
+    def test_without_a_backend_that_gives_the_impl_it_says_what_to_write(self) -> None:
+        said = r"RecordingImpl\.from_spec cannot know the backend: no backend .*; write from_spec\(spec, backend=backend"
+        with pytest.raises(PluginError, match=said):
+            RecordingImpl.from_spec(LayerSpec(**SIZES), layer_name="layers.0")
+
+    def test_of_several_backends_that_give_the_impl_none_is_guessed(self) -> None:
+        class Port(RecordingImpl):
+            pass
+
+        class One(TorchBackend):
+            @classmethod
+            def get_impl_cls(cls) -> Any:
+                return Port
+
+        class Other(One):
+            pass
+
+        with pytest.raises(
+            PluginError, match=r"several backends give this impl \(.*One, .*Other\); write from_spec"
+        ):
+            Port.from_spec(LayerSpec(**SIZES), layer_name="layers.0")
+        assert Port.from_spec(LayerSpec(**SIZES), backend=Other, layer_name="layers.0").backend is Other
 
     def test_a_port_whose_from_spec_passes_the_rest_on_is_given_the_backend(self) -> None:
         class Port(RecordingImpl):
