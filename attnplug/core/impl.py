@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
@@ -150,16 +151,13 @@ class AttentionImpl(ABC, Generic[_M]):
     kv_sharing_target_layer_name: str | None
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """PluginError for a `from_spec` of its own that does not take the keyword `backend`."""
+        """Let callers give `backend` to a `from_spec` of its own that was written before there was one."""
         super().__init_subclass__(**keywords)
-        # An inherited from_spec was checked when its own class was made.
-        if "from_spec" in cls.__dict__:
+        own = cls.__dict__.get("from_spec")
+        if isinstance(own, classmethod):
             parameters = inspect.signature(cls.from_spec).parameters
             if "backend" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-                raise PluginError(
-                    f"{cls.__qualname__}.from_spec does not take the keyword backend, which every caller gives; "
-                    "add it, or **rest, and pass it on to super().from_spec"
-                )
+                cls.from_spec = _taking_backend(own)  # type: ignore[method-assign, assignment]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """One rank without context parallelism; set here because a subclass may not call the base constructor."""
@@ -452,3 +450,18 @@ class MLAAttentionImpl(AttentionImpl[_M], Generic[_M]):
 
         `q` is the absorbed query `[T, H, kv_lora_rank + rope]`, or its two parts.
         """
+
+
+def _taking_backend(own: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+    """A `from_spec` that knows no `backend`, for callers that give it."""
+
+    @functools.wraps(own.__func__)
+    def from_spec(
+        cls: type, /, *args: Any, backend: type[AttentionBackend] | None = None, **given: Any
+    ) -> AttentionImpl[Any]:
+        made: AttentionImpl[Any] = own.__func__(cls, *args, **given)
+        if backend is not None:
+            made.backend = backend
+        return made
+
+    return classmethod(from_spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import subprocess
@@ -14,6 +15,8 @@ import yaml
 from check_version import disagreements
 
 ROOT = Path(__file__).parents[2]
+RELEASED = {"0.1.0": "2c94214877f05c4bba1c0cb2761c230336270103a53781131db7c0a31e2d250f"}
+"""The digest of each version's section in the changelog."""
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 WORKFLOWS = [
     *sorted((ROOT / ".github/workflows").glob("*.yml")),
@@ -69,6 +72,21 @@ def test_each_place_is_read(release: Path, name: str, old: str, new: str) -> Non
     (release / name).write_text(text.replace(old, new))
     [sentence] = disagreements(f"v{VERSION}", release / "dist", release)
     assert name in sentence
+
+
+def test_a_version_that_has_a_date_is_never_edited() -> None:
+    """A change goes to the section Unreleased, and a release renames it and adds its digest here."""
+    found = re.split(r"^## (.*)\n", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
+    sections = dict(zip(found[::2], found[1::2], strict=True))
+    if "Unreleased" in sections:
+        assert next(iter(sections)) == "Unreleased"
+        del sections["Unreleased"]
+    digests = {
+        title.partition(" (")[0]: hashlib.sha256(text.strip().encode()).hexdigest()
+        for title, text in sections.items()
+    }
+    assert digests == RELEASED
+    assert next(iter(digests)) == VERSION
 
 
 def test_a_file_too_many_or_too_few_is_told(release: Path) -> None:

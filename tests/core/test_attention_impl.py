@@ -154,13 +154,21 @@ class TestFromSpec:
         impl = Port.from_spec(LayerSpec(**SIZES), backend=TorchBackend, layer_name="layers.0")
         assert (impl.backend, impl.spec.scale) == (TorchBackend, 0.5)
 
-    def test_a_port_whose_from_spec_takes_no_backend_is_refused_where_it_is_defined(self) -> None:
-        with pytest.raises(PluginError, match=r"Port\.from_spec does not take the keyword backend.*\*\*rest"):
+    def test_a_port_whose_from_spec_knows_no_backend_is_given_it_all_the_same(self) -> None:
+        class Port(RecordingImpl):
+            @classmethod
+            def from_spec(cls, spec: LayerSpec, *, layer_name: str) -> Port:  # type: ignore[override]
+                return super().from_spec(spec.replace(scale=0.5), layer_name=layer_name)
 
-            class Port(RecordingImpl):
-                @classmethod
-                def from_spec(cls, spec: LayerSpec, *, layer_name: str) -> Port:  # type: ignore[override]
-                    return super().from_spec(spec, backend=TorchBackend, layer_name=layer_name)
+        class PortBackend(TorchBackend):
+            @classmethod
+            def get_impl_cls(cls) -> Any:
+                return Port
+
+        made: Any = Port
+        for arguments in ({}, {"backend": PortBackend}):
+            impl = made.from_spec(LayerSpec(**SIZES), layer_name="layers.0", **arguments)
+            assert (impl.backend, impl.spec.scale, impl.layer_name) == (PortBackend, 0.5, "layers.0")
 
     def test_a_port_gets_the_arguments_it_knows_and_the_spec_beside_them(self) -> None:
         class Port(RecordingImpl):
