@@ -150,7 +150,7 @@ def _read(
         import transformers as _  # noqa: F401
     except ImportError as error:
         raise ModelConfigError(
-            "reading a model configuration needs transformers; pip install 'attnplug[models]'"
+            "reading a model configuration needs transformers; pip install 'transformers>=5.15'"
         ) from error
     from attnplug.integrations.reader.config_file import load_config
     from attnplug.integrations.reader.model_reading import read_model

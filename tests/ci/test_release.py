@@ -8,11 +8,14 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 from check_version import disagreements
+
+from attnplug.cli.commands.new_backend import ATTNPLUG_SOURCE
 
 ROOT = Path(__file__).parents[2]
 RELEASED = {"0.1.0": "2c94214877f05c4bba1c0cb2761c230336270103a53781131db7c0a31e2d250f"}
@@ -72,6 +75,33 @@ def test_each_place_is_read(release: Path, name: str, old: str, new: str) -> Non
     (release / name).write_text(text.replace(old, new))
     [sentence] = disagreements(f"v{VERSION}", release / "dist", release)
     assert name in sentence
+
+
+def test_nothing_names_a_release_or_a_repository_that_does_not_exist() -> None:
+    """Anyone may take a free name on PyPI: no text tells people to install attnplug from there before it is ours."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert ("urls" in project) == ("\nrepo_url:" in site) == ("No repository is published yet" not in site)
+    if "urls" not in project:
+        named = [
+            path
+            for path in texts()
+            if re.search(r"attnplug\.github\.io|github\.com/attnplug", path.read_text())
+        ]
+        assert named == []
+    if ATTNPLUG_SOURCE != "attnplug":
+        by_name = re.compile(r"pip install (-\S+ )*['\"]?attnplug(?![-\w])")
+        assert [path for path in texts() if by_name.search(path.read_text())] == []
+
+
+def texts() -> Iterator[Path]:
+    """What people read or run: pages, sources, workflows and metadata."""
+    suffixes = (".md", ".py", ".tmpl", ".toml", ".yml", ".cff", ".sh")
+    for top in ("attnplug", "docs", "examples", "ci", ".github", "."):
+        for path in (ROOT / top).glob("*" if top == "." else "**/*"):
+            # The site that mkdocs builds is no source.
+            if path.suffix in suffixes and path.is_file():
+                yield path
 
 
 def test_a_version_that_has_a_date_is_never_edited() -> None:

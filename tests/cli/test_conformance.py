@@ -274,7 +274,7 @@ def test_without_the_extra_it_says_what_to_install(command, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xdist" else find(name))
     outcome = command()
     assert outcome.code == 2
-    assert outcome.err == "attnplug: conformance needs pytest-xdist: pip install 'attnplug[testing]'\n"
+    assert outcome.err == "attnplug: conformance needs pytest-xdist: pip install pytest-xdist\n"
 
 
 def test_the_program_starts_without_pytest_and_torch(run_with_plugins):

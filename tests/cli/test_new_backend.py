@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from attnplug.cli.commands.new_backend import ATTNPLUG_SOURCE
+
 FILES = [
     ".github/workflows/ci.yml",
     ".gitignore",
@@ -39,10 +41,11 @@ def test_it_writes_a_package_and_says_what_comes_next(run, tmp_path: Path) -> No
     assert outcome.code == 0
     assert files(tmp_path / "build") == [f"attnplug-acme/{file}" for file in FILES]
     assert all(f"  {file}\n" in outcome.out for file in FILES)
-    assert [line.strip() for line in outcome.out.splitlines()[-3:]] == [
+    assert [line.strip() for line in outcome.out.partition("Next:")[2].splitlines() if line[:1] == " "] == [
         f"pip install -e '{package}[test]'",
         f"pytest {package}",
         "attnplug explain --backend ACME",
+        f"pip wheel --no-deps -w {package}/wheels .",
     ]
     assert not [
         file for file in FILES if "$" in (package / file).read_text().replace("${{ matrix.python }}", "")
@@ -195,10 +198,20 @@ def test_its_workflow_runs_what_its_readme_says(run, tmp_path: Path) -> None:
     package = Path(run("new-backend", "acme", "--path", tmp_path, "--json").json["path"])
     workflow = yaml.safe_load((package / ".github/workflows/ci.yml").read_text())
     steps = [step["run"] for step in workflow["jobs"]["check"]["steps"] if "run" in step]
-    assert steps == ["pip install -e '.[test]'", "ruff format --check && ruff check", "mypy", "pytest"]
+    install = f"pip install {ATTNPLUG_SOURCE} -e '.[test]'"
+    assert steps == [install, "ruff format --check && ruff check", "mypy", "pytest"]
     readme = (package / "README.md").read_text()
     unmentioned = [file for file in FILES if f"`{file}`" not in readme]
     assert unmentioned == [".gitignore", "README.md"]
+    assert f"installs attnplug from `{ATTNPLUG_SOURCE}`" in readme
+
+
+def test_with_a_release_it_is_installed_by_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The module of this name in the package is hidden by the function.
+    command = sys.modules["attnplug.cli.commands.new_backend"]
+    monkeypatch.setattr(command, "ATTNPLUG_SOURCE", "attnplug")
+    assert "wheel" not in run("new-backend", "acme", "--path", tmp_path).out
+    assert "pip install attnplug -e" in (tmp_path / "attnplug-acme/.github/workflows/ci.yml").read_text()
 
 
 class Installed:

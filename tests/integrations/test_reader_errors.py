@@ -145,7 +145,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "a_field_of_its_own": 1}')
 
-    assert refusal(path).endswith("pip install 'attnplug[models]'")
+    assert refusal(path).endswith("pip install 'transformers>=5.15'")
     assert "no such file" in refusal(tmp_path / "absent.json")
 
 

@@ -187,5 +187,5 @@ def require_the_extra(what: str = "conformance") -> None:
     """Exit with bad usage and a remedy if packages that the workers need are not installed."""
     missing = [dist for module, dist in _MODULES.items() if importlib.util.find_spec(module) is None]
     if missing:
-        text = f"{what} needs {', '.join(missing)}: pip install 'attnplug[testing]'"
+        text = f"{what} needs {', '.join(missing)}: pip install {' '.join(missing)}"
         raise CommandError(text, _USAGE)

@@ -27,6 +27,11 @@ from attnplug.core.errors import PolicyError
 _LONGEST_NAME = 24
 """A longer name would make lines of the package longer than its own lint allows."""
 _SUFFIX = ".tmpl"
+ATTNPLUG_SOURCE = "wheels/attnplug-*.whl"
+"""What the CI of a new package gives pip for attnplug: a wheel that its author keeps beside it.
+
+With a release on PyPI this becomes "attnplug". Until then anyone may take that name there.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -95,6 +100,9 @@ def new_backend(
     echo(f"  pip install -e {shlex.quote(f'{source}[test]')}")
     echo(f"  pytest {shlex.quote(str(target))}")
     echo(f"  attnplug explain --backend {names.backend}")
+    if ATTNPLUG_SOURCE != "attnplug":
+        echo("\nattnplug has no release yet, so CI installs its wheel. In a clone of attnplug:\n")
+        echo(f"  pip wheel --no-deps -w {shlex.quote(str(target.absolute() / 'wheels'))} .")
 
 
 def _refuse_taken(name: str, names: PackageNames) -> None:
@@ -144,7 +152,11 @@ def _write(target: Path, names: PackageNames) -> list[str]:
 def _rendered(names: PackageNames) -> dict[str, str]:
     from packaging.version import Version
 
-    known = {**dataclasses.asdict(names), "attnplug_version": Version(version("attnplug")).public}
+    known = {
+        **dataclasses.asdict(names),
+        "attnplug_source": ATTNPLUG_SOURCE,
+        "attnplug_version": Version(version("attnplug")).public,
+    }
     rendered = {}
     for place, template in _templates(package_files("attnplug") / "templates" / "backend", PurePosixPath()):
         parts = [names.package if part == "package" else part for part in place.parts]

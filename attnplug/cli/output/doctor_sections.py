@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from importlib.metadata import distributions, entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -68,8 +70,9 @@ def _vllm() -> EngineState:
         activate = f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'attnplug']))}"
         return EngineState("vLLM", found, "inactive", f"VLLM_PLUGINS={allowed!r} leaves it out", activate)
     if not any(point.name == "attnplug" for point in entry_points(group="vllm.general_plugins")):
+        checkout = str(Path(__file__).parents[3])
         detail = "attnplug is not installed as a package, so vLLM does not find its entry point"
-        return EngineState("vLLM", found, "inactive", detail, "pip install attnplug")
+        return EngineState("vLLM", found, "inactive", detail, f"pip install {shlex.quote(checkout)}")
     return EngineState("vLLM", found, "active", offered, "vllm serve MODEL --attention-backend ATTNPLUG")
 
 
