@@ -49,7 +49,9 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
     from attnplug.registry.plugins.installed import missing_requirements
 
     missing = [str(reason) for reason in missing_requirements(declared.requires)]
-    _note(report, step="checking its requirements", unmet=missing)
+    bare = [str(reason) for reason in missing_requirements(declared.requires, helps=False)]
+    types = list(declared.device_types)
+    _note(report, step="checking its requirements", unmet=missing, unmet_elsewhere=bare, device_types=types)
     for method in ("get_impl_cls", "get_builder_cls"):
         _note(report, step=f"in {method}")
         part = getattr(chosen, method)()
@@ -71,6 +73,8 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "get_impl_cls": _TEXT,
     "get_builder_cls": _TEXT,
     "unmet": (list,),
+    "unmet_elsewhere": (list,),
+    "device_types": (list,),
     "backends": (dict,),
     "used": (dict,),
     "device": (dict,),

@@ -59,6 +59,24 @@ def test_where_no_change_helps_the_reasons_of_the_nearest_backend_are_named(run,
     assert words(outcome.out).endswith(reason)
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu"])
+def test_where_no_other_backend_is_for_such_a_device_none_is_called_near(run, device):
+    outcome = run("explain", "--device", device)
+    assert words(outcome.out).endswith(f"It is slow on a GPU. No other installed backend is for {device}.")
+    assert "nearest" not in outcome.out
+    assert "pip install" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("device", "helps"), [("cpu", False), ("mps", False), ("t4", False), ("cuda", True), ("h100", True)]
+)
+def test_pip_is_a_remedy_only_where_the_device_may_be_served(run, device, helps):
+    found = run("explain", "--device", device, "--assume-installed", "torch=2.13", "--json").json
+    (flashinfer,) = [each for each in found["candidates"] if each["name"] == "FLASH_ATTN_3"]
+    (missing,) = [each for each in flashinfer["reasons"] if each["code"] == "not_installed"]
+    assert ("pip install" in missing["text"], missing["remedy"] is not None) == (helps, helps)
+
+
 def test_the_version_is_that_of_the_class_that_serves_the_layer(run):
     outcome = run("select", MODELS / "deepseek-v3.json", "--device", "sm90", "--backend", "FLASHINFER")
     assert outcome.code == 3

@@ -102,3 +102,10 @@ def test_assumptions_that_mean_nothing_are_errors(assumed: Any, words: str) -> N
 def test_nothing_is_installed_where_an_empty_mapping_is_assumed() -> None:
     found = registry(backend("A", requires=("packaging",))).explain(SPEC, CPU, assume_installed={})
     assert found.candidates[0].codes == ("not_installed",)
+
+
+def test_where_an_installation_does_not_help_it_is_no_remedy() -> None:
+    requires = ("no-such-thing>=1", ("flash-attn>=3", "nor-this"))
+    reasons = missing_requirements(requires, ASSUMED, helps=False)
+    assert [reason.remedy for reason in reasons] == [None, None]
+    assert not [reason for reason in reasons if "pip install" in reason]

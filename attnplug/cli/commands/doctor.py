@@ -50,14 +50,14 @@ def doctor(
     The exit code is 1 if anything failed.
     """
     wanted = backends or []
-    findings = _import_findings(wanted, timeout)
-    # In a child too: a query of the device imports torch, which may crash or hang.
+    # In a child: a query of the device imports torch, which may crash or hang.
     probe = run_probe(None, None, timeout)
     device, used = None, probe.facts.get("used", {})
     try:
         device = None if probe.failure else Device.from_dict(probe.facts["device"])
     except SpecError as problem:
         probe = dataclasses.replace(probe, failure=str(problem))
+    findings = _import_findings(wanted, timeout, device)
     if probe.failure is not None:
         findings.append(Finding("current device", "failed", probe.failure))
     findings += refuted_findings(device, wanted)
@@ -139,7 +139,7 @@ def _environment() -> dict[str, str]:
     return {"Python": platform.python_version(), **found}
 
 
-def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
+def _import_findings(wanted: Sequence[str], timeout: float, device: Device | None) -> list[Finding]:
     from attnplug.registry.plugins.discovery import installed_plugins
     from attnplug.registry.plugins.switches import Switches
 
@@ -175,7 +175,7 @@ def _import_findings(wanted: Sequence[str], timeout: float) -> list[Finding]:
             raise UnknownBackendError("BACKEND", wanted[0], limit)
         done = pool.map(lambda pair: run_probe(pair[0], pair[1], timeout), pairs)
         for (plugin, name), probe in zip(pairs, done, strict=True):
-            findings.append(_backend_finding(f"{name} ({plugin})", probe))
+            findings.append(_backend_finding(f"{name} ({plugin})", probe, device))
     return findings
 
 
@@ -201,8 +201,11 @@ def _plugin_finding(plugin: str, probe: Probe) -> Finding | None:
     return None
 
 
-def _backend_finding(what: str, probe: Probe) -> Finding:
+def _backend_finding(what: str, probe: Probe, device: Device | None) -> Finding:
     unmet = probe.facts.get("unmet")
+    # An installation makes no other device of this one, so that no command is a remedy.
+    if device is not None and device.type not in probe.facts.get("device_types", [device.type]):
+        unmet = probe.facts.get("unmet_elsewhere")
     if unmet:
         return Finding(what, "lacking", "; ".join(unmet))
     if probe.failure is not None:

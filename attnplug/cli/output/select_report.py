@@ -66,9 +66,12 @@ def advice_in_words(advice: Mapping[tuple[NearMiss, ...], list[Decision]]) -> It
         device = first.device.name or first.device
         if first:
             yield f"warning: only the reference {first.backend} serves {which} on {device}. It is slow on a GPU."
-            nearest = next(iter(first.refused), None)
+            # A backend for other types of devices is near to nothing here.
+            nearest = next((each for each in first.refused if "device_type" not in each.codes), None)
             if nearest and not misses:
                 yield f"{nearest.name} is the nearest: {'; '.join(nearest.reasons)}."
+            elif not misses:
+                yield f"No other installed backend is for {first.device.type}."
         for miss in misses:
             if miss.cost == misses[0].cost:
                 yield f"{miss.backend} serves {'this' if first else which} {miss}."

@@ -62,24 +62,27 @@ def _checked(items: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
     return tuple(sorted((canonical_name(name), version) for name, version in items))
 
 
-def missing_requirements(requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None) -> list[Reason]:
+def missing_requirements(
+    requires: Sequence[str | tuple[str, ...]], assumed: Assumed = None, *, helps: bool = True
+) -> list[Reason]:
     """A reason for each requirement that no installed or assumed distribution meets.
 
     Args:
         requires: PEP 508 strings; a tuple is met by any one of its alternatives.
         assumed: versions to judge by instead of the installed ones.
+        helps: whether an installation would help, so that it is a remedy.
     """
     if assumed == "all":
         return []
     reasons = []
     for choices in _choices(requires):
-        found = [_missing(choice, assumed) for choice in choices]
+        found = [_missing(choice, assumed, helps) for choice in choices]
         refused = [reason for reason in found if reason is not None]
         if choices and len(refused) == len(choices):
             # A wrong version tells the user more than a missing alternative.
             refused.sort(key=lambda reason: reason.code != "version")
             first, others = refused[0], " or ".join(each.remedy for each in refused[1:] if each.remedy)
-            if len(refused) > 1:
+            if others:
                 first = Reason(str(first), code=first.code, field="requires", remedy=f"or {others}")
             reasons.append(first)
     return reasons
@@ -112,11 +115,11 @@ def requirement_names(requires: Sequence[str | tuple[str, ...]]) -> list[str]:
     return [_parse(choice).name for choices in _choices(requires) for choice in choices]
 
 
-def _missing(text: str, assumed: Assumed) -> Reason | None:
+def _missing(text: str, assumed: Assumed, helps: bool) -> Reason | None:
     requirement = _parse(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
         return None
-    remedy = f"pip install '{requirement.name}{requirement.specifier}'"
+    remedy = f"pip install '{requirement.name}{requirement.specifier}'" if helps else None
     if isinstance(assumed, tuple):
         # Only assumed versions count, so that the answer does not depend on this machine.
         version = dict(assumed).get(canonical_name(requirement.name))

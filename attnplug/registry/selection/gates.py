@@ -118,7 +118,9 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
         configuration = configuration_reasons(offer.backend, placement)
     backend = offer.backend
     pages: tuple[int, str] | None = None
-    installed, error = guarded_call(missing_requirements, offer.declared.requires, assumed)
+    # An installation makes no other device of this one, so that it is no remedy.
+    helps = not any(map(_is_of_device, configuration))
+    installed, error = guarded_call(missing_requirements, offer.declared.requires, assumed, helps=helps)
     if error is not None:
         installed = [fault(backend, f"has requires={shown(offer.declared.requires)}: {describe(error)}")]
     priority = _priority(offer, placement)
@@ -132,6 +134,11 @@ def examine(offer: Offer, placement: Placement, assumed: Assumed) -> Examined:
     named = offer.name, offer.distribution, offer.version
     candidate = Candidate(*named, rank, refused_at, (*configuration, *installed))
     return Examined(candidate, backend, placement.spec, pages)
+
+
+def _is_of_device(reason: Reason) -> bool:
+    """Whether a backend is not for the device; one whose capability is not known may be."""
+    return reason.code == "device_type" or (reason.code == "compute_capability" and bool(reason.requested))
 
 
 def import_parts(backend: type[AttentionBackend]) -> Reason | None:
