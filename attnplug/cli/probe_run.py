@@ -34,7 +34,7 @@ def main(report: str, plugin: str | None = None, backend: str | None = None) -> 
 
     _note(report, step=f"importing {plugin}")
     found = next(item for item in installed_plugins() if item.record.name == plugin)
-    loaded = Host().load(found)
+    loaded = Host(reads_parts=True).load(found)
     offers = {offer.name: offer for offer in loaded.offers}
     _note(
         report,

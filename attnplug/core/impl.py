@@ -15,7 +15,7 @@ from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
 from attnplug.core.interface.backend_of_impl import backend_of
-from attnplug.core.interface.interface import constructor_faults, impl_faults
+from attnplug.core.interface.interface import constructor_faults, impl_faults, in_lines
 from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
@@ -245,7 +245,7 @@ class AttentionImpl(ABC, Generic[_M]):
         backend = backend_of(cls) if backend is None else backend
         where = f"{backend.get_name() or backend.__name__} cannot run layer {layer_name}"
         if faults := impl_faults(cls, AttentionImpl):
-            raise PluginError(f"{where}: {'; '.join(faults)}")
+            raise PluginError(f"{where}:{in_lines(faults)}")
         tensors = tensors or LayerTensors()
         tensors.check(spec)
         # Ported constructors take sinks among their own arguments, after those of the interface.

@@ -215,8 +215,8 @@ class Runner:
         )
         served, asked = serving(offer, Placement(job.spec, self._device, job.shape.phase))
         backend: type[AttentionBackend] = served.backend
-        if (reason := import_parts(backend)) is not None:
-            raise RuntimeError(str(reason))
+        if reasons := import_parts(backend):
+            raise RuntimeError("; ".join(reasons))
         pages = preferred_pages(backend, asked.spec, self._device)
         inputs = made_inputs(
             backend, asked.spec, job.shape, pages, self._where, copies=job.timed, made=self._caches

@@ -33,7 +33,8 @@ def test_explain_lists_every_reason_against_a_backend_from_the_command_line(
     ]
     assert (sm80["refused_at"], sm80["priority"]) == ("installed", 250)
     assert sm80["reasons"][0]["text"] == "head_size not supported: 80 is not one of 64, 128"
-    assert sm80["reasons"][-1]["remedy"] == "pip install 'flash-attn>=2.7'"
+    # On this GPU no installation helps.
+    assert (sm80["reasons"][-1]["text"], sm80["reasons"][-1]["remedy"]) == ("flash-attn not installed", None)
 
 
 def test_a_what_if_with_everything_installed_chooses_among_all_by_priority(see_plugins: See) -> None:

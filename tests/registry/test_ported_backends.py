@@ -17,6 +17,8 @@ from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionBackend, AttentionCGSupport, BuilderConfig, FullAttentionSpec
 from attnplug.core.interface.impl_and_builder import make_builder, make_impl, part_faults
 from attnplug.errors import NoBackendError, PluginError
+from attnplug.registry.plugins.discovery import Host
+from attnplug.registry.plugins.records import PluginRecord, PluginStatus
 from attnplug.registry.selection.gates import import_parts
 
 TORCH_IMPL: Any = TorchBackend.get_impl_cls()
@@ -306,12 +308,12 @@ class TestParts:
             child = type("Child", (builder,), {})
             for each in (builder, child):
                 assert each.cudagraph_support is each.get_cudagraph_support(BuilderConfig(), CACHE) is level
-                assert import_parts(made(builder=each)) is None
+                assert import_parts(made(builder=each)) == ()
         over = type(
             "Over", (type("Acme", (TORCH_BUILDER,), names),), {"cudagraph_support": AttentionCGSupport.NEVER}
         )
         assert over.cudagraph_support is AttentionCGSupport.NEVER
-        assert import_parts(made(builder=over)) is None
+        assert import_parts(made(builder=over)) == ()
 
     def test_a_graph_level_that_is_set_later_is_not_ignored(self) -> None:
         late: Any = type("Acme", (TORCH_BUILDER,), {})
@@ -442,6 +444,39 @@ class TestAWholePort:
             "def attend(self, layer, query, key, value, kv_cache, attn_metadata, output, *, output_lse=None"
             in faults[0]
         )
+
+    def test_they_are_told_in_one_round_a_line_each(self, ported: Any) -> None:
+        first, *lines = refusal(ported.BadPorted).splitlines()
+        assert first == "acme offers BadPorted, which does not follow the interface:"
+        assert all(line.startswith("- ") for line in lines)
+        found = [line.removeprefix("- ").partition(".")[0] for line in lines]
+        assert found == ["BadPorted"] * 6 + ["PortedImpl", "PortedBuilder"]
+
+    def test_faults_of_the_parts_alone_are_reasons_of_their_own(self, ported: Any) -> None:
+        backend = made(impl=ported.PortedImpl, builder=ported.PortedBuilder)
+        with pytest.raises(NoBackendError) as caught:
+            Registry({"acme": plugin(backend)}).select(SPEC, CPU, backend="ACME")
+        (candidate,) = [each for each in caught.value.decision.refused if each.name == "ACME"]
+        head, *faults = candidate.reasons
+        assert head.endswith("does not follow the interface; tell its author")
+        assert [fault.partition(" ")[0] for fault in faults] == [
+            "PortedImpl.forward",
+            "PortedBuilder.__init__",
+        ]
+        assert set(candidate.codes) == {"plugin_error"}
+        assert all(f"\n    {fault}" in str(caught.value) for fault in faults)
+
+    def test_code_of_an_installed_plugin_that_is_refused_is_not_run(
+        self, ported: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[str] = []
+        for getter in ("get_impl_cls", "get_builder_cls"):
+            monkeypatch.setattr(ported.BadPorted, getter, lambda name=getter: asked.append(name))
+        record = PluginRecord("acme:ported", "acme", "1", PluginStatus.BLOCKED)
+        for reads_parts, expected in ((False, []), (True, ["get_impl_cls", "get_builder_cls"])):
+            loaded = Host(reads_parts=reads_parts).check_and_load(record, plugin(ported.BadPorted))
+            assert loaded.record.status is PluginStatus.BROKEN
+            assert asked == expected
 
     def test_each_call_into_it_names_the_backend(self, ported: Any) -> None:
         with pytest.raises(PluginError, match=r"BAD_PORTED cannot run layer l: PortedImpl\.forward writes"):

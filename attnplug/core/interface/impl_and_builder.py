@@ -13,7 +13,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import AttnplugError, BackendFaultError, PluginError
 from attnplug.core.impl import AttentionImpl
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of
-from attnplug.core.interface.interface import builder_faults, constructor_faults, impl_faults
+from attnplug.core.interface.interface import builder_faults, constructor_faults, impl_faults, in_lines
 from attnplug.core.interface.ported_names import BUILDER_INSTANCE_NAMES
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 
@@ -67,7 +67,7 @@ def make_builder(
     builder = backend.get_builder_cls()
     _check_base(backend, "get_builder_cls", builder, AttentionMetadataBuilder)
     if faults := builder_faults(builder, AttentionMetadataBuilder):
-        raise PluginError(f"{backend.get_name()} cannot build metadata: {'; '.join(faults)}")
+        raise PluginError(f"{backend.get_name()} cannot build metadata:{in_lines(faults)}")
     made, error = guarded_call(builder, kv_cache_spec, layer_names, config, device)
     where = f"{backend.get_name()} cannot build metadata"
     remedy = ""

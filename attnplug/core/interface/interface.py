@@ -53,6 +53,12 @@ _SEQUENCES = (
 _FLAGS = ("step_safe", "serves_dense", "depends_on_capability")
 
 
+def in_lines(faults: Collection[str]) -> str:
+    """Faults after a colon: one on the same line, several on a line each."""
+    plain = [" ".join(each.splitlines()) for each in faults]
+    return f" {plain[0]}" if len(plain) == 1 else "".join(f"\n- {each}" for each in plain)
+
+
 def backend_faults(backend: type, base: type) -> list[str]:
     """What a backend class writes that attnplug would not read, each as a sentence with the remedy.
 

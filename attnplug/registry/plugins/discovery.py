@@ -22,7 +22,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import PluginError
 from attnplug.core.interface.answers import DECLARED, NAME_RULE, declared, forget_answers, plain_name
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of, plain_list
-from attnplug.core.interface.interface import backend_faults
+from attnplug.core.interface.interface import backend_faults, in_lines
 from attnplug.core.interface.signatures import class_fault, is_own
 from attnplug.registry.plugins.installed import check_requirements
 from attnplug.registry.plugins.records import (
@@ -171,7 +171,9 @@ class _OnePlugin(pluggy.PluginManager):
 class Host:
     """Keeps the loaded plugins in pluggy and calls each of them alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, reads_parts: bool = False) -> None:
+        # Whether the impl and the builder of a refused backend are read too, which runs more of its code.
+        self._reads_parts = reads_parts
         # By id: two equal plugin objects are two plugins, and some plugin objects are not hashable.
         self._managers: dict[int, _OnePlugin] = {}
 
@@ -235,7 +237,7 @@ class Host:
 
     def copy(self) -> Host:
         """A host with the same plugins, whose changes do not reach this one."""
-        made = Host()
+        made = Host(reads_parts=self._reads_parts)
         made._managers = dict(self._managers)
         return made
 
@@ -258,7 +260,9 @@ class Host:
             offered, error = guarded_call(self.call, "attnplug_backends", plugin)
             if error is not None:
                 raise _Rejected(f"raised {describe(error)} in attnplug_backends") from error
-            return tuple(_checked(record, offered))
+            # In the author's own process, torch is no cost where it is there already.
+            reads_parts = self._reads_parts or (record.distribution is None and "torch" in sys.modules)
+            return tuple(_checked(record, offered, reads_parts))
         except pluggy.PluginValidationError as invalid:
             self.forget(plugin)
             text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
@@ -289,14 +293,14 @@ def _check_api(plugin: object) -> None:
         raise _Rejected(what, PluginStatus.INCOMPATIBLE)
 
 
-def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
+def _checked(record: PluginRecord, offered: object, reads_parts: bool) -> Iterator[Offer]:
     # A subclass may count and iterate as it likes.
     if type(offered) not in (tuple, list):
         what = f"returned {shown(offered)} from attnplug_backends"
         raise _Rejected(f"{what}; it must be a sequence of backend classes: a plain tuple or list")
     seen: set[str] = set()
     for backend in plain_list(offered):
-        name = _backend_name(backend)
+        name = _backend_name(backend, reads_parts)
         offer = Offer(name, backend, record.name, record.distribution, record.version)
         for each in (name, offer.declared.family or ""):
             # A registry made in code may have attnplug's own modules: Registry(plugins=[torch_native]).
@@ -310,7 +314,20 @@ def _checked(record: PluginRecord, offered: object) -> Iterator[Offer]:
         yield offer
 
 
-def _backend_name(backend: Any) -> str:
+def _part_faults(backend: type[AttentionBackend]) -> list[str]:
+    """What the impl and the builder of a refused backend write that attnplug would not read, as far as it is known.
+
+    An author then mends all in one round. Errors are left out: they are told once the backend itself is right.
+    """
+    parts = [guarded_call(getter)[0] for getter in (backend.get_impl_cls, backend.get_builder_cls)]
+    # It imports torch, as the parts have done.
+    from attnplug.core.interface.impl_and_builder import part_faults
+
+    found, _ = guarded_call(part_faults, *parts)
+    return found if all(isinstance(part, type) for part in parts) and found else []
+
+
+def _backend_name(backend: Any, reads_parts: bool) -> str:
     # isinstance and issubclass would ask the value and its metaclass.
     if type not in mro_of(type(backend)) or AttentionBackend not in mro_of(backend):
         raise _Rejected(f"offers {shown(backend)}, which is not a subclass of AttentionBackend")
@@ -318,11 +335,15 @@ def _backend_name(backend: Any) -> str:
     # Attributes of a class are read through its metaclass, so this comes before all others.
     if why := class_fault(backend, AttentionBackend):
         raise _Rejected(f"offers {title}, whose {why}")
+    faults = backend_faults(backend, AttentionBackend)
     if inspect.isabstract(backend):
         missing = ", ".join(sorted(backend.__abstractmethods__))
-        raise _Rejected(f"offers {title}, which lacks {missing}")
-    if faults := backend_faults(backend, AttentionBackend):
-        raise _Rejected(f"offers {title}, which does not follow the interface: {'; '.join(faults)}")
+        if not faults:
+            raise _Rejected(f"offers {title}, which lacks {missing}")
+        faults.insert(0, f"{title} lacks {missing}")
+    if faults:
+        faults += _part_faults(backend) if reads_parts else ()
+        raise _Rejected(f"offers {title}, which does not follow the interface:{in_lines(faults)}")
     _, error = guarded_call(lambda: check_requirements(DECLARED["requires"](backend.requires)))
     if error is not None:
         raise _Rejected(f"offers {title}, whose requires cannot be read: {describe(error)}")

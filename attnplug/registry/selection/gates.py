@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
 
 
-_LONGEST_FAULTS = 4000
+_LONGEST_FAULTS, _MOST_FAULTS = 4000, 100
 _LAYOUTS = frozenset({"NHD", "HND"})
 _CODES = {
     PluginStatus.BLOCKED: "blocked",
@@ -45,8 +45,9 @@ _CODES = {
 
 def not_loaded(record: PluginRecord) -> Candidate:
     """Gate 1: the candidate for a plugin that did not load."""
-    reason = Reason(record.reason or f"{record.name} was not loaded", code=_CODES[record.status])
-    return Candidate(record.name, record.distribution, record.version, None, Gate.PLUGIN, (reason,))
+    lines = (record.reason or f"{record.name} was not loaded").splitlines()
+    reasons = tuple(Reason(line.removeprefix("- "), code=_CODES[record.status]) for line in lines)
+    return Candidate(record.name, record.distribution, record.version, None, Gate.PLUGIN, reasons)
 
 
 def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
@@ -141,31 +142,33 @@ def _is_of_device(reason: Reason) -> bool:
     return reason.code == "device_type" or (reason.code == "compute_capability" and bool(reason.requested))
 
 
-def import_parts(backend: type[AttentionBackend]) -> Reason | None:
-    """The last gate: import the impl and the builder and check both classes; the reason for a failure, or None."""
+def import_parts(backend: type[AttentionBackend]) -> tuple[Reason, ...]:
+    """The last gate: import the impl and the builder and check both classes; the reasons for a failure."""
     # The classes of a composite are attnplug's own, and they call those of its members.
     members = tuple(backend.members().values()) if issubclass(backend, CompositeBackend) else ()
-    found = (_parts_fault(owner, backend) for owner in (*members, backend))
-    return next((reason for reason in found if reason is not None), None)
+    found = (_part_reasons(owner, backend) for owner in (*members, backend))
+    return next(filter(None, found), ())
 
 
-def _parts_fault(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> Reason | None:
+def _part_reasons(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> tuple[Reason, ...]:
     """What is wrong with the parts of `owner`, which is `backend` or a member of it."""
     parts = _parts(owner, backend)
     if isinstance(parts, Reason):
-        return parts
+        return (parts,)
     # This module imports torch, as the parts have done by now.
     from attnplug.core.interface.impl_and_builder import part_faults
 
     faults, error = guarded_call(part_faults, *parts)
     if error is not None:
-        return fault(owner, f"raised {describe(error)} when its impl and builder were examined")
+        return (fault(owner, f"raised {describe(error)} when its impl and builder were examined"),)
     if owner is not backend and overrides(parts[0], "forward"):
         faults.append(f"{class_name(parts[0])}.forward is not called in a composite; override attend alone")
-    if faults:
-        text = shortened("; ".join(faults), _LONGEST_FAULTS)
-        return fault(owner, f"does not follow the interface: {text}")
-    return None
+    if len(faults) <= 1:
+        return tuple(fault(owner, f"does not follow the interface: {each}") for each in faults)
+    return (
+        fault(owner, "does not follow the interface"),
+        *(Reason(each, code="plugin_error") for each in faults[:_MOST_FAULTS]),
+    )
 
 
 def _parts(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> tuple[type, ...] | Reason:
@@ -282,7 +285,7 @@ class PartImports:
     def __init__(self) -> None:
         # Reentrant: an interrupt at the end of `with` leaves it held by this thread.
         self._lock = threading.RLock()
-        self._found: dict[type[AttentionBackend], tuple[int, Future[Reason | None]]] = {}
+        self._found: dict[type[AttentionBackend], tuple[int, Future[tuple[Reason, ...]]]] = {}
 
     def under_way(self) -> PartImports:
         """A new record that knows only the imports that other threads have begun, and begins no second one of these."""
@@ -291,13 +294,13 @@ class PartImports:
             made._found = {each: known for each, known in self._found.items() if not known[1].done()}
         return made
 
-    def failure(self, backend: type[AttentionBackend]) -> Reason | StillImporting | None:
-        """Why the parts of a backend do not import, or None. The first thread that asks imports them.
+    def failure(self, backend: type[AttentionBackend]) -> tuple[Reason, ...] | StillImporting:
+        """Why the parts of a backend do not import, or (). The first thread that asks imports them.
 
         Other threads wait for its result, unless the first may be waiting for them; see `waited`. They then get
         STILL_IMPORTING, as does a call by the parts themselves while they are imported.
         """
-        me, mine = threading.get_ident(), Future[Reason | None]()
+        me, mine = threading.get_ident(), Future[tuple[Reason, ...]]()
         # Such a module may be one of the parts, whose import would wait for the other thread.
         if backend not in self._found and is_joined_by_import():
             return STILL_IMPORTING
@@ -312,12 +315,12 @@ class PartImports:
                 return STILL_IMPORTING
             return result.result()
         try:
-            reason = import_parts(backend)
+            reasons = import_parts(backend)
         except BaseException:
             # Such as KeyboardInterrupt: nothing is known, so the next call tries again, and those who wait see it.
             with self._lock:
                 self._found.pop(backend, None)
-            result.set_result(None)
+            result.set_result(())
             raise
-        result.set_result(reason)
-        return reason
+        result.set_result(reasons)
+        return reasons

@@ -92,18 +92,18 @@ def decide(
         if named is not None and offer not in named:
             break
         serves = examined[offer]
-        reason = plugins.imports.failure(serves.backend) if try_parts else None
-        if reason is None or reason is STILL_IMPORTING:
+        reasons = plugins.imports.failure(serves.backend) if try_parts else ()
+        if not reasons or reasons is STILL_IMPORTING:
             options, error = guarded_call(_options, offer, serves.backend, policy)
             if error is None:
-                winner, level = offer, "usable" if try_parts and reason is None else "declared"
+                winner, level = offer, "usable" if try_parts and not reasons else "declared"
                 winning, spec, pages = serves.backend, serves.spec, serves.pages
                 break
             # Without options of the user, it is the plugin that changed its mind since it was examined.
             if isinstance(error, PolicyError) and options_of(offer, dict(policy.options)) is not None:
                 raise error
-            reason = blame(offer.backend, error, "its Options")
-        failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=(reason,))
+            reasons = (blame(offer.backend, error, "its Options"),)
+        failed = dataclasses.replace(candidates[offer], refused_at=Gate.IMPORT, reasons=reasons)
         candidates[offer] = failed
     # A backend behind the first, whose parts do not import, did not win by its time.
     measured = found.measured if order and winner is order[0] else None
@@ -260,6 +260,8 @@ def refusal(decision: Decision, rule: Rule | None, plugins: PluginSet) -> NoBack
     for candidate in decision.refused:
         if candidate.name in asked:
             reasons += candidate.reasons
-            lines += f"\n  {candidate.name}: {'; '.join(candidate.reasons)}"
+            # Faults of a plugin are long sentences, each for one place of its source.
+            between = "\n    " if "plugin_error" in candidate.codes else "; "
+            lines += f"\n  {candidate.name}: {between.join(candidate.reasons)}"
     message = f"{rule.backend}, asked for by {rule.source}, does not serve {where}{lines}"
     return BackendUnavailableError(message, decision, reasons)

@@ -171,8 +171,7 @@ def refusals(backend: type[AttentionBackend], device: Device) -> list[str]:
     lacking = [str(reason) for reason in found if getattr(reason, "code", None) in codes]
     if lacking or missing:
         return [*lacking, *missing]
-    failed = import_parts(backend)
-    return [] if failed is None else [str(failed)]
+    return [str(reason) for reason in import_parts(backend)]
 
 
 def _make_current(device: str | None) -> None:

@@ -32,8 +32,8 @@ def missing(backend: type[AttentionBackend]) -> str | None:
         lacking.append(f"the device is {here}")
     elif here.capability is not None and not backend.supports_compute_capability(here.capability):
         lacking.append(f"{here} is not supported")
-    if not lacking and (reason := import_parts(backend)) is not None:
-        lacking.append(str(reason))
+    if not lacking and (reasons := import_parts(backend)):
+        lacking += map(str, reasons)
     return f"{backend.get_name()}: {'; '.join(lacking)}" if lacking else None
 
 
