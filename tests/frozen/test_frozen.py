@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.registry.plugins.hookspecs import API_VERSION
+from attnplug.registry.plugins.records import API_VERSION
 
 HERE = Path(__file__).parent
 FOLDERS = [HERE / "plugins", HERE / "engine"]
