@@ -12,7 +12,7 @@ from attnplug.matrix.design import declare
 from attnplug.matrix.markdown import markdown_row, markdown_text, render_markdown
 from attnplug.matrix.merging import merge
 from attnplug.matrix.results import read_matrix
-from attnplug.matrix.summary import CLAIMED, ValueSummary, RunSummary, summarise, values_of
+from attnplug.matrix.summary import CLAIMED, RunSummary, ValueSummary, summarise, values_of
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, list_in_words, value_in_words
 from attnplug.registry import Registry
 from attnplug.registry.plugins.records import Offer
