@@ -49,10 +49,11 @@ if TYPE_CHECKING:
     from attnplug.registry.devices import DeviceLike
 
 
+# A backend that lists too many values for this number has only some of them tried.
 MOST_CELLS = 1500
-"""Of one backend. For a backend that lists too many values for this, only some of them are tried."""
+"""The most cells of one backend."""
+# Of one axis: each needs at least ten cells, one for each feature.
 _MOST_VALUES = 150
-"""Of one axis: each needs at least ten cells, one for each feature."""
 _AXIS_OF_CODE = {
     **{flag.code: "feature" for flag in Feature},
     **{axis: axis for axis in ("head_size", "dtype", "kv_cache_dtype", "phase")},

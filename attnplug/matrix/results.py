@@ -75,11 +75,11 @@ _RUN: dict[str, _Rule] = {
     "commit": _TEXT_OR_NULL,
     "cells": (lambda value: isinstance(value, list), "a list"),
 }
+# Older files lack these fields, so their runs are samples. `sampled` is for other readers, and follows from the rest.
 _MORE_OF_RUN: dict[str, _Rule] = {
     "axes": (_is_axes, "null, or an object with a list of values for each axis"),
     "sampled": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
-"""Fields that older files lack: their runs are told as samples. `sampled` is for other readers, and follows from the rest."""
 _CELL: dict[str, _Rule] = {
     "feature": _TEXT,
     "phase": (lambda value: value in _PHASES, f"one of {', '.join(_PHASES)}"),

@@ -22,6 +22,8 @@ from attnplug.matrix.words import (
 
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
+# A right cell must not hide a wrong one, and a run counts more than a claim.
+# Verified cells together are only a sample, unless every combination was run.
 STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
@@ -31,8 +33,7 @@ STRONGEST_FIRST = (
     Status.UNCLAIMED,
     Status.REFUSED,
 )
-"""The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
-run counts more than a claim. Verified cells together are only a sample, unless every combination was run."""
+"""The first that any of several cells has is the status of all."""
 _FEW = 2
 """The most served values that an answer names; more are counted."""
 
@@ -228,12 +229,10 @@ def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int
 def _restrictions(
     rows: Sequence[tuple[tuple[Value, ...], Finding]],
 ) -> dict[tuple[int, Value], Restriction]:
-    """For each served value the axis of which it is served with at most two values, or with fewer than it is refused.
-
-    A value that the backend refuses with everything has a row of its own, so it restricts no other value. The
-    exception is an axis of which no value goes with a plain layer, such as the KV dtypes of the feature fp8 KV: the
-    refused ones are refused for this feature.
-    """
+    """For each served value the axis that restricts it, with at most two values or with fewer than it is refused."""
+    # A value that the backend refuses with everything has a row of its own, so it restricts
+    # no other value. The exception is an axis without any value for a plain layer, such as
+    # the KV dtypes of the feature fp8 KV: the refused ones are refused for this feature.
     asked: dict[tuple[int, Value, int], dict[Value, bool]] = collections.defaultdict(dict)
     anywhere: set[tuple[int, Value]] = set()
     for values, finding in rows:

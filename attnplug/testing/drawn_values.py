@@ -18,11 +18,11 @@ from attnplug.core.spec import LayerSpec
 from attnplug.testing.oracle import Spans
 from attnplug.testing.pages import rows_of_spans
 
+# No powers of two, and neither is the inverse of the other, so that each confusion of them changes the result.
 FP8_SCALES: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9}
-"""No powers of two, and neither is the inverse of the other, so that each confusion of them changes the result."""
 
+# A logit whose exponential overflows float32, in base e and in base 2.
 _FAR = 100.0
-"""A logit whose exponential overflows float32, in base e and in base 2."""
 _CONSTANT = 4.0
 """The last element of each key in a batch of Numbers.FAR."""
 _SHARP = 50.0
@@ -119,10 +119,8 @@ def _latent_weights(spec: LayerSpec, device: str) -> dict[str, torch.Tensor]:
 
 
 def _latent_size(spec: LayerSpec) -> float:
-    """The size of the elements of latents before those of positions, whose size is 1.
-
-    In pages of 8 bits they are much smaller, as in trained models: a scale of theirs would saturate the others.
-    """
+    """The size of the elements of latents before those of positions, whose size is 1."""
+    # In pages of 8 bits they are much smaller, as in trained models: a scale of theirs would saturate the others.
     return 0.125 if spec.has_quantized_kv_cache else 1.0
 
 

@@ -10,10 +10,10 @@ from typing import TypeVar
 ROUNDS = 5
 MORE_ROUNDS = 3
 """At most this many rounds repeat those in which the device was disturbed."""
+# After this round, candidates slower than the best by this factor are left out of the others.
 _DROP_AFTER, _DROP_ABOVE = 2, 1.5
-"""After this round, candidates slower than the best by this factor are left out of the others."""
+# A gap of more than this many spreads will not close in further rounds.
 _CERTAIN = 6.0
-"""A gap of more than this many spreads will not close in further rounds."""
 _UNSTEADY = 0.08
 """A round is disturbed if a fixed piece of work takes longer or shorter beside it by this share."""
 _MORE_MEMORY = 256 << 20

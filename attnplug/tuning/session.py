@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from attnplug.registry.plugins.installed import AssumeInstalled
     from attnplug.registry.registry import Registry
 
+# They compile the kernels of different layers at the same time.
 _CHECKERS = 4
-"""Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
+"""Processes that share the checks of a backend."""
 _CHECKS_AT_ONCE = 12
 _GROWTH = 4
 
@@ -215,11 +216,9 @@ class Tuner:
     def _split(
         self, cells: Sequence[TuneCell], old: TunedTable | None
     ) -> tuple[list[TuneCell], list[TuneCell]]:
-        """The cells that the table has whole, whose rows are taken over, and the others.
-
-        A cell with a new backend or version is measured again as a whole, because only backends that take turns can be
-        compared. Those that failed are not tried again.
-        """
+        """The cells that the table has whole, whose rows are taken over, and the others."""
+        # A cell with a new backend or version is measured again as a whole, because only
+        # backends that take turns can be compared. Failed backends are not tried again.
         kept: list[TuneCell] = []
         pending: list[TuneCell] = []
         usable = old is not None and old.is_for(self.device) and dict(old.policy) == self.policy
@@ -388,11 +387,9 @@ class Tuner:
 
 
 def _parts(cells: Sequence[TuneCell]) -> Iterator[Sequence[TuneCell]]:
-    """Cells in parts, the first of which is a single cell: within a budget, each part is checked and then measured.
-
-    Checks are not remembered, so those of cells that are not measured would be in vain. The parts grow, because each
-    one starts processes of its own.
-    """
+    """Cells in parts, from a single cell to ever more."""
+    # Within a budget, each part is checked and then measured. Checks are not remembered, so those of cells
+    # that are not measured would be in vain. The parts grow, because each one starts processes of its own.
     start, size = 0, 1
     while start < len(cells):
         yield cells[start : start + size]

@@ -227,7 +227,8 @@ def _caches(
     *,
     copies: bool,
 ) -> list[torch.Tensor]:
-    """Copies of a cache of random numbers: enough that the L2 holds no number until it is read again."""
+    """Copies of a cache of random numbers."""
+    # There are enough copies that the L2 holds no number until it is read again.
     blocks, size, layout = form
     logical = backend.get_kv_cache_shape(
         blocks, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
@@ -280,8 +281,9 @@ def _common(
     )
 
 
+# The whole of a long prefill would take minutes.
 _ROWS = 4
-"""The first and the last rows of a request that are compared: the whole of a long prefill would take minutes."""
+"""The first and the last rows of a request that are compared."""
 _WITHOUT: dict[Feature, dict[str, Any]] = {
     Feature.SLIDING_WINDOW: {"window": (-1, -1)},
     Feature.CHUNKED_LOCAL: {"chunk_size": None},

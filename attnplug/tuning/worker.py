@@ -37,8 +37,9 @@ _BUILDS = 9
 
 _BUILD_ROUNDS = 5
 
+# Engines run their decodes as graphs.
 _SHORT = 16
-"""Steps of at most this many new tokens per request are replayed as graphs, as engines run their decodes."""
+"""Steps of at most this many new tokens per request are replayed as graphs."""
 
 
 def main(task: str, report: str) -> None:
@@ -245,12 +246,10 @@ class Runner:
 
     @torch.inference_mode()
     def _build_us(self, job: Job, candidates: dict[str, _Candidate]) -> dict[str, float]:
-        """Microseconds of the host for a build of each candidate; the GPU does its part meanwhile.
-
-        A round is the median of steps in turn. The least of the rounds counts, because other work of the host can only
-        add to it. Candidates take turns, since a host is faster at times than at others. One that fails is left out of
-        `candidates`.
-        """
+        """Microseconds of the host for a build of each candidate; the GPU does its part meanwhile."""
+        # A round is the median of steps in turn. The least of the rounds counts, because
+        # other work of the host can only add to it. Candidates take turns, since a host
+        # is faster at times than at others. One that fails is left out of `candidates`.
         steps = {name: inputs.last_steps(_BUILDS) for name, (inputs, *_) in candidates.items()}
         found: dict[str, list[float]] = {name: [] for name in candidates}
         for _ in range(_BUILD_ROUNDS):

@@ -181,8 +181,8 @@ class FlashAttn2Kernels:
         fwd_kvcache: of the same.
     """
 
+    # It packs the heads of a KV head and splits the keys only if every request has one query.
     separate_decodes: ClassVar[bool] = True
-    """It packs the heads of a KV head and splits the keys only if every request has one query."""
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd

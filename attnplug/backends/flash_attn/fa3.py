@@ -43,8 +43,8 @@ class FlashAttn3Kernels:
         schedule: the operator `get_scheduler_metadata`.
     """
 
+    # Its scheduler splits the keys of each request by its length.
     separate_decodes: ClassVar[bool] = False
-    """Its scheduler splits the keys of each request by its length."""
 
     def __init__(self, fwd: Callable[..., Any], schedule: Callable[..., Any]) -> None:
         self._fwd = fwd

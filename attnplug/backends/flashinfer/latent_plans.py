@@ -199,8 +199,10 @@ class LatentPlans(NotCopied):
             return torch.zeros(count, dtype=torch.int32, device=self._device)
 
 
+# malloc reuses blocks of 64 KiB. FlashInfer's planner frees about a thousand
+# small chunks per plan, and the next larger allocation would merge them.
 _BLOCK = 1 << 14
-"""Elements of a block: 64 KiB, which malloc reuses."""
+"""Elements of a block."""
 
 
 class HostArrays(NotCopied):

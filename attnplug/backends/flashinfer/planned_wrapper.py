@@ -296,7 +296,8 @@ class PlannedWrapper(NotCopied):
         )
 
     def _point(self, part: Part, indices: torch.Tensor) -> None:
-        """Let the wrapper read `indices`: since the plan the pages may have moved to another buffer."""
+        """Let the wrapper read `indices`."""
+        # Since the plan the pages may have moved to another buffer.
         pointed = self._pointed
         if pointed is not None and pointed[0] is part and pointed[1] is indices:
             return
@@ -314,8 +315,8 @@ def one_request() -> Part:
 _LEAST = 128 << 20
 _SLACK = 1 << 20
 """Room for the alignment of FlashInfer's buffers."""
+# The fa3 planner lists at most so many tiles per head; with more, all heads share one list.
 _TILES_LISTED = 4096
-"""The fa3 planner lists at most so many tiles per head; with more, all heads share one list."""
 _BLOCKS_EACH = 2
 """Thread blocks per multiprocessor, as FlashInfer's scheduler counts them."""
 

@@ -19,10 +19,11 @@ from attnplug.ops.checks import check_spans, check_step_sizes
 
 _Ints = npt.NDArray[np.int64]
 
+# Both are measured on a CPU: over so many keys of single heads, of all
+# requests, the gathers that a cascade spares cost more than its merge.
 _SHARED_KEYS = 256
-"""The shortest prefix worth a cascade; measured on a CPU, like the next."""
+"""The shortest prefix worth a cascade."""
 _SPARED_KEYS = 3 << 13
-"""Keys of single heads, over all requests, from which the gathers that a cascade spares cost more than its merge."""
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):

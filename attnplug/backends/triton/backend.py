@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 # Triton reads this variable when it is imported, so attnplug also reads it once.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+# Query heads of one KV head: one tile of the kernels has them all.
 _MAX_GROUP = 128
-"""Query heads of one KV head: one tile of the kernels has them all."""
+# Elements of a latent without its rope part: the accumulators of a tile are as wide.
 _WIDEST_LATENT = 512
-"""Elements of a latent without its rope part: the accumulators of a tile are as wide."""
+# Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
 _WIDEST_ROPE = 256
-"""Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB."""
+# Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB.
 _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
-"""Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB."""
 _LITTLE = 99 << 10
 _LEAST_KEYS = 16
 """Keys of the smallest tile that a launch has, in one stage."""
@@ -192,8 +192,8 @@ class TritonMLABackend(MLADecodeBackend):
     prefill: ClassVar[type[AttentionBackend] | None] = TritonBackend
 
     query_lens: ClassVar[QueryLens | str] = QueryLens.ANY
+    # Queries share a tile of latents; with more of them the expanded product has less to compute.
     decode_threshold: ClassVar[int] = 8
-    """Queries share a tile of latents; with more of them the expanded product has less to compute."""
 
     @staticmethod
     def get_name() -> str:

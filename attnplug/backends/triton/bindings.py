@@ -46,12 +46,12 @@ _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
 _MOST_LAUNCHES = 8
 """Launches of prefill, and of equal shares, that a layer keeps bound: steps of other lengths, and of another cache."""
+# Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ.
 _SHARING_ROWS = 64
-"""Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ."""
 _PREFILL_ROWS = 128
 """Rows of most tiles of prefill."""
+# The share of multiprocessors with a tile above which dividing keys gains less than it costs. It is estimated.
 _BUSY = 0.7
-"""The share of multiprocessors with a tile above which dividing keys gains less than it costs. It is estimated."""
 
 
 class Prefill(NamedTuple):
@@ -275,7 +275,8 @@ class BoundLayer:
         return {"BLOCK_D": keys[0], "BLOCK_DV": values[0]}
 
     def _read_itemsize(self, pages: Pages) -> int:
-        """Bytes of an element of a tile of keys: float32 products convert all that is stored."""
+        """Bytes of an element of a tile of keys."""
+        # Float32 products convert all that is stored.
         return 4 if self._itemsize == 4 else pages.k.dtype.itemsize
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:

@@ -61,8 +61,8 @@ class Workspace(NotCopied):
         self._partial_lses = torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
         self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        # Kept alive: graphs captured before the batches grew still write there.
         self._outgrown: list[torch.Tensor] = []
-        """Kept alive: graphs captured before the batches grew still write there."""
 
     def begin_step(self, metadata: TritonMetadata) -> None:
         """Number the step, and make the plans that layers used in steps of equally many and long decodes.

@@ -357,7 +357,8 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _keep(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of a switch to another implementation, also where attnplug serves the text part alone."""
+    """In place of a switch to another implementation."""
+    # It keeps attnplug also where attnplug serves the text part alone.
     if NAME not in (model.config._attn_implementation, model.config.get_text_config()._attn_implementation):
         original(manager, model, *args, **kwargs)
 
@@ -379,7 +380,8 @@ def _make_cache(original: Callable[..., Any], cache: Any, *args: Any, **kwargs: 
 def _allow_block_tables(
     original: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kw: Any
 ) -> None:
-    """Leave block tables on for attnplug, but for models with windows: their rings have none."""
+    """Leave block tables on for attnplug, but for models with windows."""
+    # The rings of windows have no tables.
     if config._attn_implementation != NAME:
         original(config, cb_config, *args, **kw)
         return

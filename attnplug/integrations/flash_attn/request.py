@@ -17,8 +17,8 @@ from attnplug.core.checks import MOST_TOKENS
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 
+# Sides of windows are ints of C in the library.
 _MOST_INT = 2**31 - 1
-"""Sides of windows are ints of C in the library."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

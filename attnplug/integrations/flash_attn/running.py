@@ -53,7 +53,9 @@ def untraced(function: _Function) -> _Function:
 
 
 class _Thread(threading.local):
-    """The bindings of one thread, because builders keep buffers."""
+    """The bindings of one thread."""
+
+    # Each thread has its own, because builders keep buffers.
 
     def __init__(self) -> None:
         self.bindings: OrderedDict[Hashable, Binding] = OrderedDict()

@@ -128,6 +128,7 @@ DECODER: Final[Mapping[str, Check]] = MappingProxyType(
 )
 """Fields of decoders with rotary embeddings."""
 
+# No router affects the attention.
 EXPERTS: Final[Mapping[str, Check]] = MappingProxyType(
     {
         **all_of(HEADS, "num_experts num_experts_per_tok num_local_experts"),
@@ -138,7 +139,7 @@ EXPERTS: Final[Mapping[str, Check]] = MappingProxyType(
         "moe_intermediate_size": SIZE,
     }
 )
-"""Fields of mixtures of experts. No router affects the attention."""
+"""Fields of mixtures of experts."""
 
 
 def dtype_of(data: Mapping[str, Any]) -> str:

@@ -131,7 +131,8 @@ def _latent(values: Mapping[str, Any]) -> Layers | None:
 
 
 def _scale(size: int, rope: Mapping[str, Any]) -> float:
-    """The softmax scale; YaRN raises it with the length that it adds (https://arxiv.org/abs/2309.00071)."""
+    """The softmax scale."""
+    # YaRN raises it with the length that it adds (https://arxiv.org/abs/2309.00071).
     scale: float = size**-0.5
     share = rope.get("mscale_all_dim", 0)
     if rope["rope_type"] == "default" or not share or rope["factor"] <= 1:

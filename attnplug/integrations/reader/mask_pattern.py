@@ -13,8 +13,8 @@ import torch
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
 
+# A position so late in a sequence that no window of a real model reaches its beginning.
 _FAR = 1 << 24
-"""A position so late in a sequence that no window of a real model reaches its beginning."""
 
 
 class UnknownMaskError(Exception):

@@ -30,8 +30,8 @@ _MOVES: Final = frozenset({"permute", "swapaxes", "transpose"})
 _CUTS: Final = frozenset({"__getitem__", "cat", "concat", "concatenate", "narrow", "pad"})
 _REDUCES: Final = frozenset({"amax", "amin", "logsumexp", "max", "mean", "min", "norm", "std", "sum", "var"})
 _INVERTS: Final = frozenset({"__eq__", "__invert__", "bitwise_not", "logical_not"})
+# A number in place of a logit that hides its key: no model's logits reach it.
 _HIDES: Final = -1e4
-"""A number in place of a logit that hides its key: no model's logits reach it."""
 
 LOGITS: Final = object()
 MASK: Final = object()

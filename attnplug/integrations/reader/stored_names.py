@@ -27,8 +27,8 @@ _ATTENTION: Final = re.compile(r"(Attention|(self_)?attn|attention)\$?$")
 """Targets that are the attention itself: a class (`LlamaAttention`) or a module (`re:.*self_attn$`), no part of it."""
 _CLASS: Final = re.compile(r"[A-Za-z_]\w*Attention")
 _TAIL: Final = re.compile(r"[A-Za-z_]\w*\.\d+\..*")
+# Checkpoints name the same layer with other prefixes than the class does.
 _BEFORE: Final = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
-"""Checkpoints name the same layer with other prefixes than the class does."""
 
 
 def about_projections(place: str, targets: Iterable[str], caches: Caches) -> list[str]:

@@ -40,8 +40,8 @@ _READ = (
     *("use_non_causal", "device_capability", "use_kv_connector"),
 )
 """What is read of the arguments of vLLM's `validate_configuration`."""
+# Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names.
 _LEAST_PAGE = 16
-"""Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names."""
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]

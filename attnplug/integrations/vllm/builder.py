@@ -196,10 +196,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return step
 
     def _batch(self, given: Any, how: str) -> Batch:
-        """The batch that another group has begun, or a new one.
-
-        With drafts vLLM may change a batch's tensors between the builds of two groups.
-        """
+        """The batch that another group has begun, or a new one."""
+        # With drafts vLLM may change a batch's tensors between the builds of two groups.
         latest = Builder.latest and Builder.latest()
         if (
             latest

@@ -25,8 +25,8 @@ from attnplug.registry.devices import resolve_device
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.plan.plan_choice import check_served, phase_choices, phase_notes
 
+# Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size].
 HAS_CACHE_SHAPE = hasattr(AttentionBackend, "get_kv_cache_shape")
-"""Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size]."""
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""
 
@@ -260,7 +260,8 @@ class _Cache:
 
 
 def _forget(layer: weakref.ref[Layer], place: int, dead: weakref.ref[torch.Tensor]) -> None:
-    """Drop the view of a cache that vLLM has dropped, because it would keep the memory."""
+    """Drop the view of a cache that vLLM has dropped."""
+    # The view would keep the memory of all its layers.
     if (alive := layer()) is not None:
         alive._caches.pop(place, None)
 

@@ -114,7 +114,8 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         return bound
 
     def _take_weights(self, bound: Bound) -> None:
-        """Copy weights that vLLM has made anew, as versions about 0.25 do; graphs read the first ones' memory."""
+        """Copy weights that vLLM has made again, as versions about 0.25 do."""
+        # Graphs read the memory of the first ones.
         owner, used = self.owner, bound.tensors
         if bound.weights is not owner.W_UK_T and used.w_uk is not None and used.w_uv is not None:
             used.w_uk.copy_(owner.W_UK_T)

@@ -67,11 +67,10 @@ def is_same_batch(one: Any, other: Any) -> bool:
 
 
 def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
-    """Start locations and lengths on the host, with the padding of a graph as attnplug's builders know it.
-
-    A graph has a fixed number of requests. vLLM fills it up with requests of no query, but counts their tokens. For
-    attnplug padding requests have the queries of a decode and one key, so that a padded step has the plan of the graph.
-    """
+    """Start locations and lengths on the host, with the padding of a graph as attnplug's builders know it."""
+    # A graph has a fixed number of requests. vLLM fills it up with requests of no
+    # query, but counts their tokens. For attnplug padding requests have the queries
+    # of a decode and one key, so that a padded step has the plan of the graph.
     reqs, tokens, given = step.num_reqs, step.num_actual_tokens, step.query_start_loc_cpu
     # Where vLLM cuts requests at the borders of chunks, only this field has the lengths of the parts.
     host = getattr(step, "_seq_lens_cpu", None)
@@ -170,7 +169,8 @@ def builder_config(vllm_config: Any, kv_cache_spec: Any, layers: Mapping[str, An
 
 
 def _graph_sizes(compilation: Any, queries: int, most: int) -> tuple[int, ...]:
-    """How many requests the graphs of decodes have; vLLM counts their tokens."""
+    """The batch sizes of the graphs of decodes."""
+    # vLLM counts their tokens: a decode with drafts has several.
     mode = getattr(compilation, "cudagraph_mode", None)
     if mode is None or not mode.has_full_cudagraphs():
         return ()

@@ -60,8 +60,8 @@ def base_layers(backend: type[AttentionBackend], stored: Sequence[str]) -> Itera
         ]
 
 
+# Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models.
 _PAIRS = ((64, 16), (512, 64), (256, 64), (512, 0), (256, 32))
-"""Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models."""
 
 
 def latent_dims(pair: tuple[int, int], nope: int = 32, value: int = 24) -> MLADims:
@@ -82,8 +82,8 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, **({"num_kv_heads": 1, "head_size": dims.latent_size} if dims else {})}
 
 
+# Heads and KV heads of small layers: some kernels serve one number of query heads per KV head.
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
-"""Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
 _PROBED_SIZES, _MOST_BASES = 8, 8
 """Head sizes to search for a layer of backends that refuse plain ones, and the layers to keep."""
 _MOST_KEYS = 4

@@ -31,8 +31,8 @@ Row: TypeAlias = dict[str, Any]
 Pair: TypeAlias = tuple[tuple[str, Any], tuple[str, Any]]
 """Two axes, each with a value."""
 
+# Values of an axis that are changed together with those of another: the product of long axes takes seconds.
 _JOINED = 16
-"""Values of an axis that are changed together with those of another: the product of long axes takes seconds."""
 
 
 class Search(abc.ABC):

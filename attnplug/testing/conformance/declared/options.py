@@ -152,7 +152,8 @@ def values_of(options: type[Any] | None, usual_ones: Any = None) -> dict[str, li
 
 
 def _guesses(options: type[Any] | None, name: str) -> list[Any]:
-    """Twice a default that is a number; none for a field that lists its values, also if it lists none."""
+    """Twice a default that is a number; none for a field that lists its values."""
+    # An empty list also says that the author wants no guesses.
     if options is None:
         return []
     field = next(each for each in dataclasses.fields(options) if each.name == name)
