@@ -1,6 +1,6 @@
 """The axes of the matrix: their values for each backend, the values that go together, and the layer of a cell.
 
-Also the combinations that a run tried of those that its backend serves: a sample never stands for the others.
+Also the combinations that a run tried of those that its backend serves: a sample says nothing about the others.
 """
 
 from __future__ import annotations
@@ -116,14 +116,9 @@ def phase_of(cell: Cell) -> Phase | None:
 
 
 def spec_of(cell: Cell) -> LayerSpec:
-    """The layer of a cell: 4 query heads over 2, or over 1 with MLA, and the one feature.
-
-    Sparse attention over LATENT elements is also MLA, because models combine the two.
-
-
-    Raises:
-        SpecError: the feature is unknown, or the values exclude each other.
-    """
+    """The layer of a cell: 4 query heads over 2, or over 1 with MLA, and the one feature."""
+    # Sparse attention over LATENT elements is also MLA, because models combine the
+    # two. Raises: SpecError: the feature is unknown, or the values exclude each other.
     return _spec(cell.feature, cell.head_size, cell.dtype, cell.kv_cache_dtype, cell.block_size)
 
 

@@ -35,7 +35,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    # bool is a subclass of int, and True is no size.
+    # bool is a subclass of int, but True cannot be a size.
     return type(value) is int and value > 0
 
 
@@ -88,7 +88,7 @@ _CELL: dict[str, _Rule] = {
     "kv_cache_dtype": _TEXT,
     "block_size": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
     "layout": _TEXT_OR_NULL,
-    # A list, because a set raises TypeError when it is asked for a list or an object.
+    # A list, because a look-up of a list or an object in a set raises TypeError.
     "status": (lambda value: value in _OF_CELLS, f"one of {', '.join(_OF_CELLS)}"),
     "why": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of text"),
 }
@@ -108,7 +108,7 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 
 
 def _write_samples(run: Run) -> dict[str, Any] | None:
-    """What was run of all combinations of served values; None if nothing was, or all of them.
+    """The part of all combinations of served values that was run; None if nothing was, or all of them.
 
     `of` is their number; `lacking` names an axis of which values were not run.
     """

@@ -55,7 +55,7 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restriction:
-    """Another axis of which a value is served with some values only.
+    """Another axis that restricts a value: it is served with some of its values only.
 
     Args:
         axis: the other axis.
@@ -267,11 +267,9 @@ def counts_in_words(answer: ValueSummary) -> str:
 
 
 def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[Status, str]:
-    """The values of an axis by status, as a list; a star marks each value with limits.
-
-    A fraction of the cells is shorter than what a sample lacks. None, of cells without pages, is left out: the
-    features direct KV and encoder say the same.
-    """
+    """The values of an axis by status, as a list; a star marks each value with limits."""
+    # A fraction of the cells is shorter than what a sample lacks. None, of cells
+    # without pages, is left out: the features direct KV and encoder say the same.
     lists = {}
     for status in MEANINGS:
         marked = [

@@ -27,7 +27,7 @@ KV_CHOICES: dict[str, tuple[str, ...]] = {
 }
 """The KV dtypes to choose from, and those that each may mean, the preferred one first."""
 GPU = "{gpu}"
-"""Stands in a sentence for the name of the GPU, such as "an A100"."""
+"""The place of the GPU's name, such as "an A100", in a sentence."""
 
 _ASKED: SelectKwargs = {"assume_installed": "all"}
 
@@ -227,7 +227,7 @@ def _join(parts: Sequence[str]) -> str:
 
 
 def _beside(best: ModelDecision, meant: Sequence[ModelDecision], on_gpu: bool) -> str:
-    """What becomes of the other storage types that the choice means."""
+    """The outcome for the other storage types that the choice means."""
     for other in meant:
         if other is best:
             continue

@@ -172,7 +172,7 @@ def draw_tokens(
 _WIDER = 3
 """Columns of a selection beyond the layer's topk."""
 _ROUND, _FEWER, _NONE = 7, 4, 2
-"""Of so many queries in a row, this one chooses half as many keys as it may, and this one none."""
+"""By place among so many queries in a row: this one chooses half as many keys as it may, and this one none."""
 
 
 def random_selection(
@@ -188,9 +188,6 @@ def random_selection(
 ) -> Selection | None:
     """A selection for a sparse layer, in no order; None for other layers.
 
-    Most queries choose as many keys as they may, or all where these are fewer. Some choose fewer, and some none. The
-    buffer is wider than the layer's topk, as if another layer chooses more keys.
-
     Args:
         spec: the layer.
         query_lens: new tokens of each request.
@@ -201,6 +198,8 @@ def random_selection(
         seed: of the random choice.
         device: of the tensors.
     """
+    # Most queries choose as many keys as they may, or all where these are fewer. Some choose fewer,
+    # and some none. The buffer is wider than the layer's topk, as if another layer chooses more keys.
     sparse = spec.sparse
     if sparse is None:
         return None

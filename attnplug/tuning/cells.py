@@ -105,10 +105,8 @@ _CONTEXT = 2 << 30
 
 
 def subject_of(offer: Offer, device: Device) -> BackendVersions:
-    """A backend with the versions of torch, its distribution and the distributions that it requires.
-
-    Python's version is not among them: it changes no kernel.
-    """
+    """A backend with the versions of torch, its distribution and the distributions that it requires."""
+    # Python's version is not among them: it changes no kernel.
     versions = tuple(sorted(library_versions(offer).items()))
     return BackendVersions(offer.name, offer.distribution, offer.version, device, versions)
 
@@ -138,7 +136,7 @@ def contenders(
     wanted = None if names is None else {offer for name in names for offer in plugins.find(name)}
     found: list[Contender] = []
     for candidate in registry.explain(spec, device, phase, tuned=False).candidates:
-        # A rule of the user may name a composite, which is no offer.
+        # A rule of the user may name a composite, which no plugin offers.
         offer = offers.get((candidate.name, candidate.distribution))
         if not candidate.accepted or offer is None:
             continue

@@ -1,4 +1,4 @@
-"""Rounds of measurements that take turns, so that a slow moment of the device slows all candidates alike."""
+"""Rounds of measurements that take turns, so that a slow moment of the device slows all candidates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 
 ROUNDS = 5
 MORE_ROUNDS = 3
-"""At most this many rounds repeat those in which the device was disturbed."""
+"""At most this many rounds repeat disturbed ones."""
 # After this round, candidates slower than the best by this factor are left out of the others.
 _DROP_AFTER, _DROP_ABOVE = 2, 1.5
 # A gap of more than this many spreads will not close in further rounds.
@@ -69,7 +69,7 @@ def measure_in_turns(
     """The time of each of `runs`, whose calls give microseconds.
 
     The first round only warms up. Each round begins with another candidate. After two rounds, those far behind the best
-    are left out, but never the default, with which every other is compared. Rounds in which the device was disturbed
+    are left out, but never the default, with which every other is compared. Disturbed rounds
     are repeated.
 
     Args:
@@ -98,6 +98,7 @@ def measure_in_turns(
         if len(steady) == _DROP_AFTER:
             middle = {name: statistics.median(_chosen(times[name], steady)) for name in order}
             limit = _DROP_ABOVE * min(middle.values())
+            # The default is the one that every other is compared with.
             order = [name for name in order if name == default or middle[name] <= limit]
         elif len(steady) > _DROP_AFTER and _is_decided([_chosen(times[name], steady) for name in order]):
             break

@@ -1,4 +1,4 @@
-"""One tuning of a model: which cells to measure, in which order, and the table that they give."""
+"""One tuning of a model: the cells to measure, their order, and the table that they give."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ class Tuner:
                 self._environment = event["facts"]
                 observer.machine(self._environment)
             if "job" not in event:
-                # Nothing is lost while the worker starts.
+                # A worker that has not begun loses no measurement.
                 if not has_begun and self._is_late(deadline):
                     return
                 continue

@@ -72,7 +72,7 @@ class StepInputs:
 
     def forward(self, impl: AttentionImpl[Any], metadata: Any) -> Callable[[int], object]:
         """The forward of a layer, as a model calls it: it writes the new keys and values, and attends."""
-        # A layer with latents and one without are called alike, except for the value.
+        # A layer with latents is called as one without, except for the value.
         kwargs: dict[str, Any] = {} if self.lse is None else {"output_lse": self.lse}
 
         def call(index: int) -> object:
@@ -84,10 +84,8 @@ class StepInputs:
         return call
 
     def last_steps(self, count: int) -> list[CommonAttentionMetadata]:
-        """The batches of some steps in turn, the last of which is this one: before it, each request had a token less.
-
-        An engine builds for such steps: a builder that is given one step again may have nothing left to do.
-        """
+        """The batches of some steps in turn, the last of which is this one: before it, each request had a token less."""
+        # An engine builds for such steps: a builder that is given one step again may have nothing left to do.
         host, least = (
             np.asarray(each, dtype=np.int32) for each in (self.shape.lengths, self.shape.query_lens)
         )

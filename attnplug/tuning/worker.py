@@ -165,7 +165,7 @@ class Runner:
     def _different(
         self, inputs: StepInputs, first: torch.Tensor, call: _Remembering, run: Callable[[], float]
     ) -> str | None:
-        """What is wrong if timed calls do something else than a call alone, or that than the first call; else None."""
+        """The difference of timed calls from a call alone, or of that from the first call; None without one."""
 
         def written(work: Callable[[], object]) -> torch.Tensor:
             inputs.output.fill_(torch.nan)
@@ -174,6 +174,7 @@ class Runner:
             return inputs.output.clone()
 
         most = tolerance(inputs.spec).whole
+        # A graph over lost tensors would write nothing, or an old output.
         timed, alone = written(run), written(lambda: call(call.last))
         if bool(timed.isnan().any()):
             return "its timed calls left outputs unwritten"
@@ -195,7 +196,7 @@ class Runner:
                 self._failed(job, problem.backend, problem.cause)
 
     def _announced(self, job: Job, name: str, run: Callable[[], float]) -> Callable[[], float]:
-        """A round that says whose it is, so that its crash is charged to this backend."""
+        """A round that names its backend first, so that its crash counts against this backend."""
 
         def announced() -> float:
             self._tell("begin", job=job.number, backend=name)
@@ -210,7 +211,7 @@ class Runner:
         self, job: Job, name: str, distribution: str | None
     ) -> tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any]]:
         """The inputs of a job for one backend, its forward, and its builder."""
-        # A composite is no offer of a plugin: its halves are.
+        # Plugins offer the halves of a composite, but not the composite.
         offer = self._offers.get((name, distribution)) or next(
             offer for offer in self._plugins.find(name) if offer.distribution == distribution
         )
@@ -224,6 +225,7 @@ class Runner:
         )
         impl, builder = made_parts(backend, inputs, pages)
         with torch.inference_mode():
+            # FLASHINFER plans a captured decode in another way than a plain one, and engines capture their decodes.
             if self._replays(job.shape, builder):
                 metadata = builder.build_for_cudagraph_capture(inputs.common)
             else:

@@ -85,14 +85,13 @@ def attend_decodes(fwd_kvcache: Callable[..., Any], call: Call) -> torch.Tensor 
 def num_splits(units: int, slots: int, key_blocks: int) -> int:
     """The number of parts to split the keys of each request into.
 
-    It is the smallest number that fills the GPU to 85 % of the best one, the rule of the library. Among numbers that
-    give parts of equally many key blocks, only the smallest is considered.
-
     Args:
         units: thread blocks without splitting.
         slots: thread blocks that the GPU runs at once.
         key_blocks: blocks of keys that the longest request may have; a part has at least one.
     """
+    # It is the smallest number that fills the GPU to 85 % of the best one, the rule of the library.
+    # Among numbers that give parts of equally many key blocks, only the smallest is considered.
     if units >= 0.8 * slots:
         return 1
     # Each wave of blocks takes as long as a full one.

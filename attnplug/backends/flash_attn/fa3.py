@@ -82,6 +82,7 @@ class FlashAttn3Kernels:
     def _planned(self, call: Call) -> torch.Tensor | None:
         """The step's schedule for layers like this one; None in a graph, where `fwd` makes it."""
         requests, spec = call.requests, call.spec
+        # Replays have other lengths than the capture, so no schedule of its lengths may be part of the graph.
         if requests.captured:
             return None
         left, right = call.window

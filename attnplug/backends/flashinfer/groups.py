@@ -46,7 +46,7 @@ class PlanGroup:
     chunk_size: int | None
     causal: bool
     options: Options
-    # The hash is no part of equality: it is derived from the other fields.
+    # The hash does not count for equality: it is derived from the other fields.
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -99,10 +99,8 @@ class LatentPlans(NotCopied):
         return key in self._indices
 
     def in_place(self, table: torch.Tensor) -> torch.Tensor | None:
-        """A block table as one row of page indices, which kernels can read; None for a table that they cannot.
-
-        Its requests start at their rows. So no pages are gathered, which takes a launch.
-        """
+        """A block table as one row of page indices, which kernels can read; None for a table that they cannot."""
+        # Its requests start at their rows. So no pages are gathered, which takes a launch.
         rows, width = table.shape
         # The kernels count tokens from the first index, in 32 bits.
         if rows * width * self._page_size >= 1 << 31 or table.dtype != torch.int32:

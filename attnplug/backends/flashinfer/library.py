@@ -90,10 +90,8 @@ class Library:
 
     @property
     def names_longest_query(self) -> bool:
-        """Whether the prefill wrapper's `plan` accepts the longest query, and so need not look for it.
-
-        Before 0.6.13 the argument raises UnboundLocalError (seen in 0.6.6).
-        """
+        """Whether the prefill wrapper's `plan` accepts the longest query, and so need not look for it."""
+        # Before 0.6.13 the argument raises UnboundLocalError (seen in 0.6.6).
         return self.version >= _NAMES_LONGEST
 
     @property

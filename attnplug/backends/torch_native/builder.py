@@ -81,11 +81,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether so many short queries share so many keys that one gather for all costs less than the merge.
-
-        Long queries gain nothing: one fused call attends the keys of a request. Under context parallelism a rank has
-        a part of the prefix only.
-        """
+        """Whether so many short queries share so many keys that one gather for all costs less than the merge."""
+        # Long queries gain nothing: one fused call attends the keys of a request.
+        # Under context parallelism a rank has a part of the prefix only.
         queries = query_lens[query_lens > 0]
         is_short = bool((queries <= SHORT_QUERY).all())
         spared = common_prefix_len * (queries.size - 1) * num_kv_heads
@@ -100,6 +98,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             metadata,
             block_table=blk_table[: metadata.seq_lens.size],
             slot_mapping=own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens),
+            # Gather plans have places of the former table.
             plans={},
         )
 

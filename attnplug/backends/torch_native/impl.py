@@ -132,6 +132,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         plan = plan_page_decodes(query, source, metadata, reach, scoring)
         if plan is not None and output_lse is None:
             attend_pages(query, source, plan, scoring, output)
+            # Requests with little to read stay for `attend_short`, where a share of a tile costs less.
             is_short &= ~plan.chosen
         short = np.flatnonzero(is_short)
         if short.size:

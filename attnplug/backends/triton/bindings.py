@@ -181,10 +181,8 @@ class BoundLayer:
         return found
 
     def fills_gpu(self, tokens: int, reqs: int) -> bool:
-        """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys.
-
-        More tokens never change that, so a warm-up with the most tokens compiles what steps of fewer need.
-        """
+        """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys."""
+        # More tokens never change that, so a warm-up with the most tokens compiles what steps of fewer need.
         tiles = max(-(-tokens * self._group // _PREFILL_ROWS), reqs) * self.kv_heads
         return tiles >= _BUSY * self._gpu.multiprocessors
 

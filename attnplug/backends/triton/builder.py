@@ -138,10 +138,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether the decodes share so many keys that reading them once spares more than the merge costs.
-
-        Under context parallelism a rank has a part of the prefix only.
-        """
+        """Whether the decodes share so many keys that reading them once spares more than the merge costs."""
+        # Under context parallelism a rank has a part of the prefix only.
         if not self._by_shares:
             return False
         decodes, _, _ = _decodes(query_lens, self.reorder_batch_threshold or 1)

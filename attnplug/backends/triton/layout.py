@@ -27,7 +27,7 @@ class HeadTiles(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Those of the wider head of both."""
+        """The columns of the wider head of both."""
         return max(sum(self.keys), sum(self.values))
 
 

@@ -82,10 +82,8 @@ class Shares(NotCopied):
         self._outgrown: list[torch.Tensor] = []
 
     def begin_step(self, step: SharesStep) -> None:
-        """Make the plans that layers used in steps of equally many and long requests.
-
-        A captured graph always has such a step, so its plans are made here, outside of the graph.
-        """
+        """Make the plans that layers used in steps of equally many and long requests."""
+        # A captured graph always has such a step, so its plans are made here, outside of the graph.
         for plan in self._asked.get((step.num_reqs, step.max_query_len, step.part), ()):
             # Layers with mm_prefix refuse a step without spans, so it needs no plans for them.
             if step.spans is not None or not plan.has_spans:

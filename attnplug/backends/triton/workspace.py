@@ -65,10 +65,8 @@ class Workspace(NotCopied):
         self._outgrown: list[torch.Tensor] = []
 
     def begin_step(self, metadata: TritonMetadata) -> None:
-        """Number the step, and make the plans that layers used in steps of equally many and long decodes.
-
-        A captured graph always has such a step, so its plans are made here, outside of the graph.
-        """
+        """Number the step, and make the plans that layers used in steps of equally many and long decodes."""
+        # A captured graph always has such a step, so its plans are made here, outside of the graph.
         self._steps += 1
         metadata.step = metadata.decode_shares.number = metadata.other_shares.number = self._steps
         self.shares.begin_step(metadata.decode_shares)

@@ -135,7 +135,7 @@ class AttentionCall:
         return StepMask(pattern=_FULL, batch=batch, q_length=q_length, kv_length=kv_length)
 
     def check_positions(self, step: StepMask, given: Any) -> None:
-        """Refuse positions `given [B or 1, Lq]` that start anew inside a row whose mask separates no sequences.
+        """Refuse positions `given [B or 1, Lq]` that restart inside a row whose mask separates no sequences.
 
         BatchError: transformers' mask lets such a sequence see those before it.
         """

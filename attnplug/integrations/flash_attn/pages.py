@@ -80,10 +80,8 @@ class Pages:
 
 
 def block_sizes(*caches: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of pages into which each row of caches `[B_cache, S, Hkv, D]` can be divided, larger first.
-
-    It is S alone where rows do not follow each other in memory: slices of longer caches, or heads before tokens.
-    """
+    """The sizes of pages into which each row of caches `[B_cache, S, Hkv, D]` can be divided, larger first."""
+    # It is S alone where rows do not follow each other in memory: slices of longer caches, or heads before tokens.
     size = caches[0].shape[1]
     if size and not all(map(_is_divisible, caches)):
         return (size,)
@@ -93,7 +91,7 @@ def block_sizes(*caches: torch.Tensor) -> tuple[int, ...]:
 def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: int) -> Pages:
     """Caches `[N, block_size, Hkv, D]` and a block table.
 
-    BatchError: a table that is no int32 `[batch, max_blocks]` on the caches' device.
+    BatchError: a table that is not int32 `[batch, max_blocks]` on the caches' device.
     """
     if (table.dtype, table.device, table.shape[0]) != (torch.int32, keys.device, batch):
         found = f"{table.dtype} {tuple(table.shape)} on {table.device}"

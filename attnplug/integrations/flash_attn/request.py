@@ -23,7 +23,7 @@ _MOST_INT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a call asks of attention, besides its tensors.
+    """The arguments of a call about attention, without its tensors.
 
     `window` is (left, right) with -1 for no limit. `single` says that each request has one query, which is its last
     token and sees no later key. `given` are the caller's window and shapes of queries, keys and values, by name.

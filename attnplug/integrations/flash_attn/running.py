@@ -37,10 +37,9 @@ _MOST_BINDINGS = 256
 
 
 def untraced(function: _Function) -> _Function:
-    """`function`, which torch.compile runs outside of its graphs: it would trace the selection too.
-
-    `torch.compiler.disable` as a decorator would import the compiler, 1.5 s, for callers that never compile.
-    """
+    """`function`, which torch.compile runs outside of its graphs."""
+    # torch.compile would trace the selection too. `torch.compiler.disable` as a
+    # decorator would import the compiler, 1.5 s, for callers that never compile.
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -124,10 +123,8 @@ def built(
     tensors: tuple[torch.Tensor | None, ...],
     make: Callable[[], CommonAttentionMetadata],
 ) -> Any:
-    """The binding's metadata for `make()`; inside of `one_step` that of its last call, if `what` and the tensors are equal.
-
-    Only the last one is kept, because metadata is valid until its builder builds again.
-    """
+    """The binding's metadata for `make()`; inside of `one_step` that of its last call, if `what` and the tensors are equal."""
+    # Only the last one is kept, because metadata is valid until its builder builds again.
     steps = _STEPS.get()
     if not steps:
         return binding.build(make())

@@ -32,7 +32,7 @@ _LIMITS = (
     (re.compile(r"(layers?|depths?|blocks|stages|levels|repeats?|repeat_times)$"), 1024),
     (re.compile(r"(heads|experts|codebooks|quantizers|groups|streams|adapters)$"), 1 << 16),
     (re.compile(r"(position_embeddings|n_positions|n_ctx)$|max_(source|target)_positions"), 1 << 24),
-    # Numbers about the training are notes, of which nothing is built.
+    # Numbers about the training are notes, from which nothing is built.
     (re.compile(r"^(num|n)_(?!.*(param|train|step|sample|flop|token))"), 1 << 20),
 )
 """The largest number under a name, by the first pattern that the name matches."""

@@ -51,11 +51,9 @@ class MaskPattern:
 
 
 def read_mask(function: MaskFunction) -> MaskPattern:
-    """The pattern of a transformers mask function `f(batch, head, query, key)`.
-
-    Window and chunk are measured at a far position. The pattern must then agree with the function on a dense
-    grid near the start and around every edge, or UnknownMaskError is raised.
-    """
+    """The pattern of a transformers mask function `f(batch, head, query, key)`."""
+    # Window and chunk are measured at a far position. The pattern must then agree with the
+    # function on a dense grid near the start and around every edge, or UnknownMaskError is raised.
     # The reader's run sets the meta device, on which a mask would have no values to read.
     with torch.device("cpu"):
         return _measure(*_on_cpu(function))

@@ -83,7 +83,7 @@ _FEATURES: Final[tuple[tuple[re.Pattern[str], Callable[[LayerSpec], bool]], ...]
     (re.compile(r"soft_?cap"), lambda spec: spec.logits_soft_cap is not None),
     (re.compile(r"sliding|window|(^|_)swa(_|$)"), _has_window),
 )
-"""What switches on and off by fields of such names."""
+"""The features that fields of such names switch on and off."""
 
 
 def _present(model: PreTrainedModel, specs: Sequence[LayerSpec], name: str) -> bool | None:

@@ -98,7 +98,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
 
 
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """What vLLM constructs for each group of layers with one KV cache spec."""
+    """The builder that vLLM constructs for each group of layers with one KV cache spec."""
 
     backend: str | None = None
     layer_class: type[Any] = Layer
@@ -164,10 +164,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return self._inner[number]
 
     def shared_key(self, bound: Bound, kind: int) -> Hashable:
-        """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself.
-
-        It is as in `attnplug.runtime`: builders of one class with the same specs, or with the same `build_key`.
-        """
+        """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself."""
+        # It is as in `attnplug.runtime`: builders of one class with the same specs, or with the same `build_key`.
         if kind not in self._shared_keys:
             inner, spec = self.inner(bound), bound.decision.spec
             key: Hashable = None
@@ -223,10 +221,9 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether each builder of the group wants the prefix that vLLM found; versions without cascade do not ask.
-
-        attnplug's builders get only prefixes that each query sees whole, and vLLM does not say how far a window reaches.
-        """
+        """Whether each builder of the group wants the prefix that vLLM found; versions without cascade do not ask."""
+        # attnplug's builders get only prefixes that each query sees
+        # whole, and vLLM does not say how far a window reaches.
         kinds = self.kinds()
         if use_sliding_window or use_local_attention or not kinds:
             return False

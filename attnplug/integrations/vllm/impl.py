@@ -41,13 +41,9 @@ def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torc
 
 
 def by_phase(spec: LayerSpec) -> Decision:
-    """The backend for the layer, or two that share its pages: the first prefills, and the second decodes.
-
-    `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
-
-
-    NoBackendError, BackendUnavailableError: with each candidate's reasons.
-    """
+    """The backend for the layer, or two that share its pages: the first prefills, and the second decodes."""
+    # `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that
+    # none of them has. NoBackendError, BackendUnavailableError: with each candidate's reasons.
     registry, device = get_registry(), resolve_device(None)
     # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
     name = ""
@@ -141,14 +137,10 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             self._spec = LayerSpec(**self._asked, dtype=dtype)
 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
-        """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
-
-        Where vLLM is left to select, it is one for each phase. With drafts it is one for both, because a backend that
-        prefills may need exact lengths.
-
-
-        NoBackendError, BackendUnavailableError: with each candidate's reasons.
-        """
+        """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`."""
+        # Where vLLM is left to select, it is one for each phase. With drafts it
+        # is one for both, because a backend that prefills may need exact lengths.
+        # NoBackendError, BackendUnavailableError: with each candidate's reasons.
         spec = self.spec
         if block_size is not None and not spec.direct_kv:
             spec = spec.replace(block_size=block_size)

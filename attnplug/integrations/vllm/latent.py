@@ -21,9 +21,9 @@ from attnplug.registry.selection.decision import Decision
 
 
 class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
-    """What vLLM constructs for each layer of latent attention; `backend` is as in Layer.
+    """The impl that vLLM constructs for each layer of latent attention; `backend` is as in Layer.
 
-    attnplug's impls absorb, expand and split a step themselves. So vLLM is told that all requests are prefills, and
+    attnplug's impls absorb, expand and split a step themselves. So the step says to vLLM that all requests are prefills, and vLLM
     passes all tokens to `forward_mha`.
     """
 
@@ -192,7 +192,7 @@ class LatentStep(Step):
 
 
 class LatentBuilder(Builder):
-    """What vLLM constructs for each group of layers with latent attention."""
+    """The builder that vLLM constructs for each group of layers with latent attention."""
 
     layer_class = LatentLayer
     step_class = LatentStep

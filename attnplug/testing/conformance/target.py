@@ -108,10 +108,8 @@ class Target:
 
     @property
     def own_options(self) -> Any:
-        """The options to make layers of `backend` with; None for its defaults.
-
-        Options are of the class that was asked for. Another class may serve some layers under its name.
-        """
+        """The options to make layers of `backend` with; None for its defaults."""
+        # Options are of the class that was asked for. Another class may serve some layers under its name.
         declared = self.backend.Options
         return self.options if declared is not None and isinstance(self.options, declared) else None
 
@@ -156,11 +154,9 @@ class Target:
 
     @property
     def latents(self) -> list[MLADims]:
-        """The dimensions of latents to try, the plainest first; none if the backend serves other layers.
-
-        They have the pairs that the backend declares, else common ones and other head sizes. A prefill on kernels of
-        one head size pads the smaller of expanded keys and values, so some have larger values.
-        """
+        """The dimensions of latents to try, the plainest first; none if the backend serves other layers."""
+        # They have the pairs that the backend declares, else common ones and other head sizes. A prefill on
+        # kernels of one head size pads the smaller of expanded keys and values, so some have larger values.
         if not self.is_latent:
             return []
         pairs = [(int(rank), int(rope)) for rank, rope in getattr(self.backend, "latent_sizes", ())] or [
@@ -366,9 +362,9 @@ def _with_tensors_of_layer(batch: Batch) -> Batch:
 
 @functools.lru_cache(maxsize=64)
 def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
-    """What to ask for besides sizes of a backend that refuses plain layers; empty if it serves them.
+    """The fields, other than sizes, of layers for a backend that refuses plain ones; empty if it serves them.
 
-    Of layers that ask for one thing, for two or for three, it has the first ones that are served.
+    The first layers that are served have them: those that ask for one thing come first, then for two, then for three.
     """
     selecting = target._sparse_fields()
     if target._find_layer(selecting, []) is not None:

@@ -181,12 +181,11 @@ def served_pairs(search: Search) -> dict[Pair, Row]:
 
 
 def packed_rows(search: Search, served: Mapping[Pair, Row], *, seed: int = 0) -> list[Row]:
-    """Few served rows that have all pairs of `served`; equal for equal seeds.
-
-    Greedy: each row starts from the plainest row of a pair not yet covered. Then each axis, in random order,
-    takes the value that covers most other pairs and with which the row is still served. Libraries of pairwise
-    testing do not fit: they ask about unfinished rows, and a LayerSpec is accepted or refused as a whole.
-    """
+    """Few served rows that have all pairs of `served`; equal for equal seeds."""
+    # Greedy: each row starts from the plainest row of a pair not yet covered. Then
+    # each axis, in random order, takes the value that covers most other pairs and with
+    # which the row is still served. Libraries of pairwise testing do not fit: they ask
+    # about unfinished rows, and a LayerSpec is accepted or refused as a whole.
     chance = random.Random(seed)  # noqa: S311 - a design, not a secret
     missing: dict[_Value, set[_Value]] = defaultdict(set)
     for one, other in served:

@@ -55,6 +55,7 @@ def load_queries(
             largest = _largest(q)
             if TAIL:
                 largest = tl.maximum(largest, _largest(tail))
+            # A power of two rounds nothing, and 14 leaves room for the largest element below float16's 65504.
             shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
             q = q * tl.exp2(shift)
             tail = tail * tl.exp2(shift)
@@ -87,6 +88,7 @@ def pages_of(table_row, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.conste
     Tiles start with a page where pages divide them: then places within pages are the same in every tile.
     """
     lanes = tl.arange(0, BLOCK_N)
+    # Where pages divide tiles, places within pages are the same in every tile.
     if BLOCK_N % BLOCK_SIZE == 0:
         return tl.load(
             table_row + start // BLOCK_SIZE + lanes // BLOCK_SIZE, mask=start + lanes < end, other=0

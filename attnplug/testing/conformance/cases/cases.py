@@ -26,7 +26,7 @@ _OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}
 _OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
 """Numbers that some layers do not hold."""
 _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
-"""Axes whose name is no field of a layer."""
+"""Axes whose name is not that of a field of a layer."""
 
 
 # The scale of 8-bit latents: positions near 1 nearly fill their range, and the other elements are smaller.

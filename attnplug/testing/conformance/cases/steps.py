@@ -45,7 +45,7 @@ def paged_scenarios(target: Target) -> tuple[str, ...]:
     try:
         target.paged_spec()
     except CheckSkipped:
-        # Of a backend that serves nothing at all, the checks of pages say so.
+        # The checks of pages report a backend that serves nothing at all.
         return () if target.serves() else PAGED_SCENARIOS
     return PAGED_SCENARIOS
 
@@ -93,7 +93,7 @@ def with_pages(target: Target, spec: LayerSpec) -> tuple[LayerSpec, int]:
 def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]:
     """A decoder layer over pages, with `fields`, whose queries see all keys before them, and its block size.
 
-    Of a backend that serves only windows or chunks, it has one that no request reaches.
+    For a backend that serves only windows or chunks, it has one that no request reaches.
 
     Raises:
         CheckSkipped: the backend serves none.
@@ -114,10 +114,8 @@ def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]
 
 
 def mixed_lengths(size: int, more: int = 0) -> tuple[list[int], list[int]]:
-    """New and all tokens of two decodes, an extend and a prefill, over pages of `size`.
-
-    `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
-    """
+    """New and all tokens of two decodes, an extend and a prefill, over pages of `size`."""
+    # `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
     return [1, 1, 5, size + 3], [max(size - 2, 1) + more, 2 * size + 1 + more, size + 5 + more, size + 3]
 
 

@@ -130,7 +130,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def values_of(options: type[Any] | None, usual_ones: Any = None) -> dict[str, list[Any]]:
-    """By option, the values to try besides the usual one: of flags, Literals and enumerations, and listed ones.
+    """By option, the values to try in place of the usual one: of flags, Literals and enumerations, and listed ones.
 
     The usual ones are the defaults, or those of an instance of `options`.
     """

@@ -81,14 +81,13 @@ _Mistake: TypeAlias = tuple[str, Callable[[_Sample], _Numbers]]
 def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
     """The known mistake that gives the numbers of a wrong answer.
 
-    A backend may make a mistake in one code path only, so each row may be right or mistaken. The mistake must
-    differ clearly from the right answer in some row. The nearest mistake is named; if several are equally near, the
-    simplest. Long requests are compared in a sample of their wrong rows.
-
     Args:
         wrong: the answer.
         seconds: the time that the search may take; by default a share of what is left to the check.
     """
+    # A backend may make a mistake in one code path only, so each row may be right or mistaken. The
+    # mistake must differ clearly from the right answer in some row. The nearest mistake is named; if
+    # several are equally near, the simplest. Long requests are compared in a sample of their wrong rows.
     end = time.monotonic() + (naming_seconds() if seconds is None else seconds)
     bad = wrong.wrong
     if wrong.output.shape != wrong.expected.output.shape or not bool(bad.any()):

@@ -324,7 +324,7 @@ def description(wrong: Deviation) -> list[str]:
 
 
 def _extent(wrong: Deviation) -> str:
-    """How many requests, rows and heads are wrong, and by how much."""
+    """The numbers of wrong requests, rows and heads, and by how much they are wrong."""
     bad, spans = wrong.wrong, wrong.spans
     requests = [index for index, span in enumerate(spans) if bool(bad[span].any())]
     served = sum(span.stop > span.start for span in spans)

@@ -59,7 +59,7 @@ class _Memory(NamedTuple):
         objects = tracemalloc.take_snapshot().filter_traces(_HIDDEN)
         storages: dict[int, int] = {}
         for each in gc.get_objects():
-            # A proxy object may run code when its class is asked for, so the type is read instead.
+            # A proxy object may run code when its class is read, so the type is read instead.
             if issubclass(type(each), torch.Tensor):
                 with contextlib.suppress(Exception):  # fake tensors have no storage
                     storage: Any = each.untyped_storage()

@@ -211,7 +211,7 @@ def check_level(target: Target, name: str) -> None:
         target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
     )
     state = GraphState(served.runtime, served.max_model_len, queries)
-    # A level above the declared one is no promise of the backend, so it is skipped.
+    # The backend promises no level above the declared one, so such a level is skipped.
     if state.support < level:
         raise CheckSkipped(f"{target.name} declares {state.support.name}, which is below {level.name}")
     graphs = _Graphs(served, state, queries)

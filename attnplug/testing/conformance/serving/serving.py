@@ -210,7 +210,7 @@ class ServedModel:
     def finish(self, **accepted: int) -> None:
         """Count the new tokens, and free the pages that windows no longer reach.
 
-        Of a request in `accepted`, only so many tokens count; later steps write the others again.
+        Only so many tokens count of a request in `accepted`; later steps write the others again.
         """
         counts = self.num_scheduled_tokens | accepted
         self.batches.finish_step(counts)
