@@ -220,10 +220,11 @@ def choose_backends(
 def agree_on_pages(registry: Registry, choices: LayerChoices) -> tuple[dict[str, Decision], tuple[str, ...]]:
     """The decisions with block sizes and layouts that fit each other, and notes about them.
 
+    Composites that the user did not ask for are dropped if their pages do not fit those of other layers.
+
     Raises:
         LayoutError: layers that agree on no size or layout, or on one that was refuted here.
     """
-    # Composites that the user did not ask for are dropped if their pages do not fit those of other layers.
     try:
         decisions = _with_pages(registry, choices.decisions)
     except LayoutError as error:

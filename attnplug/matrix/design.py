@@ -118,7 +118,7 @@ class _CellSearch(Search):
         latents = own_latents(backend)
         self._fitting: dict[str, dict[str, tuple[Any, ...]]] = {
             feature: {
-                # None stands for the block size and layout of a layer without pages.
+                # None is the block size and layout of a layer without pages.
                 axis: tuple(value for value in (*values, None) if goes_with(feature, axis, value, latents))
                 for axis, values in axes.items()
                 if axis != "feature"
@@ -309,7 +309,7 @@ def _values_named(pattern: str, axes: Mapping[str, Sequence[Any]]) -> Iterator[l
 
 
 def _readings(parts: Sequence[str], slots: int) -> Iterator[list[str]]:
-    """The parts for that many slots; a part "*" may stand for several, because it matches "/" too."""
+    """The parts for that many slots; a part "*" may match several, because it matches "/" too."""
     if not parts or not slots:
         if not parts and not slots:
             yield []

@@ -110,7 +110,7 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 def _write_samples(run: Run) -> dict[str, Any] | None:
     """The part of all combinations of served values that was run; None if nothing was, or all of them.
 
-    `of` is their number; `lacking` names an axis of which values were not run.
+    `of` is their number; `lacking` names an axis with values that were not run.
     """
     ran = sum(each.status in (Status.VERIFIED, Status.REFUTED) for each in run.findings)
     extent = Extent(run)

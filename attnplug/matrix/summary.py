@@ -91,7 +91,7 @@ class ValueSummary:
         counts: the number of cells with each status.
         why: the reasons common to all cells if all are refused; else the evidence against the value.
         limits: the values that it is not served with.
-        restriction: the axis of which it is served with few values only, if there is one; the first of several.
+        restriction: the axis that restricts it to few of its values, if there is one; the first of several.
     """
 
     status: Status

@@ -152,7 +152,7 @@ def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_d
 
 @functools.cache
 def words_of(spec: LayerSpec) -> str:
-    """What a layer asks for beyond sizes: "sliding 128, sinks"; "full" for nothing."""
+    """The requests of a layer beyond sizes: "sliding 128, sinks"; "full" for nothing."""
     asked = spec.required_features() & ~Feature.FP8_KV
     if spec.attn_type is not AttentionType.DECODER:
         # Encoders and cross attention are non-causal by nature, encoders keep no cache.

@@ -172,7 +172,7 @@ def draw_tokens(
 _WIDER = 3
 """Columns of a selection beyond the layer's topk."""
 _ROUND, _FEWER, _NONE = 7, 4, 2
-"""By place among so many queries in a row: this one chooses half as many keys as it may, and this one none."""
+"""In each row of so many queries, this one chooses half as many keys as it may, and this one none."""
 
 
 def random_selection(

@@ -1,4 +1,4 @@
-"""What a tuning measures, reports to its observer, and gives at its end: cells, contenders and outcome.
+"""The cells and contenders of a tuning, its reports to an observer, and its outcome.
 
 Also the versions for which a time is valid, facts about this machine, and wrong outputs as refuted cells.
 """
@@ -50,7 +50,7 @@ class TuneCell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of a model that are alike, and the shapes that they meet."""
+    """Equal layers of a model, and the shapes that they meet."""
 
     spec: LayerSpec
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ class Outcome:
         measured: cells that were measured now.
         kept: cells whose times an earlier run has measured.
         left: cells that the budget left out.
-        compiled: seconds of each backend's first calls, most of which is compilation.
+        compiled: seconds of each backend's first calls, mostly compilation.
         left_out: the layers that cannot be measured, and why.
     """
 

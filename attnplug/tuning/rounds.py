@@ -69,8 +69,7 @@ def measure_in_turns(
     """The time of each of `runs`, whose calls give microseconds.
 
     The first round only warms up. Each round begins with another candidate. After two rounds, those far behind the best
-    are left out, but never the default, with which every other is compared. Disturbed rounds
-    are repeated.
+    are left out, but never the default, with which every other is compared. Disturbed rounds are repeated.
 
     Args:
         runs: measures one round of each candidate.
@@ -98,7 +97,6 @@ def measure_in_turns(
         if len(steady) == _DROP_AFTER:
             middle = {name: statistics.median(_chosen(times[name], steady)) for name in order}
             limit = _DROP_ABOVE * min(middle.values())
-            # The default is the one that every other is compared with.
             order = [name for name in order if name == default or middle[name] <= limit]
         elif len(steady) > _DROP_AFTER and _is_decided([_chosen(times[name], steady) for name in order]):
             break

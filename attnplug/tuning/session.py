@@ -87,7 +87,7 @@ class Tuner:
 
     @property
     def policy(self) -> dict[str, Any]:
-        """How times are measured here: rows of another policy are not kept."""
+        """The way that times are measured here: rows of another policy are not kept."""
         on_gpu = self.device.type != "cpu"
         mode = "graph replay of decodes, prefills behind a sleeping GPU" if on_gpu else "calls"
         return {"mode": mode, "l2": "cold" if on_gpu else "warm", "pages": "random", "rounds": ROUNDS}

@@ -84,7 +84,7 @@ class StepInputs:
         return call
 
     def last_steps(self, count: int) -> list[CommonAttentionMetadata]:
-        """The batches of some steps in turn, the last of which is this one: before it, each request had a token less."""
+        """The batches of some steps in turn, this one last: before it, each request had a token less."""
         # An engine builds for such steps: a builder that is given one step again may have nothing left to do.
         host, least = (
             np.asarray(each, dtype=np.int32) for each in (self.shape.lengths, self.shape.query_lens)
@@ -294,7 +294,7 @@ _WITHOUT: dict[Feature, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrong:
-    """A wrong output: the difference, and the lower-case name of the feature at fault; "plain" if none is asked for."""
+    """A wrong output: the difference, and the lower-case name of the feature at fault; "plain" without any."""
 
     text: str
     feature: str
@@ -352,7 +352,7 @@ class _Part:
 def _parts(inputs: StepInputs) -> Iterator[_Part]:
     spec, shape = inputs.spec, inputs.shape
     lengths = inputs.shape.lengths
-    # Of a mixed step, the last request that decodes and the first that prefills are among them.
+    # In a mixed step, the last request that decodes and the first that prefills are among them.
     chosen = sorted({0, shape.decodes - 1, shape.decodes, shape.requests // 2, shape.requests - 1} - {-1})
     begins = [0, *itertools.accumulate(shape.query_lens)]
     kv_heads = sorted({0, spec.num_kv_heads - 1})

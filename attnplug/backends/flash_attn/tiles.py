@@ -40,11 +40,7 @@ def key_tiles(spec: LayerSpec, device: Device | None) -> tuple[int, ...]:
 
 
 def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
-    """Why FlashAttention 4 cannot read a layer's keys from pages; None if it can, or there are no pages.
-
-    It reads heads in steps of 16 without a test for their end. It reads tiles in rounds of as many rows as its
-    threads reach at once; a partial last round overwrites the tile after it.
-    """
+    """Why FlashAttention 4 cannot read a layer's keys from pages; None if it can, or there are no pages."""
     if spec.direct_kv or spec.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
         return None
     asked = f"head_size={spec.head_size} over pages"
@@ -54,7 +50,8 @@ def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
     row = math.gcd(spec.head_size, spec.head_size_v, 64) // 8
     rows = _PAGE_READERS // row
     for tile in key_tiles(spec, device):
-        # A partial last round of rows would overwrite the tile after it.
+        # Tiles are read in rounds of as many rows as the threads reach at once. A partial last round
+        # overwrites the tile after it.
         if tile % rows:
             mask = ("causal" if spec.causal else "not causal") + (
                 " with a window" if spec.is_windowed else ""

@@ -85,7 +85,11 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """As measured on an H200, for compute capability 9.x: 245 for decodes, and 210, 222 or 242 for prefills."""
+        """As measured on an H200, for compute capability 9.x: 245 for decodes, and 210, 222 or 242 for prefills.
+
+        On other GPUs it has 100: it comes after the vendors' kernels and before TORCH. Interpreted on a CPU it comes
+        after TORCH.
+        """
         # 71 of 80 kinds of decodes of six models are fastest here: they take 0.65 of FlashInfer's time and
         # 0.53 of FlashAttention 4's. Prefills have 222 where the kernel with specialised warps can serve:
         # they take 0.84 of FlashInfer's time, and 1.10 of FlashAttention 4's. Heads of 64 with windows of
@@ -93,8 +97,7 @@ class TritonBackend(AttentionBackend):
         # prompts 1.09. Others have 210: they take 1.08 of FlashInfer's time. Both phases together have the
         # mean, rounded up. These are geometric means of kernels and builders over the steps of
         # `attnplug/registry/measured/tuned_tables/h200.json` and `benchmarks/results/regret-h200.json`,
-        # and of `benchmarks/results/attention-core-h200.json`. On other GPUs it has 100: it comes after
-        # the vendors' kernels and before TORCH. Interpreted on a CPU it comes after TORCH.
+        # and of `benchmarks/results/attention-core-h200.json`.
         if device.type == "cpu":
             return 0
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:

@@ -80,8 +80,10 @@ class Pages:
 
 
 def block_sizes(*caches: torch.Tensor) -> tuple[int, ...]:
-    """The sizes of pages into which each row of caches `[B_cache, S, Hkv, D]` can be divided, larger first."""
-    # It is S alone where rows do not follow each other in memory: slices of longer caches, or heads before tokens.
+    """The sizes of pages into which each row of caches `[B_cache, S, Hkv, D]` can be divided, larger first.
+
+    It is S alone where rows do not follow each other in memory: slices of longer caches, or heads before tokens.
+    """
     size = caches[0].shape[1]
     if size and not all(map(_is_divisible, caches)):
         return (size,)

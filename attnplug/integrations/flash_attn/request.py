@@ -114,7 +114,7 @@ def read_request(
     q, *_ = tensors.values()
     if alibi_slopes is not None:
         check_tensors(function, None, alibi_slopes=alibi_slopes)
-        # One row that stands for all requests: of a batch of one, or expanded.
+        # One row for all requests: of a batch of one, or expanded.
         if alibi_slopes.ndim == 2 and alibi_slopes.shape[0] == batch >= 1:
             alibi_slopes = alibi_slopes[0] if batch == 1 or not alibi_slopes.stride(0) else alibi_slopes
         wanted = (torch.float32, (q.shape[-2],), q.device)

@@ -193,7 +193,7 @@ def attend_pages(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Packed queries over pages, or over the first of `others` where no backend serves those; as `attend_given`.
 
-    `others` are the same caches in other pages, made when they are asked for. `given` are the caller's tensors of lengths and tables: inside of `one_step` they stand for the metadata.
+    `others` are the same caches in other pages, made on first use. `given` are the caller's tensors of lengths and tables: inside of `one_step` they identify the metadata.
     `write` writes the call's new keys. It runs once a backend is bound and its metadata built: a refused call writes
     nothing.
     """

@@ -65,7 +65,7 @@ def settings(value: object) -> bool:
 
 
 def quantization(value: object) -> bool:
-    """Whether the method that stores the weights was tried."""
+    """Whether the weights are stored by a method that was tried; the full reader builds no weights."""
     return type(value) is dict and value.get("quant_method") in _METHODS and settings(value)
 
 

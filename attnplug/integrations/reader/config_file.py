@@ -177,7 +177,7 @@ def _check_entries(source: str, data: Mapping[str, Any]) -> None:
 
 
 def _check_types(config: PreTrainedConfig) -> None:
-    """ModelConfigError for a part that is no configuration, and for a value of a type that no layer can have."""
+    """ModelConfigError for a part that is not a configuration, and for a value of a type that no layer can have."""
     for before, part in parts_of(config):
         for name in (*_NUMBERS, *_LISTS):
             _check_value(f"{before}{name}", name, getattr(part, name, None))

@@ -22,7 +22,7 @@ _LARGEST_SQUARE = 1 << 24
 
 
 class ValuesWithoutWeights(TorchFunctionMode):
-    """Small tensors that a forward makes itself are real; whatever it computes from weights stays on meta.
+    """Small tensors that a forward makes itself are real; all that it computes from weights stays on meta.
 
     Models read lengths, grids and positions with `item()` or `tolist()`, which meta tensors do not have. An
     operation on tensors of both kinds runs on the meta device.

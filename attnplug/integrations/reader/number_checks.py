@@ -190,11 +190,13 @@ class _TooLargeError(CheckFailedError):
 
 
 def measured_factor(call: AttentionCall) -> float:
-    """The product of the numbers by which the module multiplies queries and keys before it calls attention."""
+    """The product of the numbers by which the module multiplies queries and keys before it calls attention.
+
+    CheckFailedError: the forward cannot run, or the factor differs within the queries or the keys.
+    """
     # The forward runs three times on the same random input: as it is, with each
     # multiplication by a number of the module's own left out, and with each done twice.
-    # Random values replace the projections, so no weight is needed. CheckFailedError:
-    # the forward cannot run, or the factor differs within the queries or the keys.
+    # Random values replace the projections, so no weight is needed.
     if call.inputs is None:
         raise CheckFailedError("the inputs of its forward are unknown")
     try:

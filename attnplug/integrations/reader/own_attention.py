@@ -46,7 +46,7 @@ class OwnAttention:
 
     `scaling` is the whole factor between `query @ key` and the logits. `before` is the part of it that queries and
     keys already have. `operations` change the logits up to the softmax; a `whole` one takes queries, keys and values.
-    `factors` are the numbers that `scaling` is made of. `unknown` is the reason why it cannot be described.
+    `factors` are the numbers whose product is `scaling`. `unknown` is the reason why it cannot be described.
     """
 
     query: torch.Tensor

@@ -113,7 +113,7 @@ def _check_all(place: str, covered: int, layers: int) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a name is a pattern's, in which "*" stands for any letters."""
+    """Whether a name matches a pattern, where "*" matches any letters."""
     # Not fnmatch: it normalizes case on some systems, and these names are not paths.
     text = "".join(".*" if letter == "*" else re.escape(letter) for letter in pattern)
     return name == pattern or re.fullmatch(text, name) is not None

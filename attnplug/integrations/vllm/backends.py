@@ -45,7 +45,7 @@ _LEAST_PAGE = 16
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
-    """What the classes share; `theirs` are the backends of attnplug that a class can choose from."""
+    """The common part of the classes; `theirs` are the backends of attnplug that a class can choose from."""
 
     name = AUTOMATIC
     backend: str | None = None

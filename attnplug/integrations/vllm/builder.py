@@ -259,7 +259,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         config = builder_config(vllm_config, kv_cache_spec, {})
         for impl in [impl for impl in impls if is_of_group(impl.spec, kv_cache_spec)] or impls:
             if impl.spec.direct_kv:
-                # Their lengths are made anew in each step.
+                # Their lengths are new tensors in each step.
                 return AttentionCGSupport.NEVER
             decision = impl.decide(size)
             cache: Any = kv_cache_spec_for(decision.spec, size)

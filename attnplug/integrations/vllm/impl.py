@@ -35,15 +35,17 @@ def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torc
     """`kv_cache` in attnplug's logical order (blocks, 2, tokens, heads, size) and its stored dtype, without a copy."""
     if kv_cache.ndim == 4:
         kv_cache = kv_cache.view(*kv_cache.shape[:-1], 2, head_size).permute(0, 3, 2, 1, 4)
-    # vLLM's pages of 16 bits come in their dtype, and "auto" is no type of its own.
+    # vLLM's pages of 16 bits come in their dtype, and "auto" is not a type of its own.
     stored = STORAGE_DTYPES.get(kv_cache_dtype) if is_quantized_kv_cache(kv_cache_dtype) else None
     return kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
 
 
 def by_phase(spec: LayerSpec) -> Decision:
-    """The backend for the layer, or two that share its pages: the first prefills, and the second decodes."""
-    # `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that
-    # none of them has. NoBackendError, BackendUnavailableError: with each candidate's reasons.
+    """The backend for the layer, or two that share its pages: the first prefills, and the second decodes.
+
+    NoBackendError, BackendUnavailableError: with each candidate's reasons.
+    """
+    # `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
     registry, device = get_registry(), resolve_device(None)
     # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
     name = ""
@@ -137,10 +139,13 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             self._spec = LayerSpec(**self._asked, dtype=dtype)
 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
-        """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`."""
-        # Where vLLM is left to select, it is one for each phase. With drafts it
-        # is one for both, because a backend that prefills may need exact lengths.
-        # NoBackendError, BackendUnavailableError: with each candidate's reasons.
+        """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
+
+        Where vLLM is left to select, it is one for each phase, and with drafts one for both.
+
+        NoBackendError, BackendUnavailableError: with each candidate's reasons.
+        """
+        # With drafts lengths are upper bounds, and a backend that prefills may need exact ones.
         spec = self.spec
         if block_size is not None and not spec.direct_kv:
             spec = spec.replace(block_size=block_size)
@@ -179,7 +184,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take learned tensors that vLLM has loaded anew; graphs read the same memory."""
+        """Take learned tensors that vLLM has loaded again; graphs read the same memory."""
         for (_, device, _), bound in self._bounds.items():
             used, given = bound.tensors.sinks, self._tensors(device).sinks
             if used is not None and given is not None:

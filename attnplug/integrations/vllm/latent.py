@@ -23,9 +23,10 @@ from attnplug.registry.selection.decision import Decision
 class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
     """The impl that vLLM constructs for each layer of latent attention; `backend` is as in Layer.
 
-    attnplug's impls absorb, expand and split a step themselves. So the step says to vLLM that all requests are prefills, and vLLM
-    passes all tokens to `forward_mha`.
+    The step says to vLLM that all requests are prefills, so vLLM passes all tokens to `forward_mha`.
     """
+
+    # attnplug's impls absorb, expand and split a step themselves.
 
     backend: str | None = None
     supports_quant_query_input = False

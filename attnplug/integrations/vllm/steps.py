@@ -125,9 +125,11 @@ _CACHES = (
 
 
 def check_cache(kv_cache_spec: Any) -> None:
-    """Refuse caches whose pages mean more than a layer's own tokens."""
-    # vLLM changes the steps of such layers, such as those with static sinks, whose pages begin
-    # with keys of no token. SpecError: another kind of cache, or values of another size than keys.
+    """Refuse caches whose pages mean more than a layer's own tokens.
+
+    SpecError: another kind of cache, or values of another size than keys.
+    """
+    # vLLM changes the steps of such layers, such as those with static sinks, whose pages begin with keys of no token.
     kind, size = type(kv_cache_spec).__name__, kv_cache_spec.head_size
     if kind not in _CACHES:
         limit = "is a cache that attnplug does not know, and may change the result"

@@ -364,7 +364,7 @@ def _with_tensors_of_layer(batch: Batch) -> Batch:
 def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
     """The fields, other than sizes, of layers for a backend that refuses plain ones; empty if it serves them.
 
-    The first layers that are served have them: those that ask for one thing come first, then for two, then for three.
+    Layers that ask for one thing are tried before those that ask for two or three; the first served ones count.
     """
     selecting = target._sparse_fields()
     if target._find_layer(selecting, []) is not None:

@@ -58,8 +58,8 @@ def default_jobs(device_type: str, checks: int) -> int:
 
 
 def worker_memory(device_type: str, jobs: int) -> int | None:
-    """Each worker's share of four fifths of this machine's memory."""
-    # None on anything but a CPU: CUDA maps more than the machine has.
+    """Each worker's share of four fifths of this machine's memory; None on anything but a CPU."""
+    # CUDA maps more than the machine has.
     total = machine_memory()
     if device_type != "cpu" or total is None:
         return None

@@ -88,7 +88,6 @@ def pages_of(table_row, start, end, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.conste
     Tiles start with a page where pages divide them: then places within pages are the same in every tile.
     """
     lanes = tl.arange(0, BLOCK_N)
-    # Where pages divide tiles, places within pages are the same in every tile.
     if BLOCK_N % BLOCK_SIZE == 0:
         return tl.load(
             table_row + start // BLOCK_SIZE + lanes // BLOCK_SIZE, mask=start + lanes < end, other=0

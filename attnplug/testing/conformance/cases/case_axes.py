@@ -72,10 +72,12 @@ def far_blocks(block_size: int) -> int:
 
 
 def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
-    """The new tokens and all tokens of each request of a batch of kind `shape`."""
-    # The lengths are near multiples of the block size, of windows, chunks
-    # and tiles of 16, 64 and 128 keys. For a cross layer the second list
-    # counts the encoder's tokens. Encoders compute all their tokens at once.
+    """The new tokens and all tokens of each request of a batch of kind `shape`.
+
+    For a cross layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
+    """
+    # Pages, limits and tiles end there: the lengths are near multiples of the block
+    # size, of windows, chunks and tiles of 16, 64 and 128 keys.
     if fixed := (LONG | LATENT).get(shape):
         new, tokens = fixed
         return list(new), list(new if spec.is_encoder else tokens)
@@ -210,9 +212,11 @@ def axes(target: Target) -> dict[str, list[Any]]:
 
 
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
-    """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages."""
-    # Kernels that read chunks as requests of their own begin each at a
-    # page. Sparse samples are of the served kinds, if there are any.
+    """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages.
+
+    Sparse samples are of the served kinds, if there are any.
+    """
+    # Kernels that read chunks as requests of their own begin each at a page.
     samples, size = flag.ask.values, target.block_sizes[0]
     if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
         return (size, *samples)

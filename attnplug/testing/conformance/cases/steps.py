@@ -114,8 +114,10 @@ def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]
 
 
 def mixed_lengths(size: int, more: int = 0) -> tuple[list[int], list[int]]:
-    """New and all tokens of two decodes, an extend and a prefill, over pages of `size`."""
-    # `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
+    """New and all tokens of two decodes, an extend and a prefill, over pages of `size`.
+
+    `more` tokens of context, at most 2, take no more pages, so two such steps differ in their keys only.
+    """
     return [1, 1, 5, size + 3], [max(size - 2, 1) + more, 2 * size + 1 + more, size + 5 + more, size + 3]
 
 

@@ -50,7 +50,7 @@ _SHARERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "cap": (Feature.SOFT_CAP, {"logits_soft_cap": 3.0}),
     "scale": (Feature(0), {"scale": 0.15}),
 }
-"""The fields of a layer alone that shares another's cache, and the feature that it needs."""
+"""The fields that only the sharing layer has, and the feature that it needs."""
 # Float16 does not hold it, so a cache of wider numbers that goes through float16 loses it.
 _LARGE = 2.0**20
 
