@@ -12,11 +12,12 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 
 _OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
-# Kernels may sum weights that are rounded for the product with V: to 8 bits in bfloat16.
+# Kernels such as FlashInfer's fa2 sum weights that are rounded for the product with V: to 8 bits in bfloat16.
 _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}
 # Relative error of the hardware's tanh, with which kernel libraries cap logits.
 _APPROXIMATE_TANH = 2.0**-11
 # Error of a logit summed in float32 in any order, relative to its size: 8 roundings of 2**-24.
+# A CPU without AVX512 sums in another order, and is 1.4e-5 off.
 _SUMMED = 8 * 2.0**-24
 # Error of a logit whose query was rounded once, in units of the dtype's eps and the size by the root of head_size.
 _ROUNDED = 3 * 0.5

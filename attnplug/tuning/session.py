@@ -67,6 +67,7 @@ class Tuner:
     ) -> None:
         self.registry, self.device, self._backends = registry, device, backends
         self._run, self._clock, self._now = run, clock, now
+        # Most of a check's time is compilation, which needs the host's processors.
         processors = min(os.cpu_count() or 1, _CHECKS_AT_ONCE)
         self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else processors)
         self.left_out: dict[str, str] = {}

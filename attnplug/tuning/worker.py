@@ -254,6 +254,8 @@ class Runner:
         # is faster at times than at others. One that fails is left out of `candidates`.
         steps = {name: inputs.last_steps(_BUILDS) for name, (inputs, *_) in candidates.items()}
         found: dict[str, list[float]] = {name: [] for name in candidates}
+        # Other work of the host can double a build that is timed once. Two runs then
+        # choose differently for windows of 128, where a build is a third of a step.
         for _ in range(_BUILD_ROUNDS):
             for name in [*candidates]:
                 self._tell("begin", job=job.number, backend=name)

@@ -96,6 +96,7 @@ def num_splits(units: int, slots: int, key_blocks: int) -> int:
         return 1
     # Each wave of blocks takes as long as a full one.
     blocks = max(key_blocks, 1)
+    # Parts that get no shorter gain nothing: one request of 8k keys took up to 12 % longer with more of them.
     counts = [
         count
         for count in range(1, min(blocks, slots, _MOST_SPLITS) + 1)

@@ -55,6 +55,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             # Only the shape is left to check, by a tensor without memory.
             plain = torch.empty_like(output, dtype=self._dtype, device="meta")
             check_queries(query, plain, output_lse, meta.num_actual_tokens, self.spec)
+            # By way of the layer's dtype, outputs would be rounded twice.
             wide = torch.empty_like(output, dtype=torch.float32)
             self._attend_call(layer, query, key, value, kv_cache, meta, wide, output_lse, use_sinks)
             written = slice(int(meta.query_starts[0]), int(meta.query_starts[-1]))

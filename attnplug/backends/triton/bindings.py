@@ -115,6 +115,8 @@ class BoundLayer:
         self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
         self._itemsize = compute_dtype(spec).itemsize
+        # 64 heads over 256k tokens of 128 elements pass 2**31. Only such layers compute
+        # offsets of heads in 64 bits, because registers grow from 168 to 254 with them.
         is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
         self._values: dict[str, Any] = {
             "scale": spec.scale * scales[0],

@@ -137,6 +137,7 @@ def _scale(size: int, rope: Mapping[str, Any]) -> float:
     share = rope.get("mscale_all_dim", 0)
     if rope["rope_type"] == "default" or not share or rope["factor"] <= 1:
         return scale
+    # Without this factor the scale of DeepSeek-V3 is half of the right one.
     raised: float = 0.1 * share * math.log(rope["factor"]) + 1.0
     return scale * raised * raised
 

@@ -63,6 +63,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **unknown,
         }
+        # A later vLLM may ask for more by a new argument, which must be refused and not ignored.
         for name, value in given.items():
             if value is not None and value is not False:
                 limit = "is not served with latent attention in vLLM, and may change the result"

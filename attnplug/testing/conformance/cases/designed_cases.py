@@ -123,6 +123,7 @@ _MANY_ROWS = ("prefill", "many-extends")
 # Head sizes that are no power of two, of many models: kernels may divide them into unlike tiles.
 _ODD_SIZES = (80, 96, 160)
 _SHAPES_OF_LATENTS = ("decode", "idle", "prefill", "mixed", *LATENT)
+# FlashInfer compiles each key when a step is planned, for 20 to 95 s. A check of 22 keys reaches its time limit.
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -156,7 +157,9 @@ def designed_cases(target: Target) -> list[Case]:
     alone += _long_rows(target, search, few)
     latent = _keep_served(search, _latent_rows(target, search))
     rows = _keep_served(search, alone)
+    # About 80 backends pass without these: each is right for single features, and wrong where two or three meet.
     rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_SHAPES), 3)
+    # Pairs alone leave out paths such as verification over long fp8 pages.
     rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_LONG, _LONG_LIMITS), 2)
     for kind in search.axes["kind"][1:]:
         if kind in _CROSSED_KINDS:
