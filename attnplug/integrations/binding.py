@@ -96,6 +96,7 @@ def version_of(tensor: torch.Tensor | None) -> Any:
         tensor.data_ptr(),
         tensor.shape,
         tensor.dtype,
+        # Tensors of inference mode have no version, and torch raises an error for it.
         None if tensor.is_inference() else tensor._version,
     )
 

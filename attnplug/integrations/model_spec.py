@@ -17,10 +17,10 @@ from attnplug.core.errors import ModelConfigError, SpecError
 from attnplug.core.spec import LayerSpec
 
 NOT_READ: Final = ", not read: "
-"""It stands in `other_layers` between the kind of a part whose attention was not read, and the reason."""
+"""It is in `other_layers`, between the kind of a part whose attention was not read, and the reason."""
 
 OWN_SPECS: Final = "describe its layers by LayerSpecs of your own, which attnplug.plan takes; `attnplug explain` shows what serves one"
-"""What to do about a model that cannot be read."""
+"""The remedy for a model that cannot be read."""
 
 
 def family_note(place: str, version: str, family: str, cls: str) -> str:

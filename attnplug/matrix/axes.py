@@ -1,6 +1,6 @@
 """The axes of the matrix: their values for each backend, the values that go together, and the layer of a cell.
 
-Also the combinations that a run tried of those that its backend serves: a sample never stands for the others.
+Also the combinations that a run tried of those that its backend serves: a sample says nothing about the others.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def phase_of(cell: Cell) -> Phase | None:
 def spec_of(cell: Cell) -> LayerSpec:
     """The layer of a cell: 4 query heads over 2, or over 1 with MLA, and the one feature.
 
-    Sparse attention over LATENT elements is also MLA, because models combine the two.
-
+    Sparse attention over LATENT elements is also MLA.
 
     Raises:
         SpecError: the feature is unknown, or the values exclude each other.
     """
+    # Models combine sparse attention with latents of this size.
     return _spec(cell.feature, cell.head_size, cell.dtype, cell.kv_cache_dtype, cell.block_size)
 
 
@@ -147,7 +147,7 @@ def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_s
 def _ask(feature: str, head_size: int, block_size: int | None) -> dict[str, Any]:
     if feature == PLAIN:
         return {}
-    # A latent needs elements besides those that hold positions.
+    # A latent needs more elements than those that hold positions.
     if feature == "mla" and head_size <= ROPE:
         raise SpecError("head_size", head_size, f"must be more than {ROPE} with the feature mla")
     fields = Feature[feature.upper()].fields(head_size, block_size)
@@ -232,7 +232,7 @@ class Extent:
         return settled == self.combinations(axis, value)
 
     def lacking(self, findings: Sequence[Finding], axis: str | None = None, value: Value = None) -> str:
-        """The first other axis of which served values were not run: "3 of 31 head sizes"; empty if there is none.
+        """The first other axis with served values that were not run: "3 of 31 head sizes"; empty if there is none.
 
         Values that were refused with all `findings` do not count.
         """

@@ -20,10 +20,11 @@ from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import compile_key
 from attnplug.testing.oracle import COMPUTED
 
+# Backends may compute prefills with and without a context differently, so both are tried.
 _SHAPES = {"prefill": ("prefill", "extend"), "decode": ("decode",), "mixed": ("mixed",)}
-"""The batches tried for a phase. Backends may compute prefills with and without a context differently."""
+"""The batches tried for a phase."""
+# Used for layers without pages too: the lengths of their requests are chosen around the ends of such pages.
 _BLOCK_SIZE, _LAYOUT = 16, "NHD"
-"""Used for layers without pages too: the lengths of their requests are chosen around the ends of such pages."""
 
 
 def cell_checks(target: Target) -> Iterator[Check]:

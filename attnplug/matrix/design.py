@@ -49,10 +49,11 @@ if TYPE_CHECKING:
     from attnplug.registry.devices import DeviceLike
 
 
+# A backend that lists too many values for this number has only some of them tried.
 MOST_CELLS = 1500
-"""Of one backend. For a backend that lists too many values for this, only some of them are tried."""
+"""The most cells of one backend."""
+# Of one axis: each needs at least ten cells, one for each feature.
 _MOST_VALUES = 150
-"""Of one axis: each needs at least ten cells, one for each feature."""
 _AXIS_OF_CODE = {
     **{flag.code: "feature" for flag in Feature},
     **{axis: axis for axis in ("head_size", "dtype", "kv_cache_dtype", "phase")},
@@ -117,7 +118,7 @@ class _CellSearch(Search):
         latents = own_latents(backend)
         self._fitting: dict[str, dict[str, tuple[Any, ...]]] = {
             feature: {
-                # None stands for the block size and layout of a layer without pages.
+                # None is the block size and layout of a layer without pages.
                 axis: tuple(value for value in (*values, None) if goes_with(feature, axis, value, latents))
                 for axis, values in axes.items()
                 if axis != "feature"
@@ -308,7 +309,7 @@ def _values_named(pattern: str, axes: Mapping[str, Sequence[Any]]) -> Iterator[l
 
 
 def _readings(parts: Sequence[str], slots: int) -> Iterator[list[str]]:
-    """The parts for that many slots; a part "*" may stand for several, because it matches "/" too."""
+    """The parts for that many slots; a part "*" may match several, because it matches "/" too."""
     if not parts or not slots:
         if not parts and not slots:
             yield []

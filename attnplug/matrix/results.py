@@ -35,7 +35,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    # bool is a subclass of int, and True is no size.
+    # bool is a subclass of int, but True cannot be a size.
     return type(value) is int and value > 0
 
 
@@ -75,11 +75,11 @@ _RUN: dict[str, _Rule] = {
     "commit": _TEXT_OR_NULL,
     "cells": (lambda value: isinstance(value, list), "a list"),
 }
+# Older files lack these fields, so their runs are samples. `sampled` is for other readers, and follows from the rest.
 _MORE_OF_RUN: dict[str, _Rule] = {
     "axes": (_is_axes, "null, or an object with a list of values for each axis"),
     "sampled": (lambda value: value is None or isinstance(value, dict), "an object or null"),
 }
-"""Fields that older files lack: their runs are told as samples. `sampled` is for other readers, and follows from the rest."""
 _CELL: dict[str, _Rule] = {
     "feature": _TEXT,
     "phase": (lambda value: value in _PHASES, f"one of {', '.join(_PHASES)}"),
@@ -88,7 +88,7 @@ _CELL: dict[str, _Rule] = {
     "kv_cache_dtype": _TEXT,
     "block_size": (lambda value: value is None or _is_count(value), "a whole number above 0, or null"),
     "layout": _TEXT_OR_NULL,
-    # A list, because a set raises TypeError when it is asked for a list or an object.
+    # A list, because a look-up of a list or an object in a set raises TypeError.
     "status": (lambda value: value in _OF_CELLS, f"one of {', '.join(_OF_CELLS)}"),
     "why": (lambda value: isinstance(value, list) and all(map(_is_text, value)), "a list of text"),
 }
@@ -108,9 +108,9 @@ def run_to_dict(run: Run) -> dict[str, Any]:
 
 
 def _write_samples(run: Run) -> dict[str, Any] | None:
-    """What was run of all combinations of served values; None if nothing was, or all of them.
+    """The part of all combinations of served values that was run; None if nothing was, or all of them.
 
-    `of` is their number; `lacking` names an axis of which values were not run.
+    `of` is their number; `lacking` names an axis with values that were not run.
     """
     ran = sum(each.status in (Status.VERIFIED, Status.REFUTED) for each in run.findings)
     extent = Extent(run)

@@ -22,6 +22,8 @@ from attnplug.matrix.words import (
 
 BESIDE = ("feature", "phase")
 """The axes with a table row for each value; the values of the other axes are listed in one row."""
+# A right cell must not hide a wrong one, and a run counts more than a claim.
+# Verified cells together are only a sample, unless every combination was run.
 STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
@@ -31,8 +33,7 @@ STRONGEST_FIRST = (
     Status.UNCLAIMED,
     Status.REFUSED,
 )
-"""The first that any of several cells has is the status of all: a right cell must not hide a wrong one, and a
-run counts more than a claim. Verified cells together are only a sample, unless every combination was run."""
+"""The first that any of several cells has is the status of all."""
 _FEW = 2
 """The most served values that an answer names; more are counted."""
 
@@ -54,7 +55,7 @@ class Limit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Restriction:
-    """Another axis of which a value is served with some values only.
+    """Another axis that restricts a value: it is served with some of its values only.
 
     Args:
         axis: the other axis.
@@ -90,7 +91,7 @@ class ValueSummary:
         counts: the number of cells with each status.
         why: the reasons common to all cells if all are refused; else the evidence against the value.
         limits: the values that it is not served with.
-        restriction: the axis of which it is served with few values only, if there is one; the first of several.
+        restriction: the axis that restricts it to few of its values, if there is one; the first of several.
     """
 
     status: Status
@@ -228,12 +229,10 @@ def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int
 def _restrictions(
     rows: Sequence[tuple[tuple[Value, ...], Finding]],
 ) -> dict[tuple[int, Value], Restriction]:
-    """For each served value the axis of which it is served with at most two values, or with fewer than it is refused.
-
-    A value that the backend refuses with everything has a row of its own, so it restricts no other value. The
-    exception is an axis of which no value goes with a plain layer, such as the KV dtypes of the feature fp8 KV: the
-    refused ones are refused for this feature.
-    """
+    """For each served value the axis that restricts it, with at most two values or with fewer than it is refused."""
+    # A value that the backend refuses with everything has a row of its own, so it restricts
+    # no other value. The exception is an axis without any value for a plain layer, such as
+    # the KV dtypes of the feature fp8 KV: the refused ones are refused for this feature.
     asked: dict[tuple[int, Value, int], dict[Value, bool]] = collections.defaultdict(dict)
     anywhere: set[tuple[int, Value]] = set()
     for values, finding in rows:
@@ -268,11 +267,9 @@ def counts_in_words(answer: ValueSummary) -> str:
 
 
 def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[Status, str]:
-    """The values of an axis by status, as a list; a star marks each value with limits.
-
-    A fraction of the cells is shorter than what a sample lacks. None, of cells without pages, is left out: the
-    features direct KV and encoder say the same.
-    """
+    """The values of an axis by status, as a list; a star marks each value with limits."""
+    # A fraction of the cells is shorter than what a sample lacks. None, of cells
+    # without pages, is left out: the features direct KV and encoder say the same.
     lists = {}
     for status in MEANINGS:
         marked = [

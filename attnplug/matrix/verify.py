@@ -24,11 +24,11 @@ INTERRUPTED = "interrupted"
 
 _CHECKS = "attnplug.matrix.cell_checks:cell_checks"
 _LISTING_SECONDS = 300.0
+# Causes that come from the limits, from a signal to a worker, or from this machine, not from the backend.
 _NO_VERDICT = re.compile(
     r"timed out after |.*\bout of memory\b|.* crashed: SIG(TERM|INT|HUP)\b|[\w.]*BackendUnavailableError: ",
     re.IGNORECASE,
 )
-"""Causes that come from the limits, from a signal to a worker, or from this machine, not from the backend."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ KV_CHOICES: dict[str, tuple[str, ...]] = {
 }
 """The KV dtypes to choose from, and those that each may mean, the preferred one first."""
 GPU = "{gpu}"
-"""Stands in a sentence for the name of the GPU, such as "an A100"."""
+"""The place of the GPU's name, such as "an A100", in a sentence."""
 
 _ASKED: SelectKwargs = {"assume_installed": "all"}
 
@@ -152,7 +152,7 @@ def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_d
 
 @functools.cache
 def words_of(spec: LayerSpec) -> str:
-    """What a layer asks for beyond sizes: "sliding 128, sinks"; "full" for nothing."""
+    """The requests of a layer beyond sizes: "sliding 128, sinks"; "full" for nothing."""
     asked = spec.required_features() & ~Feature.FP8_KV
     if spec.attn_type is not AttentionType.DECODER:
         # Encoders and cross attention are non-causal by nature, encoders keep no cache.
@@ -227,7 +227,7 @@ def _join(parts: Sequence[str]) -> str:
 
 
 def _beside(best: ModelDecision, meant: Sequence[ModelDecision], on_gpu: bool) -> str:
-    """What becomes of the other storage types that the choice means."""
+    """The outcome for the other storage types that the choice means."""
     for other in meant:
         if other is best:
             continue

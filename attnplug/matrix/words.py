@@ -136,7 +136,7 @@ def one_line(text: str) -> str:
 
 
 NO_BACKEND = "none"
-"""The name that stands for no backend; its letter is "-"."""
+"""The name for no backend; its letter is "-"."""
 
 
 def letters(names: Iterable[str]) -> dict[str, str]:

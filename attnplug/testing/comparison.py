@@ -12,22 +12,23 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 
 _OUTPUT = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+# Kernels such as FlashInfer's fa2 sum weights that are rounded for the product with V: to 8 bits in bfloat16.
 _LSE = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 2.0**-9}
-"""Kernels may sum weights that are rounded for the product with V: to 8 bits in bfloat16."""
+# Relative error of the hardware's tanh, with which kernel libraries cap logits.
 _APPROXIMATE_TANH = 2.0**-11
-"""Relative error of the hardware's tanh, with which kernel libraries cap logits."""
+# Error of a logit summed in float32 in any order, relative to its size: 8 roundings of 2**-24.
+# A CPU without AVX512 sums in another order, and is 1.4e-5 off.
 _SUMMED = 8 * 2.0**-24
-"""Error of a logit summed in float32 in any order, relative to its size: 8 roundings of 2**-24."""
+# Error of a logit whose query was rounded once, in units of the dtype's eps and the size by the root of head_size.
 _ROUNDED = 3 * 0.5
-"""Error of a logit whose query was rounded once, in units of the dtype's eps and the size by the root of head_size."""
+# An error of a logit moves at most a quarter of it in weight, between values that differ by at most twice the largest.
 _IN_OUTPUT = 0.5
-"""An error of a logit moves at most a quarter of it in weight, between values that differ by at most twice the largest."""
+# In a whole result of many rows, few errors are as large as their bound. One row has all of it.
 _IN_WHOLE = 1 / 16
-"""The same of a whole result of many rows, in which few errors are as large as their bound; one row has all of it."""
+# Latent attention multiplies by W_UK and W_UV, and rounds expanded keys and values, or absorbed queries, once more.
 _PRODUCT = 2.0
-"""Latent attention multiplies by W_UK and W_UV, and rounds expanded keys and values, or absorbed queries, once more."""
+# Hardware may replace smaller numbers by zero.
 FLUSHED = torch.finfo(torch.float32).smallest_normal
-"""Hardware may replace smaller numbers by zero."""
 
 _Bound = TypeVar("_Bound", float, torch.Tensor)
 

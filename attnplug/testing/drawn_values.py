@@ -18,11 +18,11 @@ from attnplug.core.spec import LayerSpec
 from attnplug.testing.oracle import Spans
 from attnplug.testing.pages import rows_of_spans
 
+# No powers of two, and neither is the inverse of the other, so that each confusion of them changes the result.
 FP8_SCALES: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9}
-"""No powers of two, and neither is the inverse of the other, so that each confusion of them changes the result."""
 
+# A logit whose exponential overflows float32, in base e and in base 2.
 _FAR = 100.0
-"""A logit whose exponential overflows float32, in base e and in base 2."""
 _CONSTANT = 4.0
 """The last element of each key in a batch of Numbers.FAR."""
 _SHARP = 50.0
@@ -119,10 +119,8 @@ def _latent_weights(spec: LayerSpec, device: str) -> dict[str, torch.Tensor]:
 
 
 def _latent_size(spec: LayerSpec) -> float:
-    """The size of the elements of latents before those of positions, whose size is 1.
-
-    In pages of 8 bits they are much smaller, as in trained models: a scale of theirs would saturate the others.
-    """
+    """The size of the elements of latents before those of positions, whose size is 1."""
+    # In pages of 8 bits they are much smaller, as in trained models: a scale of theirs would saturate the others.
     return 0.125 if spec.has_quantized_kv_cache else 1.0
 
 
@@ -174,7 +172,7 @@ def draw_tokens(
 _WIDER = 3
 """Columns of a selection beyond the layer's topk."""
 _ROUND, _FEWER, _NONE = 7, 4, 2
-"""Of so many queries in a row, this one chooses half as many keys as it may, and this one none."""
+"""In each row of so many queries, this one chooses half as many keys as it may, and this one none."""
 
 
 def random_selection(
@@ -190,9 +188,6 @@ def random_selection(
 ) -> Selection | None:
     """A selection for a sparse layer, in no order; None for other layers.
 
-    Most queries choose as many keys as they may, or all where these are fewer. Some choose fewer, and some none. The
-    buffer is wider than the layer's topk, as if another layer chooses more keys.
-
     Args:
         spec: the layer.
         query_lens: new tokens of each request.
@@ -203,6 +198,8 @@ def random_selection(
         seed: of the random choice.
         device: of the tensors.
     """
+    # Most queries choose as many keys as they may, or all where these are fewer. Some choose fewer,
+    # and some none. The buffer is wider than the layer's topk, as if another layer chooses more keys.
     sparse = spec.sparse
     if sparse is None:
         return None

@@ -50,7 +50,8 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
 
 
 def _flush() -> None:
-    """Write out all buffers, with those of C, because a kernel may print with printf."""
+    """Write out all buffers, with those of C."""
+    # A kernel may print with printf, whose buffer Python does not know.
     for stream in (sys.stdout, sys.__stdout__):
         if stream is not None and not stream.closed:
             stream.flush()

@@ -1,4 +1,4 @@
-"""What a tuning measures, reports to its observer, and gives at its end: cells, contenders and outcome.
+"""The cells and contenders of a tuning, its reports to an observer, and its outcome.
 
 Also the versions for which a time is valid, facts about this machine, and wrong outputs as refuted cells.
 """
@@ -50,7 +50,7 @@ class TuneCell:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerKind:
-    """Layers of a model that are alike, and the shapes that they meet."""
+    """Equal layers of a model, and the shapes that they meet."""
 
     spec: LayerSpec
     names: tuple[str, ...]
@@ -88,7 +88,7 @@ class Outcome:
         measured: cells that were measured now.
         kept: cells whose times an earlier run has measured.
         left: cells that the budget left out.
-        compiled: seconds of each backend's first calls, most of which is compilation.
+        compiled: seconds of each backend's first calls, mostly compilation.
         left_out: the layers that cannot be measured, and why.
     """
 
@@ -105,10 +105,8 @@ _CONTEXT = 2 << 30
 
 
 def subject_of(offer: Offer, device: Device) -> BackendVersions:
-    """A backend with the versions of torch, its distribution and the distributions that it requires.
-
-    Python's version is not among them: it changes no kernel.
-    """
+    """A backend with the versions of torch, its distribution and the distributions that it requires."""
+    # Python's version is not among them: it changes no kernel.
     versions = tuple(sorted(library_versions(offer).items()))
     return BackendVersions(offer.name, offer.distribution, offer.version, device, versions)
 
@@ -138,7 +136,7 @@ def contenders(
     wanted = None if names is None else {offer for name in names for offer in plugins.find(name)}
     found: list[Contender] = []
     for candidate in registry.explain(spec, device, phase, tuned=False).candidates:
-        # A rule of the user may name a composite, which is no offer.
+        # A rule of the user may name a composite, which no plugin offers.
         offer = offers.get((candidate.name, candidate.distribution))
         if not candidate.accepted or offer is None:
             continue

@@ -21,8 +21,8 @@ Event: TypeAlias = Mapping[str, Any]
 
 WAITING: Event = {"event": "waiting"}
 """Lets a caller look after several workers at once."""
+# A worker without a new line for this long hangs: some libraries compile for minutes.
 SECONDS = 600.0
-"""A worker without a new line for this long hangs: some libraries compile for minutes."""
 _POLL = 0.02
 _DEAD_WITHOUT_WORK = 2
 _CHILD = "from attnplug.tuning.worker import main; main(*sys.argv[1:])"

@@ -1,4 +1,4 @@
-"""Rounds of measurements that take turns, so that a slow moment of the device slows all candidates alike."""
+"""Rounds of measurements that take turns, so that a slow moment of the device slows all candidates."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 
 ROUNDS = 5
 MORE_ROUNDS = 3
-"""At most this many rounds repeat those in which the device was disturbed."""
+"""At most this many rounds repeat disturbed ones."""
+# After this round, candidates slower than the best by this factor are left out of the others.
 _DROP_AFTER, _DROP_ABOVE = 2, 1.5
-"""After this round, candidates slower than the best by this factor are left out of the others."""
+# A gap of more than this many spreads will not close in further rounds.
 _CERTAIN = 6.0
-"""A gap of more than this many spreads will not close in further rounds."""
 _UNSTEADY = 0.08
 """A round is disturbed if a fixed piece of work takes longer or shorter beside it by this share."""
 _MORE_MEMORY = 256 << 20
@@ -69,8 +69,7 @@ def measure_in_turns(
     """The time of each of `runs`, whose calls give microseconds.
 
     The first round only warms up. Each round begins with another candidate. After two rounds, those far behind the best
-    are left out, but never the default, with which every other is compared. Rounds in which the device was disturbed
-    are repeated.
+    are left out, but never the default, with which every other is compared. Disturbed rounds are repeated.
 
     Args:
         runs: measures one round of each candidate.

@@ -1,4 +1,4 @@
-"""One tuning of a model: which cells to measure, in which order, and the table that they give."""
+"""One tuning of a model: the cells to measure, their order, and the table that they give."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from attnplug.registry.plugins.installed import AssumeInstalled
     from attnplug.registry.registry import Registry
 
+# They compile the kernels of different layers at the same time.
 _CHECKERS = 4
-"""Processes that share the checks of a backend: they compile the kernels of different layers at the same time."""
+"""Processes that share the checks of a backend."""
 _CHECKS_AT_ONCE = 12
 _GROWTH = 4
 
@@ -66,6 +67,7 @@ class Tuner:
     ) -> None:
         self.registry, self.device, self._backends = registry, device, backends
         self._run, self._clock, self._now = run, clock, now
+        # Most of a check's time is compilation, which needs the host's processors.
         processors = min(os.cpu_count() or 1, _CHECKS_AT_ONCE)
         self._checks_at_once = checks_at_once or (1 if device.type == "cpu" else processors)
         self.left_out: dict[str, str] = {}
@@ -86,7 +88,7 @@ class Tuner:
 
     @property
     def policy(self) -> dict[str, Any]:
-        """How times are measured here: rows of another policy are not kept."""
+        """The way that times are measured here: rows of another policy are not kept."""
         on_gpu = self.device.type != "cpu"
         mode = "graph replay of decodes, prefills behind a sleeping GPU" if on_gpu else "calls"
         return {"mode": mode, "l2": "cold" if on_gpu else "warm", "pages": "random", "rounds": ROUNDS}
@@ -215,11 +217,9 @@ class Tuner:
     def _split(
         self, cells: Sequence[TuneCell], old: TunedTable | None
     ) -> tuple[list[TuneCell], list[TuneCell]]:
-        """The cells that the table has whole, whose rows are taken over, and the others.
-
-        A cell with a new backend or version is measured again as a whole, because only backends that take turns can be
-        compared. Those that failed are not tried again.
-        """
+        """The cells that the table has whole, whose rows are taken over, and the others."""
+        # A cell with a new backend or version is measured again as a whole, because only
+        # backends that take turns can be compared. Failed backends are not tried again.
         kept: list[TuneCell] = []
         pending: list[TuneCell] = []
         usable = old is not None and old.is_for(self.device) and dict(old.policy) == self.policy
@@ -301,7 +301,7 @@ class Tuner:
                 self._environment = event["facts"]
                 observer.machine(self._environment)
             if "job" not in event:
-                # Nothing is lost while the worker starts.
+                # A worker that has not begun loses no measurement.
                 if not has_begun and self._is_late(deadline):
                     return
                 continue
@@ -388,11 +388,9 @@ class Tuner:
 
 
 def _parts(cells: Sequence[TuneCell]) -> Iterator[Sequence[TuneCell]]:
-    """Cells in parts, the first of which is a single cell: within a budget, each part is checked and then measured.
-
-    Checks are not remembered, so those of cells that are not measured would be in vain. The parts grow, because each
-    one starts processes of its own.
-    """
+    """Cells in parts, from a single cell to ever more."""
+    # Within a budget, each part is checked and then measured. Checks are not remembered, so those of cells
+    # that are not measured would be in vain. The parts grow, because each one starts processes of its own.
     start, size = 0, 1
     while start < len(cells):
         yield cells[start : start + size]

@@ -72,7 +72,7 @@ class StepInputs:
 
     def forward(self, impl: AttentionImpl[Any], metadata: Any) -> Callable[[int], object]:
         """The forward of a layer, as a model calls it: it writes the new keys and values, and attends."""
-        # A layer with latents and one without are called alike, except for the value.
+        # A layer with latents is called as one without, except for the value.
         kwargs: dict[str, Any] = {} if self.lse is None else {"output_lse": self.lse}
 
         def call(index: int) -> object:
@@ -84,10 +84,8 @@ class StepInputs:
         return call
 
     def last_steps(self, count: int) -> list[CommonAttentionMetadata]:
-        """The batches of some steps in turn, the last of which is this one: before it, each request had a token less.
-
-        An engine builds for such steps: a builder that is given one step again may have nothing left to do.
-        """
+        """The batches of some steps in turn, this one last: before it, each request had a token less."""
+        # An engine builds for such steps: a builder that is given one step again may have nothing left to do.
         host, least = (
             np.asarray(each, dtype=np.int32) for each in (self.shape.lengths, self.shape.query_lens)
         )
@@ -227,7 +225,8 @@ def _caches(
     *,
     copies: bool,
 ) -> list[torch.Tensor]:
-    """Copies of a cache of random numbers: enough that the L2 holds no number until it is read again."""
+    """Copies of a cache of random numbers."""
+    # There are enough copies that the L2 holds no number until it is read again.
     blocks, size, layout = form
     logical = backend.get_kv_cache_shape(
         blocks, size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype, spec.head_size_v
@@ -280,8 +279,9 @@ def _common(
     )
 
 
+# The whole of a long prefill would take minutes.
 _ROWS = 4
-"""The first and the last rows of a request that are compared: the whole of a long prefill would take minutes."""
+"""The first and the last rows of a request that are compared."""
 _WITHOUT: dict[Feature, dict[str, Any]] = {
     Feature.SLIDING_WINDOW: {"window": (-1, -1)},
     Feature.CHUNKED_LOCAL: {"chunk_size": None},
@@ -294,7 +294,7 @@ _WITHOUT: dict[Feature, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wrong:
-    """A wrong output: the difference, and the lower-case name of the feature at fault; "plain" if none is asked for."""
+    """A wrong output: the difference, and the lower-case name of the feature at fault; "plain" without any."""
 
     text: str
     feature: str
@@ -352,7 +352,7 @@ class _Part:
 def _parts(inputs: StepInputs) -> Iterator[_Part]:
     spec, shape = inputs.spec, inputs.shape
     lengths = inputs.shape.lengths
-    # Of a mixed step, the last request that decodes and the first that prefills are among them.
+    # In a mixed step, the last request that decodes and the first that prefills are among them.
     chosen = sorted({0, shape.decodes - 1, shape.decodes, shape.requests // 2, shape.requests - 1} - {-1})
     begins = [0, *itertools.accumulate(shape.query_lens)]
     kv_heads = sorted({0, spec.num_kv_heads - 1})

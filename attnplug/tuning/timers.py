@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 Call: TypeAlias = Callable[[int], object]
 """One forward on the copy of the cache with this number."""
 
+# A round lasts at least this long, because a short one measures the clock.
 _ROUND_US = 10_000.0
-"""A round lasts at least this long, because a short one measures the clock."""
 _MOST_CALLS = 200
+# Cycles for which the GPU waits until the host has issued all calls: a millisecond, then more where it was too short.
 _SLEEPS = (2_000_000, 8_000_000, 32_000_000)
-"""Cycles for which the GPU waits until the host has issued all calls: a millisecond, then more where it was too short."""
 
 _MUCH = 1 << 30
 """Bytes that are more than a process needs between two jobs."""

@@ -37,8 +37,9 @@ _BUILDS = 9
 
 _BUILD_ROUNDS = 5
 
+# Engines run their decodes as graphs.
 _SHORT = 16
-"""Steps of at most this many new tokens per request are replayed as graphs, as engines run their decodes."""
+"""Steps of at most this many new tokens per request are replayed as graphs."""
 
 
 def main(task: str, report: str) -> None:
@@ -164,7 +165,7 @@ class Runner:
     def _different(
         self, inputs: StepInputs, first: torch.Tensor, call: _Remembering, run: Callable[[], float]
     ) -> str | None:
-        """What is wrong if timed calls do something else than a call alone, or that than the first call; else None."""
+        """The difference of timed calls from a call alone, or of that from the first call; None without one."""
 
         def written(work: Callable[[], object]) -> torch.Tensor:
             inputs.output.fill_(torch.nan)
@@ -173,6 +174,7 @@ class Runner:
             return inputs.output.clone()
 
         most = tolerance(inputs.spec).whole
+        # A graph over lost tensors would write nothing, or an old output.
         timed, alone = written(run), written(lambda: call(call.last))
         if bool(timed.isnan().any()):
             return "its timed calls left outputs unwritten"
@@ -194,7 +196,7 @@ class Runner:
                 self._failed(job, problem.backend, problem.cause)
 
     def _announced(self, job: Job, name: str, run: Callable[[], float]) -> Callable[[], float]:
-        """A round that says whose it is, so that its crash is charged to this backend."""
+        """A round that names its backend first, so that its crash counts against this backend."""
 
         def announced() -> float:
             self._tell("begin", job=job.number, backend=name)
@@ -209,7 +211,7 @@ class Runner:
         self, job: Job, name: str, distribution: str | None
     ) -> tuple[StepInputs, Callable[[int], object], AttentionMetadataBuilder[Any]]:
         """The inputs of a job for one backend, its forward, and its builder."""
-        # A composite is no offer of a plugin: its halves are.
+        # Plugins offer the halves of a composite, but not the composite.
         offer = self._offers.get((name, distribution)) or next(
             offer for offer in self._plugins.find(name) if offer.distribution == distribution
         )
@@ -223,6 +225,7 @@ class Runner:
         )
         impl, builder = made_parts(backend, inputs, pages)
         with torch.inference_mode():
+            # FLASHINFER plans a captured decode in another way than a plain one, and engines capture their decodes.
             if self._replays(job.shape, builder):
                 metadata = builder.build_for_cudagraph_capture(inputs.common)
             else:
@@ -245,14 +248,14 @@ class Runner:
 
     @torch.inference_mode()
     def _build_us(self, job: Job, candidates: dict[str, _Candidate]) -> dict[str, float]:
-        """Microseconds of the host for a build of each candidate; the GPU does its part meanwhile.
-
-        A round is the median of steps in turn. The least of the rounds counts, because other work of the host can only
-        add to it. Candidates take turns, since a host is faster at times than at others. One that fails is left out of
-        `candidates`.
-        """
+        """Microseconds of the host for a build of each candidate; the GPU does its part meanwhile."""
+        # A round is the median of steps in turn. The least of the rounds counts, because
+        # other work of the host can only add to it. Candidates take turns, since a host
+        # is faster at times than at others. One that fails is left out of `candidates`.
         steps = {name: inputs.last_steps(_BUILDS) for name, (inputs, *_) in candidates.items()}
         found: dict[str, list[float]] = {name: [] for name in candidates}
+        # Other work of the host can double a build that is timed once. Two runs then
+        # choose differently for windows of 128, where a build is a third of a step.
         for _ in range(_BUILD_ROUNDS):
             for name in [*candidates]:
                 self._tell("begin", job=job.number, backend=name)

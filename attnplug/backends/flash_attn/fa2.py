@@ -85,18 +85,18 @@ def attend_decodes(fwd_kvcache: Callable[..., Any], call: Call) -> torch.Tensor 
 def num_splits(units: int, slots: int, key_blocks: int) -> int:
     """The number of parts to split the keys of each request into.
 
-    It is the smallest number that fills the GPU to 85 % of the best one, the rule of the library. Among numbers that
-    give parts of equally many key blocks, only the smallest is considered.
-
     Args:
         units: thread blocks without splitting.
         slots: thread blocks that the GPU runs at once.
         key_blocks: blocks of keys that the longest request may have; a part has at least one.
     """
+    # It is the smallest number that fills the GPU to 85 % of the best one, the rule of the library.
+    # Among numbers that give parts of equally many key blocks, only the smallest is considered.
     if units >= 0.8 * slots:
         return 1
     # Each wave of blocks takes as long as a full one.
     blocks = max(key_blocks, 1)
+    # Parts that get no shorter gain nothing: one request of 8k keys took up to 12 % longer with more of them.
     counts = [
         count
         for count in range(1, min(blocks, slots, _MOST_SPLITS) + 1)
@@ -181,8 +181,8 @@ class FlashAttn2Kernels:
         fwd_kvcache: of the same.
     """
 
+    # It packs the heads of a KV head and splits the keys only if every request has one query.
     separate_decodes: ClassVar[bool] = True
-    """It packs the heads of a KV head and splits the keys only if every request has one query."""
 
     def __init__(self, varlen_fwd: Callable[..., Any], fwd_kvcache: Callable[..., Any]) -> None:
         self._varlen_fwd = varlen_fwd

@@ -43,8 +43,8 @@ class FlashAttn3Kernels:
         schedule: the operator `get_scheduler_metadata`.
     """
 
+    # Its scheduler splits the keys of each request by its length.
     separate_decodes: ClassVar[bool] = False
-    """Its scheduler splits the keys of each request by its length."""
 
     def __init__(self, fwd: Callable[..., Any], schedule: Callable[..., Any]) -> None:
         self._fwd = fwd
@@ -82,6 +82,7 @@ class FlashAttn3Kernels:
     def _planned(self, call: Call) -> torch.Tensor | None:
         """The step's schedule for layers like this one; None in a graph, where `fwd` makes it."""
         requests, spec = call.requests, call.spec
+        # Replays have other lengths than the capture, so no schedule of its lengths may be part of the graph.
         if requests.captured:
             return None
         left, right = call.window

@@ -14,8 +14,8 @@ from attnplug.core.impl import AttentionLayer
 from attnplug.ops.checks import check_cache_given, check_keys, check_queries
 from attnplug.ops.reach import Reach
 
+# The kernels load and store 16 bytes at a time.
 _BYTES = 16
-"""The kernels load and store 16 bytes at a time."""
 
 
 class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):

@@ -40,19 +40,18 @@ def key_tiles(spec: LayerSpec, device: Device | None) -> tuple[int, ...]:
 
 
 def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
-    """Why FlashAttention 4 cannot read a layer's keys from pages; None if it can, or there are no pages.
-
-    It reads heads in steps of 16 without a test for their end. It reads tiles in rounds of as many rows as its
-    threads reach at once; a partial last round overwrites the tile after it.
-    """
+    """Why FlashAttention 4 cannot read a layer's keys from pages; None if it can, or there are no pages."""
     if spec.direct_kv or spec.attn_type not in (AttentionType.DECODER, AttentionType.ENCODER_DECODER):
         return None
     asked = f"head_size={spec.head_size} over pages"
+    # The loader reads heads in steps of 16 without a test for their end.
     if spec.head_size % 16:
         return f"{asked}: there it is a multiple of 16"
     row = math.gcd(spec.head_size, spec.head_size_v, 64) // 8
     rows = _PAGE_READERS // row
     for tile in key_tiles(spec, device):
+        # Tiles are read in rounds of as many rows as the threads reach at once. A partial last round
+        # overwrites the tile after it.
         if tile % rows:
             mask = ("causal" if spec.causal else "not causal") + (
                 " with a window" if spec.is_windowed else ""
@@ -62,6 +61,7 @@ def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
 
 
 def _tile_hopper(spec: LayerSpec, local: bool, *, causal: bool) -> int:
+    # As `_tile_size_fwd_sm90` chooses them.
     if spec.head_size <= 64:
         return 128
     if spec.head_size <= 96:

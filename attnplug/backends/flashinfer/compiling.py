@@ -19,8 +19,8 @@ from attnplug.core.errors import PluginError
 _WATCHES: Scopes[list[str]] = Scopes("watches")
 _LOG = logging.getLogger("attnplug.backends.flashinfer")
 _MAX_JOBS = threading.Lock()
+# FlashInfer locks the build of a module, but not the writing of its sources: two threads would mix them up.
 _ONE_AT_A_TIME = threading.Lock()
-"""FlashInfer locks the build of a module, but not the writing of its sources: two threads would mix them up."""
 
 
 def watch_compiling() -> AbstractContextManager[list[str]]:
@@ -62,8 +62,9 @@ def announced(library: Library, built: Module | LatentModule, why: str) -> Itera
             found.append(name)
 
 
+# A few of the ten sources of a module take far longer than the others, so more at once would gain little.
 _SOURCES_EACH = 4
-"""Sources compiled at once per module: a few of its ten take far longer than the others."""
+"""Sources compiled at once per module."""
 
 
 def build_modules(
@@ -120,7 +121,8 @@ def build_modules(
 
 @contextlib.contextmanager
 def _max_jobs(jobs: int) -> Iterator[None]:
-    """Inside, ninja runs so many jobs. Threads take turns, because the variable belongs to the process."""
+    """Inside, ninja runs so many jobs."""
+    # Threads take turns, because the variable belongs to the process.
     with _MAX_JOBS:
         before = os.environ.get("MAX_JOBS")
         os.environ["MAX_JOBS"] = str(jobs)

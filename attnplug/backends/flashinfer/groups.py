@@ -17,8 +17,8 @@ from attnplug.core.hyperparameters import PerLayerParameters, get_per_layer_para
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 
+# FlashInfer's decode kernel without tensor cores has these groups in every version; 0.7 has more.
 _GROUPED_HEADS = (1, 2, 3, 4, 8)
-"""FlashInfer's decode kernel without tensor cores has these groups in every version; 0.7 has more."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class PlanGroup:
     chunk_size: int | None
     causal: bool
     options: Options
-    # The hash is no part of equality: it is derived from the other fields.
+    # The hash does not count for equality: it is derived from the other fields.
     _hash: int = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -19,8 +19,8 @@ from attnplug.ops.checks import check_cache_given, check_queries
 
 # FlashInfer returns LSE in base 2; attnplug's LSE is in base e.
 LN_2 = math.log(2.0)
+# A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel.
 _NO_SINK = -1e30
-"""A sink without weight, for calls with `use_sinks=False`; minus infinity would give NaN in FlashInfer's kernel."""
 
 
 class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
@@ -89,7 +89,8 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         return output
 
     def _is_plain(self, query: torch.Tensor, output: torch.Tensor, tokens: int) -> bool:
-        """Whether FlashInfer can use both directly: each tensor operation costs the host as much as its call."""
+        """Whether FlashInfer can use both directly."""
+        # Each tensor operation costs the host as much as FlashInfer's call, so none is made without need.
         shape, dtype = (tokens, self.spec.num_heads, self.spec.head_size), self._dtype
         return (
             query.shape == shape
@@ -104,6 +105,7 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
 
     def _check_k_scale(self, k_scale: float) -> None:
         """BatchError if `k_scale` makes the scale of the logits too small for FlashInfer's mask."""
+        # The scale is known only at the call, because engines load it with the weights.
         spec = self.spec
         scale = spec.scale * k_scale
         if spec.logits_soft_cap is not None or scale >= LEAST_SCALE or library().masks_infinitely:

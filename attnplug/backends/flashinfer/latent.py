@@ -181,10 +181,8 @@ class FlashInferMLAImpl(MLADecodeImpl):
 
 
 def _with_padding(lens: Ints, known: Ints) -> Ints:
-    """The keys of requests, and for the padding at a graph's end, which has one key, as many as queries.
-
-    A graph replays the plan that it captured, with as many tiles, so its padding must not be left out of the plan.
-    """
+    """The keys of requests, and for the padding at a graph's end, which has one key, as many as queries."""
+    # A graph replays the plan that it captured, with as many tiles, so its padding must not be left out of the plan.
     blind = known < lens
     if not blind.any():
         return known

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NAME = "FLASHINFER"
 _MOST_HEADS = 128
 _SMALL = ((8, 6), (8, 9))
-"""GPUs whose multiprocessors have 100 KiB of shared memory, besides those of 12.x."""
+"""GPUs whose multiprocessors have 100 KiB of shared memory, like those of 12.x."""
 
 
 class FlashInferMLABackend(MLADecodeBackend):
@@ -42,19 +42,15 @@ class FlashInferMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """110, before TRITON, on compute capability 9.x: decodes take 0.50 to 0.93 of its time there; else 90.
-
-        As measured in `benchmarks/results/mla-h200.json`, on template fa3.
-        """
+        """110, before TRITON, on compute capability 9.x: decodes take 0.50 to 0.93 of its time there; else 90."""
+        # As measured in `benchmarks/results/mla-h200.json`, on template fa3.
         return 110 if device.capability is not None and device.capability[0] == 9 else 90
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:
-        """The next power of two.
-
-        Tiles have 64 or 128 rows of queries and heads. If one ends within the heads of a query that is not the last
-        of its request, FlashInfer 0.6 can leave out that query's last key.
-        """
+        """The next power of two."""
+        # Tiles have 64 or 128 rows of queries and heads. If one ends within the heads of a query
+        # that is not the last of its request, FlashInfer 0.6 can leave out that query's last key.
         return 1 << (num_heads - 1).bit_length()
 
     @classmethod

@@ -99,10 +99,8 @@ class LatentPlans(NotCopied):
         return key in self._indices
 
     def in_place(self, table: torch.Tensor) -> torch.Tensor | None:
-        """A block table as one row of page indices, which kernels can read; None for a table that they cannot.
-
-        Its requests start at their rows. So no pages are gathered, which takes a launch.
-        """
+        """A block table as one row of page indices, which kernels can read; None for a table that they cannot."""
+        # Its requests start at their rows. So no pages are gathered, which takes a launch.
         rows, width = table.shape
         # The kernels count tokens from the first index, in 32 bits.
         if rows * width * self._page_size >= 1 << 31 or table.dtype != torch.int32:
@@ -199,8 +197,10 @@ class LatentPlans(NotCopied):
             return torch.zeros(count, dtype=torch.int32, device=self._device)
 
 
+# malloc reuses blocks of 64 KiB. FlashInfer's planner frees about a thousand
+# small chunks per plan, and the next larger allocation would merge them.
 _BLOCK = 1 << 14
-"""Elements of a block: 64 KiB, which malloc reuses."""
+"""Elements of a block."""
 
 
 class HostArrays(NotCopied):

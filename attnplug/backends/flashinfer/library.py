@@ -32,8 +32,8 @@ from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
 _OLDEST = Version("0.5")
+# The first version that `libraries.py` does not serve; its prereleases are not known either.
 _UNKNOWN = Version("0.8")
-"""The first version that `libraries.py` does not serve; its prereleases are not known either."""
 _INSTALL = "pip install 'flashinfer-python>=0.5,<0.8'"
 # Before 0.6.13 the argument for the longest query raises UnboundLocalError (seen in 0.6.6).
 _NAMES_LONGEST = Version("0.6.13")
@@ -90,10 +90,8 @@ class Library:
 
     @property
     def names_longest_query(self) -> bool:
-        """Whether the prefill wrapper's `plan` accepts the longest query, and so need not look for it.
-
-        Before 0.6.13 the argument raises UnboundLocalError (seen in 0.6.6).
-        """
+        """Whether the prefill wrapper's `plan` accepts the longest query, and so need not look for it."""
+        # Before 0.6.13 the argument raises UnboundLocalError (seen in 0.6.6).
         return self.version >= _NAMES_LONGEST
 
     @property
@@ -273,7 +271,8 @@ def _version(module: ModuleType) -> Version:
 
 
 def _check_interface(found: Library) -> None:
-    """Check every name and argument that is used here: a later version may have moved them."""
+    """Check every name and argument that is used here."""
+    # A later version may have moved them.
     for name, methods in _ASKED.items():
         wrapper: Any = getattr(found.module, name, None)
         lacking = {name} if wrapper is None else _lacking(name, wrapper, methods)

@@ -66,7 +66,7 @@ PREFILL, SINKS = "BatchPrefillWithPagedKVCacheWrapper", "BatchAttentionWithAtten
 
 
 def sink_keywords(built: Module) -> dict[str, Any]:
-    """What the constructor of the sink wrapper is told of its module."""
+    """The arguments about its module, for the constructor of the sink wrapper."""
     return {
         "backend": built.template,
         "q_data_type": built.q_dtype,
@@ -97,11 +97,9 @@ def own_name(wrapper: str, kv_dtype: torch.dtype, qk: int, vo: int) -> str:
 
 @functools.cache
 def named_sinks(module: ModuleType) -> Any:
-    """The sink wrapper, with modules whose names have the KV dtype and the head sizes too.
-
-    FlashInfer names them by query dtype, window and template alone. A second head size would get the same name,
-    and run the kernels of the first, which are already loaded.
-    """
+    """The sink wrapper, with modules whose names have the KV dtype and the head sizes too."""
+    # FlashInfer names them by query dtype, window and template alone. A second head size
+    # would get the same name, and run the kernels of the first, which are already loaded.
     return _naming(module, getattr(module, PREFILL).__init__)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+# The planner's arguments after the window, by version, the latest first. They are: no fixed split size,
+# splitting allowed, no programs beside them, and since 0.7 no promise that all queries are equally long.
 _TAILS: tuple[tuple[int | bool, ...], ...] = ((-1, False, 0, 0), (-1, False, 0))
-"""The planner's arguments after the window, by version, the latest first. They are: no fixed split size, splitting
-allowed, no programs beside them, and since 0.7 no promise that all queries are equally long."""
 
 _WRITTEN = ("_paged_kv_indptr_buf", "_paged_kv_last_page_len_buf", "_plan_info")
 _COMPARED = 1 << 16

@@ -7,8 +7,8 @@ from typing import Literal
 
 from attnplug.core.errors import PolicyError
 
+# FlashInfer before 0.7.2 masks with a logit of -50000 and then scales it: at this scale it still weighs nothing.
 LEAST_SCALE = 2.0**-11
-"""FlashInfer before 0.7.2 masks with a logit of -50000 and then scales it: at this scale it still weighs nothing."""
 _PREFILL = ("auto", "fa2", "fa3")
 
 

@@ -296,7 +296,8 @@ class PlannedWrapper(NotCopied):
         )
 
     def _point(self, part: Part, indices: torch.Tensor) -> None:
-        """Let the wrapper read `indices`: since the plan the pages may have moved to another buffer."""
+        """Let the wrapper read `indices`."""
+        # Since the plan the pages may have moved to another buffer.
         pointed = self._pointed
         if pointed is not None and pointed[0] is part and pointed[1] is indices:
             return
@@ -314,8 +315,8 @@ def one_request() -> Part:
 _LEAST = 128 << 20
 _SLACK = 1 << 20
 """Room for the alignment of FlashInfer's buffers."""
+# The fa3 planner lists at most so many tiles per head; with more, all heads share one list.
 _TILES_LISTED = 4096
-"""The fa3 planner lists at most so many tiles per head; with more, all heads share one list."""
 _BLOCKS_EACH = 2
 """Thread blocks per multiprocessor, as FlashInfer's scheduler counts them."""
 
@@ -325,9 +326,6 @@ def workspace_bytes(
 ) -> int:
     """Bytes of the float workspace for these layers: the option's, or their need and at least 128 MiB.
 
-    A split request leaves float32 outputs and LSEs of its parts. There are at most as many tiles as run at once,
-    of up to 128 rows (64 for head sizes from 256); a captured step may have more.
-
     Args:
         groups: the layers.
         multiprocessors: the number that the GPU has.
@@ -336,6 +334,8 @@ def workspace_bytes(
     Raises:
         PolicyError: the option is less than the layers need.
     """
+    # A split request leaves float32 outputs and LSEs of its parts. There are at most as many tiles
+    # as run at once, of up to 128 rows (64 for head sizes from 256); a captured step may have more.
     needed, asked = 0, []
     for group in groups:
         tiles = _tiles_at_once(group, multiprocessors)
@@ -354,10 +354,8 @@ def workspace_bytes(
 
 
 def captured_bytes(group: PlanGroup, multiprocessors: int, batch_size: int) -> int:
-    """Bytes for captured decodes of a batch size: a graph has room for parts of every request, split or not.
-
-    FlashInfer 0.5 and 0.6 count so; 0.7 needs no more.
-    """
+    """Bytes for captured decodes of a batch size: a graph has room for parts of every request, split or not."""
+    # FlashInfer 0.5 and 0.6 count so; 0.7 needs no more.
     grouped = group.num_heads // group.num_kv_heads
     rows = 128 if grouped > 64 and group.head_size < 256 else 64 if grouped > 16 else 16
     tiles = -(-batch_size * grouped // rows) + batch_size - 1
@@ -365,10 +363,8 @@ def captured_bytes(group: PlanGroup, multiprocessors: int, batch_size: int) -> i
 
 
 def schedule_bytes(group: PlanGroup, template: str) -> int:
-    """The largest work list of a plan, in bytes; FlashInfer's own 8 MiB is too small for fa3 above 73 heads.
-
-    The fa3 planner lists up to 4096 tiles for each query head, of seven int32 each; the others list far fewer.
-    """
+    """The largest work list of a plan, in bytes; FlashInfer's own 8 MiB is too small for fa3 above 73 heads."""
+    # The fa3 planner lists up to 4096 tiles for each query head, of seven int32 each; the others list far fewer.
     return 4 * 7 * _TILES_LISTED * group.num_heads + _SLACK if template == "fa3" else 0
 
 

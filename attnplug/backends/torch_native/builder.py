@@ -19,10 +19,11 @@ from attnplug.ops.checks import check_spans, check_step_sizes
 
 _Ints = npt.NDArray[np.int64]
 
+# Both are measured on a CPU: over so many keys of single heads, of all
+# requests, the gathers that a cascade spares cost more than its merge.
 _SHARED_KEYS = 256
-"""The shortest prefix worth a cascade; measured on a CPU, like the next."""
+"""The shortest prefix worth a cascade."""
 _SPARED_KEYS = 3 << 13
-"""Keys of single heads, over all requests, from which the gathers that a cascade spares cost more than its merge."""
 
 
 class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
@@ -80,11 +81,9 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether so many short queries share so many keys that one gather for all costs less than the merge.
-
-        Long queries gain nothing: one fused call attends the keys of a request. Under context parallelism a rank has
-        a part of the prefix only.
-        """
+        """Whether so many short queries share so many keys that one gather for all costs less than the merge."""
+        # Long queries gain nothing: one fused call attends the keys of a request.
+        # Under context parallelism a rank has a part of the prefix only.
         queries = query_lens[query_lens > 0]
         is_short = bool((queries <= SHORT_QUERY).all())
         spared = common_prefix_len * (queries.size - 1) * num_kv_heads
@@ -99,6 +98,7 @@ class TorchMetadataBuilder(AttentionMetadataBuilder[TorchMetadata]):
             metadata,
             block_table=blk_table[: metadata.seq_lens.size],
             slot_mapping=own_slots(self.kv_cache_spec, slot_mapping, metadata.num_actual_tokens),
+            # Gather plans have places of the former table.
             plans={},
         )
 

@@ -21,9 +21,9 @@ from attnplug.ops.reach import Reach
 SHORT_QUERY = 16
 """The longest query attended together with others."""
 
+# Float32 bytes of a tile's keys; on a CPU few enough to stay in its cache.
 _TILE_BYTES_CPU = 1 << 23
 _TILE_BYTES_DEVICE = 1 << 26
-"""Float32 bytes of a tile's keys; on a CPU few enough to stay in its cache."""
 
 
 def attend_short(
@@ -156,10 +156,10 @@ def _attend_tile(
     return out.reshape(batch * queries, heads, size_v), lse
 
 
+# Bytes of a request's K and V below which a share of a tile costs less than calls of its own.
 _MIN_BYTES = 1 << 17
-"""Bytes of a request's K and V below which a share of a tile costs less than calls of its own."""
+# Largest buffer: more bytes would leave the cache between the gather and their use.
 _MAX_BYTES = 1 << 22
-"""Largest buffer: more bytes would leave the cache between the gather and their use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -242,10 +242,8 @@ def _explicit_tiles(low: _Ints, high: _Ints, query: torch.Tensor) -> Iterator[tu
 
 
 def shared_prefix_len(metadata: TorchMetadata, source: KeySource, reach: Reach) -> int:
-    """The step's shared prefix if the layer can attend it once: keys in pages that all its queries see; else 0.
-
-    It depends on the step, the kind of source and `reach` only, as the gather plans in `metadata.plans` need.
-    """
+    """The step's shared prefix if the layer can attend it once: keys in pages that all its queries see; else 0."""
+    # It depends on the step, the kind of source and `reach` only, as the gather plans in `metadata.plans` need.
     shared = metadata.common_prefix_len
     if not shared or not isinstance(source, PagedKeys):
         return 0

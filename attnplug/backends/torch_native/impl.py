@@ -55,6 +55,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             # Only the shape is left to check, by a tensor without memory.
             plain = torch.empty_like(output, dtype=self._dtype, device="meta")
             check_queries(query, plain, output_lse, meta.num_actual_tokens, self.spec)
+            # By way of the layer's dtype, outputs would be rounded twice.
             wide = torch.empty_like(output, dtype=torch.float32)
             self._attend_call(layer, query, key, value, kv_cache, meta, wide, output_lse, use_sinks)
             written = slice(int(meta.query_starts[0]), int(meta.query_starts[-1]))
@@ -132,6 +133,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         plan = plan_page_decodes(query, source, metadata, reach, scoring)
         if plan is not None and output_lse is None:
             attend_pages(query, source, plan, scoring, output)
+            # Requests with little to read stay for `attend_short`, where a share of a tile costs less.
             is_short &= ~plan.chosen
         short = np.flatnonzero(is_short)
         if short.size:

@@ -27,6 +27,7 @@ class TorchMLABuilder(MLADecodeBuilder):
 
     def build_decode(self, common: CommonAttentionMetadata) -> TorchMetadata | Callable[[], TorchMetadata]:
         """As TorchMetadataBuilder.build; for sparse layers later, when a layer has written the lengths."""
+        # An indexer fills the selection before a layer runs, so lengths are known only then.
         if self.backend.is_selecting:
             return functools.partial(self._decodes.build, 0, common)
         return self._decodes.build(0, common)

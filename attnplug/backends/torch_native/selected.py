@@ -89,7 +89,8 @@ def _tiles(
     source: KeySource,
     gatherer: Gatherer,
 ) -> Iterator[Tile]:
-    """Tiles of single queries, those with most keys first, which keeps padding small."""
+    """Tiles of single queries, those with most keys first."""
+    # This order keeps padding small, because a tile is as long as its longest query needs.
     requests, positions, low, high = at
     keys, counts = chosen_keys(selection, sparse, low, high)
     spans, order = counts.sort(descending=True, stable=True)

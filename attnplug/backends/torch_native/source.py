@@ -205,9 +205,10 @@ def plan_tiles(
 ) -> list[Tile]:
     """Tiles that cover `requests` (indices of requests with queries), of about `tile_tokens` keys.
 
-    A tile has requests of one query length, longest first, which keeps padding small. A request longer than
-    `tile_tokens` has a tile of its own, gathered in pieces. `steps` are those of the keys and of the values.
+    A tile has requests of one query length, longest first. A request longer than `tile_tokens` has a tile of its own,
+    gathered in pieces. `steps` are those of the keys and of the values.
     """
+    # A tile is as long as its longest request, so this order keeps padding small.
     tiles: list[Tile] = []
     lens = metadata.query_lens[requests]
     for query_len in np.unique(lens).tolist():

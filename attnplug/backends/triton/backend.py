@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 # Triton reads this variable when it is imported, so attnplug also reads it once.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
+# Query heads of one KV head: one tile of the kernels has them all.
 _MAX_GROUP = 128
-"""Query heads of one KV head: one tile of the kernels has them all."""
+# Elements of a latent without its rope part: the accumulators of a tile are as wide.
 _WIDEST_LATENT = 512
-"""Elements of a latent without its rope part: the accumulators of a tile are as wide."""
+# Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
 _WIDEST_ROPE = 256
-"""Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB."""
+# Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB.
 _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
-"""Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB."""
 _LITTLE = 99 << 10
 _LEAST_KEYS = 16
 """Keys of the smallest tile that a launch has, in one stage."""
@@ -87,18 +87,17 @@ class TritonBackend(AttentionBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """As measured on an H200, for compute capability 9.x: 245 for decodes, and 210, 222 or 242 for prefills.
 
-        Of 80 kinds of decodes of six models, 71 are fastest here: they take 0.65 of FlashInfer's time and 0.53 of
-        FlashAttention 4's. Prefills have 222 where the kernel with specialised warps can serve: they take 0.84 of
-        FlashInfer's time, and 1.10 of FlashAttention 4's. Heads of 64 with windows of at most 128 keys have 242: new prompts take
-        0.84 of FlashAttention 4's time, and further parts of prompts 1.09. Others have 210: they take 1.08 of
-        FlashInfer's time. Both phases together have the mean, rounded up.
-
-        These are geometric means of kernels and builders over the steps of `attnplug/registry/measured/tuned_tables/h200.json`
-        and `benchmarks/results/regret-h200.json`, and of `benchmarks/results/attention-core-h200.json`.
-
         On other GPUs it has 100: it comes after the vendors' kernels and before TORCH. Interpreted on a CPU it comes
         after TORCH.
         """
+        # 71 of 80 kinds of decodes of six models are fastest here: they take 0.65 of FlashInfer's time and
+        # 0.53 of FlashAttention 4's. Prefills have 222 where the kernel with specialised warps can serve:
+        # they take 0.84 of FlashInfer's time, and 1.10 of FlashAttention 4's. Heads of 64 with windows of
+        # at most 128 keys have 242: new prompts take 0.84 of FlashAttention 4's time, and further parts of
+        # prompts 1.09. Others have 210: they take 1.08 of FlashInfer's time. Both phases together have the
+        # mean, rounded up. These are geometric means of kernels and builders over the steps of
+        # `attnplug/registry/measured/tuned_tables/h200.json` and `benchmarks/results/regret-h200.json`,
+        # and of `benchmarks/results/attention-core-h200.json`.
         if device.type == "cpu":
             return 0
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
@@ -192,8 +191,8 @@ class TritonMLABackend(MLADecodeBackend):
     prefill: ClassVar[type[AttentionBackend] | None] = TritonBackend
 
     query_lens: ClassVar[QueryLens | str] = QueryLens.ANY
+    # Queries share a tile of latents; with more of them the expanded product has less to compute.
     decode_threshold: ClassVar[int] = 8
-    """Queries share a tile of latents; with more of them the expanded product has less to compute."""
 
     @staticmethod
     def get_name() -> str:

@@ -46,12 +46,12 @@ _MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
 _MOST_LAUNCHES = 8
 """Launches of prefill, and of equal shares, that a layer keeps bound: steps of other lengths, and of another cache."""
+# Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ.
 _SHARING_ROWS = 64
-"""Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ."""
 _PREFILL_ROWS = 128
 """Rows of most tiles of prefill."""
+# The share of multiprocessors with a tile above which dividing keys gains less than it costs. It is estimated.
 _BUSY = 0.7
-"""The share of multiprocessors with a tile above which dividing keys gains less than it costs. It is estimated."""
 
 
 class Prefill(NamedTuple):
@@ -115,6 +115,8 @@ class BoundLayer:
         self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
         self._itemsize = compute_dtype(spec).itemsize
+        # 64 heads over 256k tokens of 128 elements pass 2**31. Only such layers compute
+        # offsets of heads in 64 bits, because registers grow from 168 to 254 with them.
         is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
         self._values: dict[str, Any] = {
             "scale": spec.scale * scales[0],
@@ -181,10 +183,8 @@ class BoundLayer:
         return found
 
     def fills_gpu(self, tokens: int, reqs: int) -> bool:
-        """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys.
-
-        More tokens never change that, so a warm-up with the most tokens compiles what steps of fewer need.
-        """
+        """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys."""
+        # More tokens never change that, so a warm-up with the most tokens compiles what steps of fewer need.
         tiles = max(-(-tokens * self._group // _PREFILL_ROWS), reqs) * self.kv_heads
         return tiles >= _BUSY * self._gpu.multiprocessors
 
@@ -275,7 +275,8 @@ class BoundLayer:
         return {"BLOCK_D": keys[0], "BLOCK_DV": values[0]}
 
     def _read_itemsize(self, pages: Pages) -> int:
-        """Bytes of an element of a tile of keys: float32 products convert all that is stored."""
+        """Bytes of an element of a tile of keys."""
+        # Float32 products convert all that is stored.
         return 4 if self._itemsize == 4 else pages.k.dtype.itemsize
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:

@@ -18,12 +18,12 @@ from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.ops.checks import check_indices, check_spans, check_step_tensors, check_table_width
 
+# Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products.
 _FEW_QUERIES = 16
-"""Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products."""
+# The shortest prefix worth a cascade. Like the next, it is estimated and not measured yet.
 _SHARED_KEYS = 512
-"""The shortest prefix worth a cascade. Like the next, it is estimated and not measured yet."""
+# Keys of single heads, over all requests, that take longer to read than the merge of a cascade, from the L2 too.
 _SPARED_KEYS = 1 << 18
-"""Keys of single heads, over all requests, that take longer to read than the merge of a cascade, from the L2 too."""
 
 
 class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
@@ -138,10 +138,8 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether the decodes share so many keys that reading them once spares more than the merge costs.
-
-        Under context parallelism a rank has a part of the prefix only.
-        """
+        """Whether the decodes share so many keys that reading them once spares more than the merge costs."""
+        # Under context parallelism a rank has a part of the prefix only.
         if not self._by_shares:
             return False
         decodes, _, _ = _decodes(query_lens, self.reorder_batch_threshold or 1)

@@ -45,10 +45,8 @@ def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> ShareLaunch
 def hopper_kernels(
     rank: int, rope: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
 ) -> Mapping[int, Any]:
-    """The kernels for Hopper that serve such latents on a device, by rows of a tile; none elsewhere.
-
-    They are written in Gluon, which a version of Triton may lack or change.
-    """
+    """The kernels for Hopper that serve such latents on a device, by rows of a tile; none elsewhere."""
+    # They are written in Gluon, which a version of Triton may lack or change.
     if not runs_gluon(device) or gpu_of(device).shared_memory < _SHARED_MEMORY:
         return {}
     if rank not in (128, 256, 512) or rope not in (0, 16, 32, 64) or dtype.itemsize != 2:
@@ -106,6 +104,7 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stor
     width = (side + max(rope_side, side // 8)) * itemsize
     while True:
         # Asynchronous products read a tile as keys and as values, and still do when the next one comes.
+        # Compiled for sm100, 64 rows over 512 + 64 elements took 281 KB, where a program has 227.
         is_late = gpu.has_tensor_memory and launch.block_m >= 64 and launch.num_stages > 1
         tiles = launch.num_stages + is_late
         if (launch.block_m + launch.block_n * tiles) * width <= gpu.shared_memory:

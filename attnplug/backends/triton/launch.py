@@ -20,11 +20,10 @@ from attnplug.ops.reach import Reach
 
 
 def merging(rows: int, programs: int, gpu: Gpu) -> str:
-    """How decode_kernel merges partial results of `rows` rows per request and KV head.
-
-    The last program to finish merges up to 4 rows, one by one. A kernel of its own merges more rows in parallel:
-    28.2 to 16.2 us for 1 x 8k on an H200. If requests fill the GPU without splits, there is hardly any to merge.
-    """
+    """The way in which decode_kernel merges partial results of `rows` rows per request and KV head."""
+    # The last program to finish merges up to 4 rows, one by one. A kernel of its
+    # own merges more rows in parallel: 28.2 to 16.2 us for 1 x 8k on an H200. If
+    # requests fill the GPU without splits, there is hardly any to merge.
     # Merging rows one by one was faster with 4 rows, and slower with 8 (1 x 8k on an H200).
     if rows <= 4:
         return "by row"
@@ -134,18 +133,13 @@ def limit_switches(reach: Reach) -> dict[str, bool]:
 
 
 def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
-    """Partial sums of weights per row, so that the loop adds them without exchange between threads.
-
-    A row's weights are in four threads of each of its warps, two per thread.
-    """
+    """Partial sums of weights per row, so that the loop adds them without exchange between threads."""
+    # A row's weights are in four threads of each of its warps, two per thread.
     return min(8 * max(num_warps * 16 // block_m, 1), block_n)
 
 
 def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
     """Whether decodes read all keys in one masked range; else there are three, and only the edges are masked.
-
-    Each range waits for its own first loads, and three need more registers: with 16 rows an H200 took up to 12 % longer.
-    With 8-bit pairs of values, or with more rows, the masks take longer than that, unless a window has few tiles.
 
     Args:
         block_m: rows of a tile.
@@ -153,6 +147,9 @@ def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
         left: keys that a query sees before its own; negative without limit.
         pairs: whether values are read as pairs of 8 bits.
     """
+    # Each range waits for its own first loads, and three need more registers: with
+    # 16 rows an H200 took up to 12 % longer. With 8-bit pairs of values, or with
+    # more rows, the masks take longer than that, unless a window has few tiles.
     return (block_m <= 16 and not pairs) or (block_m <= 64 and 0 <= left < 4 * block_n)
 
 
@@ -291,14 +288,13 @@ def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[
 def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLaunch:
     """The launch for requests of at most `rows` rows.
 
-    It depends on no number of requests, so a warm-up with one request compiles for all.
-
     Args:
         head_size: elements of a head, the larger of K and V.
         itemsize: bytes of an element, as it is stored; 4 if it is computed in float32.
         rows: queries of the longest request times heads of a group.
         gpu: the device.
     """
+    # It depends on no number of requests, so a warm-up with one request compiles for all.
     if itemsize == 4:
         # Products in float32 have no tensor cores: with more rows, all of a tile would be in registers.
         launch = _SHARES_FLOAT32[head_size > 128]

@@ -12,12 +12,11 @@ if TYPE_CHECKING:
 
 _LEAST = 16
 """The least side of a tile of a matrix product."""
+# Triton 3.6 compiles narrower ones to reads outside of shared memory, on Hopper
+# with 16-bit queries: second tiles of 16 and 32 columns gave illegal addresses,
+# or numbers that were wrong by thousands. Tiles of 64 gave right ones.
 _LEAST_OF_BYTES = 64
-"""Columns of the narrowest tile of 8-bit elements that may have a wider tile beside it.
-
-Triton 3.6 compiles narrower ones to reads outside of shared memory, on Hopper with 16-bit queries: second tiles of 16 and 32
-columns gave illegal addresses, or numbers that were wrong by thousands; tiles of 64 gave right ones.
-"""
+"""Columns of the narrowest tile of 8-bit elements that may have a wider tile beside it."""
 
 
 class HeadTiles(NamedTuple):
@@ -28,7 +27,7 @@ class HeadTiles(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Those of the wider head of both."""
+        """The columns of the wider head of both."""
         return max(sum(self.keys), sum(self.values))
 
 

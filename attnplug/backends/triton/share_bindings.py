@@ -18,8 +18,8 @@ from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _DECODE: Any = share_decode_kernel
 _MERGE: Any = merge_shares_kernel
+# If rows have more parts than these on average, 128 parts of a row are merged at once.
 _MANY_PARTS = 48
-"""If rows have more parts than these on average, 128 parts of a row are merged at once."""
 _AT_ONCE = 16
 """Programs of four warps that a multiprocessor runs at the same time."""
 

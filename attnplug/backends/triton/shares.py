@@ -15,8 +15,10 @@ from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _PLAN: Any = plan_shares_kernel
 ALL = 1 << 30
+# In a sparse layer each query is a request, and a plan of 8192 at once took
+# most of a minute to compile. Tiles of 131072 are more than Triton compiles.
 _AT_ONCE = 1024
-"""Requests that a plan numbers at once. In a sparse layer each query is a request: 8192 of them took long to compile."""
+"""Requests that a plan numbers at once."""
 
 
 @dataclasses.dataclass(eq=False, slots=True, kw_only=True)
@@ -76,14 +78,12 @@ class Shares(NotCopied):
         self._asked: dict[tuple[int, int, int], list[_Plan]] = {}
         self._partials = torch.empty(0, dtype=torch.float32, device=device)
         self._lses = torch.empty(0, dtype=torch.float32, device=device)
+        # Kept alive: graphs captured before the batches grew still write there.
         self._outgrown: list[torch.Tensor] = []
-        """Kept alive: graphs captured before the batches grew still write there."""
 
     def begin_step(self, step: SharesStep) -> None:
-        """Make the plans that layers used in steps of equally many and long requests.
-
-        A captured graph always has such a step, so its plans are made here, outside of the graph.
-        """
+        """Make the plans that layers used in steps of equally many and long requests."""
+        # A captured graph always has such a step, so its plans are made here, outside of the graph.
         for plan in self._asked.get((step.num_reqs, step.max_query_len, step.part), ()):
             # Layers with mm_prefix refuse a step without spans, so it needs no plans for them.
             if step.spans is not None or not plan.has_spans:

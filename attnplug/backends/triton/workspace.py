@@ -61,14 +61,12 @@ class Workspace(NotCopied):
         self._partial_lses = torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
         self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        # Kept alive: graphs captured before the batches grew still write there.
         self._outgrown: list[torch.Tensor] = []
-        """Kept alive: graphs captured before the batches grew still write there."""
 
     def begin_step(self, metadata: TritonMetadata) -> None:
-        """Number the step, and make the plans that layers used in steps of equally many and long decodes.
-
-        A captured graph always has such a step, so its plans are made here, outside of the graph.
-        """
+        """Number the step, and make the plans that layers used in steps of equally many and long decodes."""
+        # A captured graph always has such a step, so its plans are made here, outside of the graph.
         self._steps += 1
         metadata.step = metadata.decode_shares.number = metadata.other_shares.number = self._steps
         self.shares.begin_step(metadata.decode_shares)

@@ -18,12 +18,12 @@ from attnplug.integrations.reader.mask_pattern import MaskPattern
 _FULL = MaskPattern((-1, -1))
 _EAGER = "use attn_implementation='eager'"
 _OWN_ROWS = "give each sequence a row of its own, padded"
+# Keywords that attention functions of modelling files never read: the mask contains positions and token types.
 _INERT = frozenset(
     {"cache_position", "deterministic", "layer_idx", "logits_to_keep", "mm_token_type_ids"}
     | {"num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values"}
     | {"position_ids", "return_dict", "token_type_ids", "use_cache"}
 )
-"""Keywords that attention functions of modelling files never read: the mask contains positions and token types."""
 _KNOWN = frozenset({"is_causal", "sliding_window", "softcap", "s_aux"})
 _PACKED = "says that sequences are packed in one row"
 _UNSERVED = {
@@ -135,7 +135,7 @@ class AttentionCall:
         return StepMask(pattern=_FULL, batch=batch, q_length=q_length, kv_length=kv_length)
 
     def check_positions(self, step: StepMask, given: Any) -> None:
-        """Refuse positions `given [B or 1, Lq]` that start anew inside a row whose mask separates no sequences.
+        """Refuse positions `given [B or 1, Lq]` that restart inside a row whose mask separates no sequences.
 
         BatchError: transformers' mask lets such a sequence see those before it.
         """

@@ -26,7 +26,7 @@ _LIBRARIES = ("torch.", "transformers.modeling_", "transformers.generation", "tr
 
 
 class Kind(enum.Enum):
-    """How a module computes attention: through the interface, by itself, or not at all."""
+    """Whether a module computes attention through the interface, by itself, or not at all."""
 
     DISPATCHES = "dispatches"
     OWN = "own"

@@ -178,8 +178,8 @@ def _check_positions(positions: torch.Tensor, segments: torch.Tensor | None, chu
         raise UnknownMaskError(f"its position_ids begin inside a chunk of {chunk}")
 
 
+# The largest value that hides a key; some models add -1e4 in place of the smallest number of the dtype.
 _HIDDEN = -1e4
-"""The largest value that hides a key; some models add -1e4 in place of the smallest number of the dtype."""
 _CAUSAL, _FULL = MaskPattern((-1, 0)), MaskPattern((-1, -1))
 
 

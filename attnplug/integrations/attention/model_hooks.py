@@ -63,12 +63,11 @@ class LayerState:
     ) -> _Binding:
         """The impl and builder for `spec` under the current selection rules; made on first use.
 
-        All requests of a call have `query_len` new tokens, so a call is of one phase, as rules for a phase need.
-
         Raises:
             NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
             SpecError: sinks that are not one number per head.
         """
+        # All requests of a call have `query_len` new tokens, so a call is of one phase, as rules for a phase need.
         phase = None
         if phase_rule_for(rule_sets(), spec, self.name):
             phase = Phase.DECODE if query_len == 1 and not spec.is_encoder else Phase.PREFILL
@@ -214,7 +213,7 @@ class _Watched:
 def watch(model: PreTrainedModel) -> None:
     """Check every later forward of `model` while its configuration names attnplug; may be called again.
 
-    The decisions of its layers begin anew.
+    Its layers decide again.
 
 
     ModelConfigError: the configuration asks for attention weights.
@@ -258,10 +257,8 @@ def uses_attnplug(module: torch.nn.Module, owner: PreTrainedModel | None) -> boo
 
 
 def attention_modules(model: PreTrainedModel) -> Iterator[tuple[torch.nn.Module, PreTrainedModel, Kind]]:
-    """Each attention module of `model`, the innermost PreTrainedModel that contains it, and its kind.
-
-    Pooling heads with attention of their own are left out: their queries are no tokens of a sequence.
-    """
+    """Each attention module of `model`, the innermost PreTrainedModel that contains it, and its kind."""
+    # Pooling heads with attention of their own are left out: their queries are no tokens of a sequence.
     waiting: list[tuple[torch.nn.Module, PreTrainedModel, bool]] = [(model, model, False)]
     seen: set[int] = set()
     while waiting:

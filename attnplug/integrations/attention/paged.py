@@ -116,10 +116,8 @@ def _has_allocators(cache: Any) -> bool:
 
 
 def join_keys_and_values(cache: Any) -> None:
-    """Put the keys and values of a new cache into one allocation for each layer, which backends read as one cache.
-
-    Caches of the later form have one allocation. Others must be joined before transformers keeps views of them.
-    """
+    """Put the keys and values of a new cache into one allocation for each layer, which backends read as one cache."""
+    # Caches of the later form have one allocation. Others must be joined before transformers keeps views of them.
     if _has_allocators(cache):
         return
     for index, (keys, values) in enumerate(zip(cache.key_cache, cache.value_cache, strict=True)):
@@ -225,13 +223,12 @@ def attend_paged(
 ) -> torch.Tensor:
     """Attention of the step's packed tokens: `[1, T, H, D]`, with zeros for rows that no request has.
 
-    A layer that keeps all tokens reads their pages. A layer with a window keeps a ring of tokens, which
-    transformers gathers in their order.
-
     Raises:
         BatchError: a mask or a step that is not served.
         NoBackendError: no backend serves the layer.
     """
+    # A layer that keeps all tokens reads their pages. A layer with a window
+    # keeps a ring of tokens, which transformers gathers in their order.
     query, device = call.query, call.query.device
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         limit = f"cannot be served in {call.layer}: lengths are read on the host in each step"
@@ -330,11 +327,10 @@ _ORIGINAL = "_attnplug_original"
 
 
 def serve_continuous_batching() -> None:
-    """Let `generate_batch` run models with `attn_implementation="attnplug"`; may be called again.
-
-    Up to 5.18 transformers would look for "paged|attnplug", and later it accepts a fixed list of names. Both are
-    decided in one method, which has nothing to do for attnplug: its function serves ordinary calls and paged ones.
-    """
+    """Let `generate_batch` run models with `attn_implementation="attnplug"`; may be called again."""
+    # Up to 5.18 transformers would look for "paged|attnplug", and later it accepts
+    # a fixed list of names. Both are decided in one method, which has nothing to
+    # do for attnplug: its function serves ordinary calls and paged ones.
     _wrap(continuous_api.ContinuousBatchingManager, "switch_to_cb_friendly_attn", _keep)
     _wrap(continuous_api.ContinuousBatchingManager, "start", _start)
     _wrap(PagedAttentionCache, "__init__", _make_cache)
@@ -357,7 +353,8 @@ def _wrap(owner: Any, name: str, replacement: Callable[..., Any]) -> None:
 
 
 def _keep(original: Callable[..., Any], manager: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    """In place of a switch to another implementation, also where attnplug serves the text part alone."""
+    """In place of a switch to another implementation."""
+    # It keeps attnplug also where attnplug serves the text part alone.
     if NAME not in (model.config._attn_implementation, model.config.get_text_config()._attn_implementation):
         original(manager, model, *args, **kwargs)
 
@@ -379,7 +376,8 @@ def _make_cache(original: Callable[..., Any], cache: Any, *args: Any, **kwargs: 
 def _allow_block_tables(
     original: Callable[..., Any], config: Any, cb_config: Any, *args: Any, **kw: Any
 ) -> None:
-    """Leave block tables on for attnplug, but for models with windows: their rings have none."""
+    """Leave block tables on for attnplug, but for models with windows."""
+    # The rings of windows have no tables.
     if config._attn_implementation != NAME:
         original(config, cb_config, *args, **kw)
         return

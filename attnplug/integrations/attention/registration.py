@@ -196,7 +196,7 @@ def set_attention(model: PreTrainedModel) -> None:
     The other parts keep their implementations.
 
     Raises:
-        ModelConfigError: `model` is no PreTrainedModel; a module computes attention itself and would ignore
+        ModelConfigError: `model` is not a PreTrainedModel; a module computes attention itself and would ignore
             attnplug, or no module calls it; the configuration asks for attention weights; or transformers does
             not set it on a part. The model is then unchanged.
     """

@@ -123,8 +123,8 @@ _WITHOUT_VALUES = frozenset(
     | {"shape", "dtype", "device", "ndim", "layout", "requires_grad", "itemsize", "nbytes", "_version"}
     | {"grad_fn"}
 )
+# Read by torch.compile when a graph takes the mask as an input, seen in torch 2.13.
 _TRACED = frozenset({"grad", "_base", "_is_view", "is_conj", "is_neg", "untyped_storage"})
-"""Read by torch.compile when a graph takes the mask as an input, seen in torch 2.13."""
 
 
 def _takes_all(shape: torch.Size, index: Any) -> bool:

@@ -94,7 +94,7 @@ def _check_writes(table: _Places, used: npt.NDArray[np.bool_], lens: Ints, added
 
 
 def check_writable(tensors: Mapping[str, torch.Tensor], written: Sequence[str]) -> None:
-    """Refuse tensors of which some are `written`, if these share memory with themselves or with another one.
+    """Refuse tensors if one that is `written` shares memory with itself or with another one.
 
     BatchError: it names both.
     """

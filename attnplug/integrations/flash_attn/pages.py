@@ -93,7 +93,7 @@ def block_sizes(*caches: torch.Tensor) -> tuple[int, ...]:
 def paged(keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, batch: int) -> Pages:
     """Caches `[N, block_size, Hkv, D]` and a block table.
 
-    BatchError: a table that is no int32 `[batch, max_blocks]` on the caches' device.
+    BatchError: a table that is not int32 `[batch, max_blocks]` on the caches' device.
     """
     if (table.dtype, table.device, table.shape[0]) != (torch.int32, keys.device, batch):
         found = f"{table.dtype} {tuple(table.shape)} on {table.device}"

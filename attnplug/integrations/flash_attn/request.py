@@ -17,13 +17,13 @@ from attnplug.core.checks import MOST_TOKENS
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 
+# Sides of windows are ints of C in the library.
 _MOST_INT = 2**31 - 1
-"""Sides of windows are ints of C in the library."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """What a call asks of attention, besides its tensors.
+    """The arguments of a call about attention, without its tensors.
 
     `window` is (left, right) with -1 for no limit. `single` says that each request has one query, which is its last
     token and sees no later key. `given` are the caller's window and shapes of queries, keys and values, by name.
@@ -114,7 +114,7 @@ def read_request(
     q, *_ = tensors.values()
     if alibi_slopes is not None:
         check_tensors(function, None, alibi_slopes=alibi_slopes)
-        # One row that stands for all requests: of a batch of one, or expanded.
+        # One row for all requests: of a batch of one, or expanded.
         if alibi_slopes.ndim == 2 and alibi_slopes.shape[0] == batch >= 1:
             alibi_slopes = alibi_slopes[0] if batch == 1 or not alibi_slopes.stride(0) else alibi_slopes
         wanted = (torch.float32, (q.shape[-2],), q.device)

@@ -37,10 +37,9 @@ _MOST_BINDINGS = 256
 
 
 def untraced(function: _Function) -> _Function:
-    """`function`, which torch.compile runs outside of its graphs: it would trace the selection too.
-
-    `torch.compiler.disable` as a decorator would import the compiler, 1.5 s, for callers that never compile.
-    """
+    """`function`, which torch.compile runs outside of its graphs."""
+    # torch.compile would trace the selection too. `torch.compiler.disable` as a
+    # decorator would import the compiler, 1.5 s, for callers that never compile.
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -53,7 +52,9 @@ def untraced(function: _Function) -> _Function:
 
 
 class _Thread(threading.local):
-    """The bindings of one thread, because builders keep buffers."""
+    """The bindings of one thread."""
+
+    # Each thread has its own, because builders keep buffers.
 
     def __init__(self) -> None:
         self.bindings: OrderedDict[Hashable, Binding] = OrderedDict()
@@ -122,10 +123,8 @@ def built(
     tensors: tuple[torch.Tensor | None, ...],
     make: Callable[[], CommonAttentionMetadata],
 ) -> Any:
-    """The binding's metadata for `make()`; inside of `one_step` that of its last call, if `what` and the tensors are equal.
-
-    Only the last one is kept, because metadata is valid until its builder builds again.
-    """
+    """The binding's metadata for `make()`; inside of `one_step` that of its last call, if `what` and the tensors are equal."""
+    # Only the last one is kept, because metadata is valid until its builder builds again.
     steps = _STEPS.get()
     if not steps:
         return binding.build(make())
@@ -194,7 +193,7 @@ def attend_pages(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Packed queries over pages, or over the first of `others` where no backend serves those; as `attend_given`.
 
-    `others` are the same caches in other pages, made when they are asked for. `given` are the caller's tensors of lengths and tables: inside of `one_step` they stand for the metadata.
+    `others` are the same caches in other pages, made on first use. `given` are the caller's tensors of lengths and tables: inside of `one_step` they identify the metadata.
     `write` writes the call's new keys. It runs once a backend is bound and its metadata built: a refused call writes
     nothing.
     """

@@ -46,7 +46,7 @@ def listed(check: Check, most: int = 4096) -> Check:
 
 
 def some(check: Check) -> Check:
-    """A list with at least one value, all of which pass `check`."""
+    """A list with at least one value, where each value passes `check`."""
     return lambda value: bool(value) and listed(check)(value)
 
 
@@ -56,7 +56,7 @@ def optional(check: Check) -> Check:
 
 
 def settings(value: object) -> bool:
-    """An object of JSON with small numbers, of which nothing is built."""
+    """An object of JSON with small numbers, from which nothing is built."""
     if type(value) is dict:
         return all(map(settings, value.values()))
     if type(value) is list:
@@ -65,7 +65,7 @@ def settings(value: object) -> bool:
 
 
 def quantization(value: object) -> bool:
-    """How the weights are stored: the full reader builds no weights. False for methods that were not tried."""
+    """Whether the weights are stored by a method that was tried; the full reader builds no weights."""
     return type(value) is dict and value.get("quant_method") in _METHODS and settings(value)
 
 
@@ -128,6 +128,7 @@ DECODER: Final[Mapping[str, Check]] = MappingProxyType(
 )
 """Fields of decoders with rotary embeddings."""
 
+# No router affects the attention.
 EXPERTS: Final[Mapping[str, Check]] = MappingProxyType(
     {
         **all_of(HEADS, "num_experts num_experts_per_tok num_local_experts"),
@@ -138,7 +139,7 @@ EXPERTS: Final[Mapping[str, Check]] = MappingProxyType(
         "moe_intermediate_size": SIZE,
     }
 )
-"""Fields of mixtures of experts. No router affects the attention."""
+"""Fields of mixtures of experts."""
 
 
 def dtype_of(data: Mapping[str, Any]) -> str:

@@ -131,11 +131,13 @@ def _latent(values: Mapping[str, Any]) -> Layers | None:
 
 
 def _scale(size: int, rope: Mapping[str, Any]) -> float:
-    """The softmax scale; YaRN raises it with the length that it adds (https://arxiv.org/abs/2309.00071)."""
+    """The softmax scale."""
+    # YaRN raises it with the length that it adds (https://arxiv.org/abs/2309.00071).
     scale: float = size**-0.5
     share = rope.get("mscale_all_dim", 0)
     if rope["rope_type"] == "default" or not share or rope["factor"] <= 1:
         return scale
+    # Without this factor the scale of DeepSeek-V3 is half of the right one.
     raised: float = 0.1 * share * math.log(rope["factor"]) + 1.0
     return scale * raised * raised
 

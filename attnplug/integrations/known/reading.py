@@ -15,8 +15,8 @@ FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **OTHERS}
 """The rules by model type."""
 _ALIKE: Final = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not have, by the type whose class their `architectures` name."""
+# The transformers whose classes the rules follow. The tests compare the installed one with every rule.
 _VERSION: Final = "5."
-"""The transformers whose classes the rules follow. The tests compare the installed one with every rule."""
 
 
 def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client: Client) -> ModelSpec | None:

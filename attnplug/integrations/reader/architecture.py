@@ -63,8 +63,8 @@ def _family_of(class_name: str) -> str | None:
     return None
 
 
+# Parts of a model. DeepSeek-V3 has about 1,300, since transformers keeps the experts of a layer in one module.
 _MOST_MODULES = 60_000
-"""Parts of a model. DeepSeek-V3 has about 1,300, since transformers keeps the experts of a layer in one module."""
 _TOWERS = ("vision_config", "audio_config", "speech_config")
 
 
@@ -232,7 +232,8 @@ _SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads
 
 
 def _doubtful(config: PreTrainedConfig) -> str:
-    """The sizes of a configuration below 1, in words; they are the likely cause of a model that cannot be built."""
+    """The sizes of a configuration below 1, in words."""
+    # They are the likely cause of a model that cannot be built.
     found = {name: getattr(config, name, None) for name in _SIZES}
     wrong = [f"{name}={size}" for name, size in found.items() if isinstance(size, (int, float)) and size < 1]
     return f", which has {' and '.join(wrong)}" if wrong else ""

@@ -32,12 +32,12 @@ _LIMITS = (
     (re.compile(r"(layers?|depths?|blocks|stages|levels|repeats?|repeat_times)$"), 1024),
     (re.compile(r"(heads|experts|codebooks|quantizers|groups|streams|adapters)$"), 1 << 16),
     (re.compile(r"(position_embeddings|n_positions|n_ctx)$|max_(source|target)_positions"), 1 << 24),
-    # Numbers about the training are notes, of which nothing is built.
+    # Numbers about the training are notes, from which nothing is built.
     (re.compile(r"^(num|n)_(?!.*(param|train|step|sample|flop|token))"), 1 << 20),
 )
 """The largest number under a name, by the first pattern that the name matches."""
+# Attributes of transformers' classes about the fields. An entry of a file would replace them.
 _OF_CLASSES: Final = frozenset({"sub_configs", "attribute_map"})
-"""Attributes of transformers' classes about the fields. An entry of a file would replace them."""
 _NUMBERS: Final = ("sliding_window", "max_source_positions")
 _LISTS: Final = ("layer_types", "layers_block_type", "attn_type_list", "architectures")
 
@@ -109,7 +109,8 @@ def _check_model_type(path: Path, data: dict[str, Any]) -> None:
 
 
 def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse a file without a size: the family's default would describe a model of another size."""
+    """Refuse a file without a size."""
+    # The family's default would describe a model of another size.
     if config.sub_configs:
         return
     default = type(config)()
@@ -176,7 +177,7 @@ def _check_entries(source: str, data: Mapping[str, Any]) -> None:
 
 
 def _check_types(config: PreTrainedConfig) -> None:
-    """ModelConfigError for a part that is no configuration, and for a value of a type that no layer can have."""
+    """ModelConfigError for a part that is not a configuration, and for a value of a type that no layer can have."""
     for before, part in parts_of(config):
         for name in (*_NUMBERS, *_LISTS):
             _check_value(f"{before}{name}", name, getattr(part, name, None))
@@ -208,8 +209,8 @@ def parts_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
             )
 
 
+# The settings belong to the process, so of several blocks the first changes them and the last restores them.
 _LOCK, _BLOCKS, _SETTINGS = threading.Lock(), list[None](), contextlib.ExitStack()
-"""The settings belong to the process, so of several blocks the first changes them and the last restores them."""
 
 
 @contextlib.contextmanager

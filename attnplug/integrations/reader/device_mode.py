@@ -13,15 +13,16 @@ _MAKERS = frozenset(
     {torch.arange, torch.eye, torch.full, torch.hann_window, torch.linspace, torch.logspace, torch.ones}
     | {torch.range, torch.tensor, torch.as_tensor, torch.zeros}
 )
+# Positions, lengths and grids are smaller.
 _LARGEST = 1 << 20
-"""Elements of the largest tensor that gets values. Positions, lengths and grids are smaller."""
+"""Elements of the largest tensor that gets values."""
 
+# Bytes of the largest mask in a buffer: 4,096 positions, one byte for each pair.
 _LARGEST_SQUARE = 1 << 24
-"""Bytes of the largest mask in a buffer: 4,096 positions, one byte for each pair."""
 
 
 class ValuesWithoutWeights(TorchFunctionMode):
-    """Small tensors that a forward makes itself are real; whatever it computes from weights stays on meta.
+    """Small tensors that a forward makes itself are real; all that it computes from weights stays on meta.
 
     Models read lengths, grids and positions with `item()` or `tolist()`, which meta tensors do not have. An
     operation on tensors of both kinds runs on the meta device.
@@ -117,7 +118,8 @@ def _to_meta(value: Any) -> Any:
 
 
 def _convert(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`tensor.to(...)` without the device: a tensor stays where its data is."""
+    """`tensor.to(...)` without the device."""
+    # A tensor stays where its data is.
     given = [arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in (*args, kwargs.get("other"))]
     dtypes = [arg for arg in (*given, kwargs.get("dtype")) if isinstance(arg, torch.dtype)]
     return torch.Tensor.to(tensor, dtypes[0]) if dtypes else tensor

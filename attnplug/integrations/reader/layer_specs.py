@@ -244,10 +244,8 @@ def _dtype(call: AttentionCall) -> str:
 
 
 def _sparse(call: AttentionCall) -> SparseSpec | None:
-    """The SparseSpec of a call that gets the indices `[B, n, k]` of chosen keys; None without indices.
-
-    The indexer of a short prompt chooses fewer keys than it may, so their number is read from the module.
-    """
+    """The SparseSpec of a call that gets the indices `[B, n, k]` of chosen keys; None without indices."""
+    # The indexer of a short prompt chooses fewer keys than it may, so their number is read from the module.
     indices = call.keywords.get("indices")
     if indices is None:
         return None

@@ -13,8 +13,8 @@ import torch
 
 MaskFunction = Callable[[Any, Any, Any, Any], torch.Tensor]
 
+# A position so late in a sequence that no window of a real model reaches its beginning.
 _FAR = 1 << 24
-"""A position so late in a sequence that no window of a real model reaches its beginning."""
 
 
 class UnknownMaskError(Exception):
@@ -51,11 +51,9 @@ class MaskPattern:
 
 
 def read_mask(function: MaskFunction) -> MaskPattern:
-    """The pattern of a transformers mask function `f(batch, head, query, key)`.
-
-    Window and chunk are measured at a far position. The pattern must then agree with the function on a dense
-    grid near the start and around every edge, or UnknownMaskError is raised.
-    """
+    """The pattern of a transformers mask function `f(batch, head, query, key)`; UnknownMaskError if it is not a known one."""
+    # Window and chunk are measured at a far position, so the pattern must
+    # then agree with the function on a dense grid near the start and around every edge.
     # The reader's run sets the meta device, on which a mask would have no values to read.
     with torch.device("cpu"):
         return _measure(*_on_cpu(function))
@@ -91,7 +89,7 @@ def matrix_pattern(mask: torch.Tensor, inverted: bool) -> MaskPattern | None:
 
 
 def together(one: MaskPattern, other: MaskPattern) -> MaskPattern | None:
-    """The keys that both patterns show; None for two of which one has chunks."""
+    """The keys that both patterns show; None for two if one has chunks."""
     if one == other or one.chunk_size is not None or other.chunk_size is not None:
         return one if one == other else None
     left, right = (

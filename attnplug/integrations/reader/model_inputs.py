@@ -16,11 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attnplug.core.errors import ModelConfigError
 
+# A prime is unlikely to equal another dimension.
 TOKENS = (61, 37, 13)
-"""Tokens of a decoder, or of a model without one; fewer where positions are few. A prime is unlikely to equal
-another dimension."""
+"""Tokens of a decoder, or of a model without one; fewer where positions are few."""
+# Some models attend otherwise in a short text. The square of 1,021 tokens has values in a run.
 LONG = (1021, 509, 251, 127)
-"""Tokens of a longer text. Some models attend otherwise in a short one; the square of 1,021 tokens has values in a run."""
+"""Tokens of a longer text."""
 _TEXT = ("text",)
 _VISION = ("vision", "image", "visual", "backbone", "encoder")
 _AUDIO = ("audio", "speech", "acoustic", "encoder")

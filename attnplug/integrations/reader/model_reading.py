@@ -40,8 +40,8 @@ from attnplug.integrations.reader.trace import (
 )
 from attnplug.integrations.reader.unread_fields import notes_on_slopes, notes_on_unread, with_kinds
 
+# Runs of modules, over all attempts for one model. A model that fails late would take minutes otherwise.
 _BUDGET = 12_000
-"""Runs of modules, over all attempts for one model. A model that fails late would take minutes otherwise."""
 _OWN_ATTENTION = {
     # Bloom adds slope * key_pos, which differs from -slope * (query_pos - key_pos) by a constant per row.
     "BloomAttention": ("bloom", "num_heads", "num_heads", "inv_norm_factor"),
@@ -184,11 +184,10 @@ def _failure(part: PreTrainedModel, failures: list[RunFailedError], sizes: Sizes
 
 @contextlib.contextmanager
 def _failing_parts_skipped(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block, an MLP or mixture of experts that fails returns its input.
-
-    Routers of experts fail on meta tensors, because they choose by value. The reader records shapes only, so an
-    input can replace an output of the same shape. With another shape, the part around it fails in turn.
-    """
+    """Inside the block, an MLP or mixture of experts that fails returns its input."""
+    # Routers of experts fail on meta tensors, because they choose by value.
+    # The reader records shapes only, so an input can replace an output of
+    # the same shape. With another shape, the part around it fails in turn.
     parts = [module for module in model.modules() if works_on_single_tokens(module)]
     try:
         for part in parts:
@@ -273,10 +272,8 @@ def _unreached_towers(trace: Trace) -> Iterator[tuple[str, PreTrainedModel]]:
 def _checked_layers(
     trace: Trace, part: PreTrainedModel, sizes: Sizes, ranks: int, kv_cache_dtype: str, client: Client
 ) -> tuple[dict[str, LayerSpec], dict[str, str]]:
-    """`_layers`, of which those that attend by code of their own must be the same in a longer text.
-
-    Such code may attend to all of a short text, and to blocks of a long one.
-    """
+    """The layers of a run; those that attend by code of their own must be the same in a longer text."""
+    # Such code may attend to all of a short text, and to blocks of a long one.
     layers, sharing = _layers(trace, part, sizes, ranks, kv_cache_dtype, client)
     texts = {sizes.tokens, encoder_tokens(sizes.tokens)}
     own = [call for call in trace.calls if call.own is not None]

@@ -26,10 +26,10 @@ from attnplug.integrations.reader.trace import (
 )
 
 _TOKENS = 6
+# Elements of one real tensor: 128 heads of 512 have 393,216 here, and more would take seconds.
 _MOST_COMPARED = 1 << 23
-"""Elements of one real tensor: 128 heads of 512 have 393,216 here, and more would take seconds."""
+# Elements of one tensor with values: 4,096 tokens of VideoPrism have 12 million, in 50 MB.
 _MOST_ELEMENTS = 1 << 24
-"""Elements of one tensor with values: 4,096 tokens of VideoPrism have 12 million, in 50 MB."""
 _CLOSE = 1e-5
 """Relative difference of two float32 runs, and of a measured factor and the number in the code."""
 
@@ -192,12 +192,13 @@ class _TooLargeError(CheckFailedError):
 def measured_factor(call: AttentionCall) -> float:
     """The product of the numbers by which the module multiplies queries and keys before it calls attention.
 
-    The forward runs three times on the same random input: as it is, with each multiplication by a number of the
-    module's own left out, and with each done twice. Random values replace the projections, so no weight is needed.
-
-
     CheckFailedError: the forward cannot run, or the factor differs within the queries or the keys.
     """
+    # The forward runs three times on the same random input: as it is, with each
+    # multiplication by a number of the module's own left out, and with each done twice.
+    # Random values replace the projections, so no weight is needed.
+    # Numbers in the code are not enough: those on keys, applied twice, or
+    # different by layer made the scale of the privacy filter 2.8 times too large.
     if call.inputs is None:
         raise CheckFailedError("the inputs of its forward are unknown")
     try:
@@ -269,7 +270,8 @@ def _queries_and_keys(call: AttentionCall, times: int, inputs: Inputs) -> tuple[
 
 
 def _first_rows(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Inputs:
-    """The first row of each tensor with the largest batch: the windows of an image in SAM 2 have 38 million elements."""
+    """The first row of each tensor with the largest batch."""
+    # The windows of an image in SAM 2 have 38 million elements.
     batch = max(
         (each.shape[0] for each in tensors_in((*args, *kwargs.values())) if each.dim() > 1), default=1
     )

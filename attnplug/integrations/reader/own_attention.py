@@ -30,8 +30,8 @@ _MOVES: Final = frozenset({"permute", "swapaxes", "transpose"})
 _CUTS: Final = frozenset({"__getitem__", "cat", "concat", "concatenate", "narrow", "pad"})
 _REDUCES: Final = frozenset({"amax", "amin", "logsumexp", "max", "mean", "min", "norm", "std", "sum", "var"})
 _INVERTS: Final = frozenset({"__eq__", "__invert__", "bitwise_not", "logical_not"})
+# A number in place of a logit that hides its key: no model's logits reach it.
 _HIDES: Final = -1e4
-"""A number in place of a logit that hides its key: no model's logits reach it."""
 
 LOGITS: Final = object()
 MASK: Final = object()
@@ -46,7 +46,7 @@ class OwnAttention:
 
     `scaling` is the whole factor between `query @ key` and the logits. `before` is the part of it that queries and
     keys already have. `operations` change the logits up to the softmax; a `whole` one takes queries, keys and values.
-    `factors` are the numbers that `scaling` is made of. `unknown` is the reason why it cannot be described.
+    `factors` are the numbers whose product is `scaling`. `unknown` is the reason why it cannot be described.
     """
 
     query: torch.Tensor

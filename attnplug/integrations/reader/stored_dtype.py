@@ -145,8 +145,8 @@ _NAMED: Final = frozenset(
 """Fields whose value is a word or a scheme. Outside of a section only these count."""
 _ABOUT: Final = re.compile(r"(^|_)kv_?cache|(^|_)kv_(dtype|bits|quant|scheme)|\[?[kv]{1,2}\]?_bmm_quantizer")
 """The rule for fields in a section: such a field is read, or it is refused."""
+# Fields of Quark, which say the storage together. `kv_cache_post_rope` is about the scales, not about the storage.
 _READ_TOGETHER: Final = frozenset({"kv_cache_group", "kv_cache_quant_config", "kv_cache_post_rope"})
-"""Fields of Quark, which say the storage together. `kv_cache_post_rope` is about the scales, not about the storage."""
 
 
 class Stored(NamedTuple):

@@ -27,8 +27,8 @@ _ATTENTION: Final = re.compile(r"(Attention|(self_)?attn|attention)\$?$")
 """Targets that are the attention itself: a class (`LlamaAttention`) or a module (`re:.*self_attn$`), no part of it."""
 _CLASS: Final = re.compile(r"[A-Za-z_]\w*Attention")
 _TAIL: Final = re.compile(r"[A-Za-z_]\w*\.\d+\..*")
+# Checkpoints name the same layer with other prefixes than the class does.
 _BEFORE: Final = ("", "model.", "language_model.", "language_model.model.", "model.language_model.")
-"""Checkpoints name the same layer with other prefixes than the class does."""
 
 
 def about_projections(place: str, targets: Iterable[str], caches: Caches) -> list[str]:
@@ -113,7 +113,7 @@ def _check_all(place: str, covered: int, layers: int) -> None:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """Whether a name is a pattern's, in which "*" stands for any letters."""
+    """Whether a name matches a pattern, where "*" matches any letters."""
     # Not fnmatch: it normalizes case on some systems, and these names are not paths.
     text = "".join(".*" if letter == "*" else re.escape(letter) for letter in pattern)
     return name == pattern or re.fullmatch(text, name) is not None

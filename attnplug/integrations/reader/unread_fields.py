@@ -21,10 +21,10 @@ from attnplug.integrations.reader.config_file import parts_of
 
 _CAUSALITY: Final = re.compile(r"^(is_|use_)?(causal|bidirectional)(_(attention|attn|mask|masking))?$")
 _NORM: Final = re.compile(r"(^|_)(q|k|qk|query|key|query_key)_?(layer_?)?norm(alization)?$")
+# Fields with a number, whose 0 switches the feature off.
 _OFF_AT_ZERO: Final = re.compile(r"^(sliding_window(_size)?|(local_)?window_size|\w*soft_?cap(ping)?)$")
-"""Fields with a number, whose 0 switches the feature off."""
+# Numbers by which something is multiplied, so that 1 changes nothing.
 _FACTOR: Final = re.compile(r"^(rotary|rope)_\w*(factor|scale)$|^(query|key|value)_multiplier$")
-"""Numbers by which something is multiplied, so that 1 changes nothing."""
 
 
 def _layers_say(
@@ -83,7 +83,7 @@ _FEATURES: Final[tuple[tuple[re.Pattern[str], Callable[[LayerSpec], bool]], ...]
     (re.compile(r"soft_?cap"), lambda spec: spec.logits_soft_cap is not None),
     (re.compile(r"sliding|window|(^|_)swa(_|$)"), _has_window),
 )
-"""What switches on and off by fields of such names."""
+"""The features that fields of such names switch on and off."""
 
 
 def _present(model: PreTrainedModel, specs: Sequence[LayerSpec], name: str) -> bool | None:
@@ -127,6 +127,7 @@ def _as_with_a_window(
     return None if not found - {None} else all(each == value for each in found)
 
 
+# Fields with the kind of each layer. Layers of another kind have no KV cache, so such a field is never left out.
 _KINDS: Final = frozenset(
     {
         *(
@@ -141,7 +142,6 @@ _KINDS: Final = frozenset(
         *("hybrid_override_pattern", "hybrid_layer_pattern"),
     }
 )
-"""Fields with the kind of each layer. Layers of another kind have no KV cache, so such a field is never left out."""
 _NAMES: Final = _KINDS | {
     *("alibi_bias_max", "chunk_size", "clip_qkv", "index_topk", "key_multiplier", "kv_channels"),
     *("kv_lora_rank", "local_window_size", "max_window_layers", "multi_query", "no_rope_layer_interval"),
@@ -157,8 +157,8 @@ _OTHERS: Final = re.compile(
     r"drop|bias|fp32|^offset_alibi$|implementation|flash|sdpa|xformers|output_|hidden_size|mask_|^_|init|norm_eps"
 )
 """Names about training, weights or the choice of a kernel, which no layer shows."""
+# Fields that transformers moves into `rope_parameters` before the class sees them.
 _ROPE: Final = frozenset({"partial_rotary_factor", "rope_theta", "rope_scaling", "rope_parameters"})
-"""Fields that transformers moves into `rope_parameters` before the class sees them."""
 _WINDOW: Final = re.compile(r"^(max_window_layers|sliding_window\w*|use_sliding_window)$")
 _SOFTMAX: Final = re.compile(r"full|global|sliding|local|swa|window|chunk|attention$|attn$", re.IGNORECASE)
 _LINEAR: Final = re.compile(r"linear|lightning|mamba|conv|recurrent|delta|rwkv|kda|gdn", re.IGNORECASE)

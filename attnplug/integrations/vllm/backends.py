@@ -39,13 +39,13 @@ _READ = (
     # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
     *("use_non_causal", "device_capability", "use_kv_connector"),
 )
-"""What is read of the arguments of vLLM's `validate_configuration`."""
+"""The arguments of vLLM's `validate_configuration` that are read."""
+# Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names.
 _LEAST_PAGE = 16
-"""Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names."""
 
 
 class Backend(AttentionBackend):  # type: ignore[misc]
-    """What the classes share; `theirs` are the backends of attnplug that a class can choose from."""
+    """The common part of the classes; `theirs` are the backends of attnplug that a class can choose from."""
 
     name = AUTOMATIC
     backend: str | None = None

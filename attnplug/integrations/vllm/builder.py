@@ -98,7 +98,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
 
 
 class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
-    """What vLLM constructs for each group of layers with one KV cache spec."""
+    """The builder that vLLM constructs for each group of layers with one KV cache spec."""
 
     backend: str | None = None
     layer_class: type[Any] = Layer
@@ -164,10 +164,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return self._inner[number]
 
     def shared_key(self, bound: Bound, kind: int) -> Hashable:
-        """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself.
-
-        It is as in `attnplug.runtime`: builders of one class with the same specs, or with the same `build_key`.
-        """
+        """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself."""
+        # It is as in `attnplug.runtime`: builders of one class with the same specs, or with the same `build_key`.
         if kind not in self._shared_keys:
             inner, spec = self.inner(bound), bound.decision.spec
             key: Hashable = None
@@ -196,10 +194,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         return step
 
     def _batch(self, given: Any, how: str) -> Batch:
-        """The batch that another group has begun, or a new one.
-
-        With drafts vLLM may change a batch's tensors between the builds of two groups.
-        """
+        """The batch that another group has begun, or a new one."""
+        # With drafts vLLM may change a batch's tensors between the builds of two groups.
         latest = Builder.latest and Builder.latest()
         if (
             latest
@@ -225,10 +221,9 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """Whether each builder of the group wants the prefix that vLLM found; versions without cascade do not ask.
-
-        attnplug's builders get only prefixes that each query sees whole, and vLLM does not say how far a window reaches.
-        """
+        """Whether each builder of the group wants the prefix that vLLM found; versions without cascade do not ask."""
+        # attnplug's builders get only prefixes that each query sees
+        # whole, and vLLM does not say how far a window reaches.
         kinds = self.kinds()
         if use_sliding_window or use_local_attention or not kinds:
             return False
@@ -264,7 +259,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         config = builder_config(vllm_config, kv_cache_spec, {})
         for impl in [impl for impl in impls if is_of_group(impl.spec, kv_cache_spec)] or impls:
             if impl.spec.direct_kv:
-                # Their lengths are made anew in each step.
+                # Their lengths are new tensors in each step.
                 return AttentionCGSupport.NEVER
             decision = impl.decide(size)
             cache: Any = kv_cache_spec_for(decision.spec, size)

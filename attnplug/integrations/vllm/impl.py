@@ -25,8 +25,8 @@ from attnplug.registry.devices import resolve_device
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.plan.plan_choice import check_served, phase_choices, phase_notes
 
+# Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size].
 HAS_CACHE_SHAPE = hasattr(AttentionBackend, "get_kv_cache_shape")
-"""Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size]."""
 KINDS = {"decoder": False, "encoder_decoder": False, "encoder": True, "encoder_only": True}
 """vLLM's kinds of layers, and whether their keys come with the call."""
 
@@ -35,7 +35,7 @@ def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torc
     """`kv_cache` in attnplug's logical order (blocks, 2, tokens, heads, size) and its stored dtype, without a copy."""
     if kv_cache.ndim == 4:
         kv_cache = kv_cache.view(*kv_cache.shape[:-1], 2, head_size).permute(0, 3, 2, 1, 4)
-    # vLLM's pages of 16 bits come in their dtype, and "auto" is no type of its own.
+    # vLLM's pages of 16 bits come in their dtype, and "auto" is not a type of its own.
     stored = STORAGE_DTYPES.get(kv_cache_dtype) if is_quantized_kv_cache(kv_cache_dtype) else None
     return kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
 
@@ -43,11 +43,9 @@ def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torc
 def by_phase(spec: LayerSpec) -> Decision:
     """The backend for the layer, or two that share its pages: the first prefills, and the second decodes.
 
-    `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
-
-
     NoBackendError, BackendUnavailableError: with each candidate's reasons.
     """
+    # `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
     registry, device = get_registry(), resolve_device(None)
     # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
     name = ""
@@ -143,12 +141,11 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
 
-        Where vLLM is left to select, it is one for each phase. With drafts it is one for both, because a backend that
-        prefills may need exact lengths.
-
+        Where vLLM is left to select, it is one for each phase, and with drafts one for both.
 
         NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
+        # With drafts lengths are upper bounds, and a backend that prefills may need exact ones.
         spec = self.spec
         if block_size is not None and not spec.direct_kv:
             spec = spec.replace(block_size=block_size)
@@ -187,7 +184,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Take learned tensors that vLLM has loaded anew; graphs read the same memory."""
+        """Take learned tensors that vLLM has loaded again; graphs read the same memory."""
         for (_, device, _), bound in self._bounds.items():
             used, given = bound.tensors.sinks, self._tensors(device).sinks
             if used is not None and given is not None:
@@ -260,7 +257,8 @@ class _Cache:
 
 
 def _forget(layer: weakref.ref[Layer], place: int, dead: weakref.ref[torch.Tensor]) -> None:
-    """Drop the view of a cache that vLLM has dropped, because it would keep the memory."""
+    """Drop the view of a cache that vLLM has dropped."""
+    # The view would keep the memory of all its layers.
     if (alive := layer()) is not None:
         alive._caches.pop(place, None)
 

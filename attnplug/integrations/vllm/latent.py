@@ -21,11 +21,12 @@ from attnplug.registry.selection.decision import Decision
 
 
 class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
-    """What vLLM constructs for each layer of latent attention; `backend` is as in Layer.
+    """The impl that vLLM constructs for each layer of latent attention; `backend` is as in Layer.
 
-    attnplug's impls absorb, expand and split a step themselves. So vLLM is told that all requests are prefills, and
-    passes all tokens to `forward_mha`.
+    The step says to vLLM that all requests are prefills, so vLLM passes all tokens to `forward_mha`.
     """
+
+    # attnplug's impls absorb, expand and split a step themselves.
 
     backend: str | None = None
     supports_quant_query_input = False
@@ -62,6 +63,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
             **unknown,
         }
+        # A later vLLM may ask for more by a new argument, which must be refused and not ignored.
         for name, value in given.items():
             if value is not None and value is not False:
                 limit = "is not served with latent attention in vLLM, and may change the result"
@@ -114,7 +116,8 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         return bound
 
     def _take_weights(self, bound: Bound) -> None:
-        """Copy weights that vLLM has made anew, as versions about 0.25 do; graphs read the first ones' memory."""
+        """Copy weights that vLLM has made again, as versions about 0.25 do."""
+        # Graphs read the memory of the first ones.
         owner, used = self.owner, bound.tensors
         if bound.weights is not owner.W_UK_T and used.w_uk is not None and used.w_uv is not None:
             used.w_uk.copy_(owner.W_UK_T)
@@ -191,7 +194,7 @@ class LatentStep(Step):
 
 
 class LatentBuilder(Builder):
-    """What vLLM constructs for each group of layers with latent attention."""
+    """The builder that vLLM constructs for each group of layers with latent attention."""
 
     layer_class = LatentLayer
     step_class = LatentStep

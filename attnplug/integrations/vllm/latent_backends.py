@@ -17,7 +17,7 @@ from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
 
 
 class LatentBackend(Backend):
-    """What the classes share."""
+    """The common part of the classes."""
 
     layer_class = LatentLayer
     builder_class = LatentBuilder

@@ -1,6 +1,6 @@
 """vLLM's CommonAttentionMetadata as attnplug's: the same tensors under the same names.
 
-What attnplug's builders read of vLLM's configuration and layers.
+Also the parts of vLLM's configuration and layers that attnplug's builders read.
 """
 
 from __future__ import annotations
@@ -67,11 +67,10 @@ def is_same_batch(one: Any, other: Any) -> bool:
 
 
 def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
-    """Start locations and lengths on the host, with the padding of a graph as attnplug's builders know it.
-
-    A graph has a fixed number of requests. vLLM fills it up with requests of no query, but counts their tokens. For
-    attnplug padding requests have the queries of a decode and one key, so that a padded step has the plan of the graph.
-    """
+    """Start locations and lengths on the host, with the padding of a graph as attnplug's builders know it."""
+    # A graph has a fixed number of requests. vLLM fills it up with requests of no
+    # query, but counts their tokens. For attnplug padding requests have the queries
+    # of a decode and one key, so that a padded step has the plan of the graph.
     reqs, tokens, given = step.num_reqs, step.num_actual_tokens, step.query_start_loc_cpu
     # Where vLLM cuts requests at the borders of chunks, only this field has the lengths of the parts.
     host = getattr(step, "_seq_lens_cpu", None)
@@ -128,11 +127,9 @@ _CACHES = (
 def check_cache(kv_cache_spec: Any) -> None:
     """Refuse caches whose pages mean more than a layer's own tokens.
 
-    vLLM changes the steps of such layers, such as those with static sinks, whose pages begin with keys of no token.
-
-
     SpecError: another kind of cache, or values of another size than keys.
     """
+    # vLLM changes the steps of such layers, such as those with static sinks, whose pages begin with keys of no token.
     kind, size = type(kv_cache_spec).__name__, kv_cache_spec.head_size
     if kind not in _CACHES:
         limit = "is a cache that attnplug does not know, and may change the result"
@@ -170,7 +167,8 @@ def builder_config(vllm_config: Any, kv_cache_spec: Any, layers: Mapping[str, An
 
 
 def _graph_sizes(compilation: Any, queries: int, most: int) -> tuple[int, ...]:
-    """How many requests the graphs of decodes have; vLLM counts their tokens."""
+    """The batch sizes of the graphs of decodes."""
+    # vLLM counts their tokens: a decode with drafts has several.
     mode = getattr(compilation, "cudagraph_mode", None)
     if mode is None or not mode.has_full_cudagraphs():
         return ()

@@ -63,7 +63,8 @@ def _frames(error: Exception) -> list[traceback.FrameSummary]:
 
 
 def _is_of_others(path: str) -> bool:
-    """Whether a file is of torch, the standard library or the framework, which only pass the error on."""
+    """Whether a file is of torch, the standard library or the framework."""
+    # They only pass the error on, so a frame of theirs does not say who raised it.
     library = sysconfig.get_path("stdlib")
     of_library = path.startswith(library) and "site-packages" not in path
     return of_library or path.startswith((_CORE, "<")) or "/torch/" in path.replace("\\", "/")
@@ -194,8 +195,8 @@ def error_context(what: str) -> Iterator[None]:
         raise ConformanceError("\n".join([text, *origin(error)])) from error
 
 
+# Part of the time left that naming may take, so that the failure itself is always reported.
 _SHARE = 0.25
-"""Part of the time left that naming may take, so that the failure itself is always reported."""
 _MOST_SECONDS = 15.0
 
 _END: Scopes[float] = Scopes("attnplug_check_end")

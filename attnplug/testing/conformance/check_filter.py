@@ -89,7 +89,7 @@ def read_known_failures(path: Path) -> dict[str, str]:
         raise PolicyError(source, str(path), f"cannot be read: {why}") from None
     try:
         data = tomllib.loads(text)
-    # Besides its own error, tomllib raises these for too long integers and too deep nesting.
+    # tomllib raises these too, for too long integers and too deep nesting.
     except (ValueError, RecursionError) as problem:
         raise PolicyError(source, str(path), f"is not TOML: {problem}") from None
     for key in data:

@@ -1,6 +1,6 @@
 """A builder and its layers, driven one call at a time.
 
-A step in the tensors of another one, as engines fill their buffers anew for each step.
+A step in the tensors of another one, because engines fill the same buffers in each step.
 
 Words for layers, requests and sets of numbers in the messages of failing checks.
 """

@@ -93,8 +93,8 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
 Of classes that serve other layers under the backend's name, those with True are listed: the others check what the
 backend declares for all its layers, or its process.
 """
+# The area, the first word of all ids, of groups that search for their checks.
 _SLOW_TO_LIST: dict[Callable[[Target], Iterator[Check]], str] = {correctness.checks: "correct"}
-"""The area, the first word of all ids, of groups that search for their checks."""
 
 
 def conformance_checks(
@@ -152,11 +152,9 @@ _OTHER_LAYERS = {"mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dim
 
 
 def _other_targets(target: Target) -> Mapping[str, Target]:
-    """The other classes to check, by the first word of their ids: those that `for_layer` gives for _OTHER_LAYERS.
-
-    A backend that only decodes latents is checked with expanded prefills on TORCH too, as "mla+TORCH": its decodes
-    are then parts of mixed steps.
-    """
+    """The other classes to check, by the first word of their ids: those that `for_layer` gives for _OTHER_LAYERS."""
+    # A backend that only decodes latents is checked with expanded prefills on
+    # TORCH too, as "mla+TORCH": its decodes are then parts of mixed steps.
     backend, found = target.backend, {}
     for name, layer in _OTHER_LAYERS.items():
         serving, error = guarded_call(backend.for_layer, layer)

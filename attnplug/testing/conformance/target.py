@@ -60,8 +60,8 @@ def base_layers(backend: type[AttentionBackend], stored: Sequence[str]) -> Itera
         ]
 
 
+# Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models.
 _PAIRS = ((64, 16), (512, 64), (256, 64), (512, 0), (256, 32))
-"""Pairs of kv_lora_rank and qk_rope_head_dim: a small one for backends of any, and those of models."""
 
 
 def latent_dims(pair: tuple[int, int], nope: int = 32, value: int = 24) -> MLADims:
@@ -82,8 +82,8 @@ def layer_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {**fields, **({"num_kv_heads": 1, "head_size": dims.latent_size} if dims else {})}
 
 
+# Heads and KV heads of small layers: some kernels serve one number of query heads per KV head.
 _HEADS = ((4, 2), (4, 4), (4, 1), (8, 1))
-"""Heads and KV heads of small layers: some kernels serve one number of query heads per KV head."""
 _PROBED_SIZES, _MOST_BASES = 8, 8
 """Head sizes to search for a layer of backends that refuse plain ones, and the layers to keep."""
 _MOST_KEYS = 4
@@ -108,10 +108,8 @@ class Target:
 
     @property
     def own_options(self) -> Any:
-        """The options to make layers of `backend` with; None for its defaults.
-
-        Options are of the class that was asked for. Another class may serve some layers under its name.
-        """
+        """The options to make layers of `backend` with; None for its defaults."""
+        # Options are of the class that was asked for. Another class may serve some layers under its name.
         declared = self.backend.Options
         return self.options if declared is not None and isinstance(self.options, declared) else None
 
@@ -156,11 +154,9 @@ class Target:
 
     @property
     def latents(self) -> list[MLADims]:
-        """The dimensions of latents to try, the plainest first; none if the backend serves other layers.
-
-        They have the pairs that the backend declares, else common ones and other head sizes. A prefill on kernels of
-        one head size pads the smaller of expanded keys and values, so some have larger values.
-        """
+        """The dimensions of latents to try, the plainest first; none if the backend serves other layers."""
+        # They have the pairs that the backend declares, else common ones and other head sizes. A prefill on
+        # kernels of one head size pads the smaller of expanded keys and values, so some have larger values.
         if not self.is_latent:
             return []
         pairs = [(int(rank), int(rope)) for rank, rope in getattr(self.backend, "latent_sizes", ())] or [
@@ -366,9 +362,9 @@ def _with_tensors_of_layer(batch: Batch) -> Batch:
 
 @functools.lru_cache(maxsize=64)
 def _served_bases(target: Target) -> tuple[dict[str, Any], ...]:
-    """What to ask for besides sizes of a backend that refuses plain layers; empty if it serves them.
+    """The fields, other than sizes, of layers for a backend that refuses plain ones; empty if it serves them.
 
-    Of layers that ask for one thing, for two or for three, it has the first ones that are served.
+    Layers that ask for one thing are tried before those that ask for two or three; the first served ones count.
     """
     selecting = target._sparse_fields()
     if target._find_layer(selecting, []) is not None:

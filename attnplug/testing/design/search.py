@@ -31,8 +31,8 @@ Row: TypeAlias = dict[str, Any]
 Pair: TypeAlias = tuple[tuple[str, Any], tuple[str, Any]]
 """Two axes, each with a value."""
 
+# Values of an axis that are changed together with those of another: the product of long axes takes seconds.
 _JOINED = 16
-"""Values of an axis that are changed together with those of another: the product of long axes takes seconds."""
 
 
 class Search(abc.ABC):
@@ -181,12 +181,11 @@ def served_pairs(search: Search) -> dict[Pair, Row]:
 
 
 def packed_rows(search: Search, served: Mapping[Pair, Row], *, seed: int = 0) -> list[Row]:
-    """Few served rows that have all pairs of `served`; equal for equal seeds.
-
-    Greedy: each row starts from the plainest row of a pair not yet covered. Then each axis, in random order,
-    takes the value that covers most other pairs and with which the row is still served. Libraries of pairwise
-    testing do not fit: they ask about unfinished rows, and a LayerSpec is accepted or refused as a whole.
-    """
+    """Few served rows that have all pairs of `served`; equal for equal seeds."""
+    # Greedy: each row starts from the plainest row of a pair not yet covered. Then
+    # each axis, in random order, takes the value that covers most other pairs and with
+    # which the row is still served. Libraries of pairwise testing do not fit: they ask
+    # about unfinished rows, and a LayerSpec is accepted or refused as a whole.
     chance = random.Random(seed)  # noqa: S311 - a design, not a secret
     missing: dict[_Value, set[_Value]] = defaultdict(set)
     for one, other in served:

@@ -182,10 +182,8 @@ def versions(offer: Offer) -> dict[str, str]:
 
 
 def fingerprint(packages: Sequence[str]) -> str:
-    """A digest of the code of `packages`: an edit changes it, a copy with new file times does not.
-
-    Large files are compiled libraries, so that size and time are enough.
-    """
+    """A digest of the code of `packages`: an edit changes it, a copy with new file times does not."""
+    # Large files are compiled libraries, so that size and time are enough.
     digest = hashlib.sha256()
     for package in dict.fromkeys(packages):
         # The order of a folder's files differs between file systems; the digest must not.

@@ -58,10 +58,8 @@ def default_jobs(device_type: str, checks: int) -> int:
 
 
 def worker_memory(device_type: str, jobs: int) -> int | None:
-    """Each worker's share of four fifths of this machine's memory.
-
-    None on anything but a CPU: CUDA maps more than the machine has.
-    """
+    """Each worker's share of four fifths of this machine's memory; None on anything but a CPU."""
+    # CUDA maps more than the machine has.
     total = machine_memory()
     if device_type != "cpu" or total is None:
         return None
@@ -155,7 +153,7 @@ def _arguments(checks: int, limits: Limits, xml: Path, *, has_groups: bool) -> l
     arguments += [f"--max-worker-restart={checks + limits.jobs}", "--maxschedchunk=1"]
     # Groups stay together, in the order of the list.
     arguments += ["--dist=loadgroup", "--no-loadscope-reorder"] if has_groups else ["--dist=load"]
-    # The thread method ends the process, so it is used only where there is no SIGALRM.
+    # The thread method ends the process, so it is used only on systems without SIGALRM.
     method = "signal" if hasattr(signal, "SIGALRM") else "thread"
     arguments += [f"--timeout={limits.timeout}", f"--timeout-method={method}", "--tb=short", "--capture=no"]
     return [*arguments, "--pyargs", "attnplug.testing.suite"]

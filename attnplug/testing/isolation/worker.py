@@ -99,8 +99,8 @@ def _exit_status(pid: Path) -> str:
 SETTINGS = "attnplug"
 """The key of a worker's input for its settings, which `run.run_checks` lists."""
 
+# Seconds that pytest-timeout, which leaves the worker alive, comes before the end of the process.
 _GRACE = 2.0
-"""Seconds that pytest-timeout, which leaves the worker alive, comes before the end of the process."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -55,6 +55,7 @@ def load_queries(
             largest = _largest(q)
             if TAIL:
                 largest = tl.maximum(largest, _largest(tail))
+            # A power of two rounds nothing, and 14 leaves room for the largest element below float16's 65504.
             shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
             q = q * tl.exp2(shift)
             tail = tail * tl.exp2(shift)

@@ -40,8 +40,8 @@ from attnplug.testing.conformance.mistakes.expectations import (
 )
 from attnplug.testing.conformance.target import Target, of_phase
 
+# A `max_seq_len` that engines give where they do not know a step's lengths.
 _LONGEST_OF_MODEL = 1 << 17
-"""A `max_seq_len` that engines give where they do not know a step's lengths."""
 
 
 def checks(target: Target) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Layers, steps and outputs that look alike are kept apart: by no shape, address or number of a dropped object.
+"""Layers, steps and outputs of equal form are kept apart: by no shape, address or number of a dropped object.
 
 One process serves layers of any dtypes, sizes and tensors one after another; each keeps its own.
 """

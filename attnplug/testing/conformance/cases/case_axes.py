@@ -16,11 +16,20 @@ from attnplug.testing.design.search import spread
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
 
+# `speculative` verifies three drafted tokens, and `draft` one. `one` is a single decode.
+# `alike` has requests of equal lengths, so that a kernel that swaps their pages fails. `idle`
+# has requests without new tokens, and a query that sees no key. `lengths` knows `ordered`
+# too: `mixed` with the decodes first, so that both halves of a composite have work.
 SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "draft", "one", "alike", "idle")
-"""Kinds of batches. `speculative` verifies three drafted tokens, and `draft` one. `one` is a single decode. `alike` has requests of equal lengths, so that a kernel that
-swaps their pages fails. `idle` has requests without new tokens, and a query that sees no key. `lengths` knows
-`ordered` too: `mixed` with the decodes first, so that both halves of a composite have work."""
+"""Kinds of batches."""
 
+# `long-extend` has queries of several tokens over more than 2048 keys, the last position that float16
+# counts to. `round-decode` and `round-extend` have lengths at the ends of large tiles and splits: no split
+# is empty, or has one key. `many-drafts` has queries between those of `speculative` and those that are no
+# drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256
+# requests. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
+# has one request without context. A length of `far-decode` is one that 16 bits with a sign do not hold.
+# `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold.
 LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-decode": ((1, 1, 1), (5003, 129, 2100)),
     "long-prompt": ((700, 1), (700, 300)),
@@ -36,14 +45,11 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "far-decode": ((1, 1), (33_003, 5)),
     "far-blocks": ((1, 1, 5), (300, 17, 40)),
 }
-"""Large batches: new and all tokens. They are tried with single values, and not with pairs.
+"""Large batches: new and all tokens. They are tried with single values, and not with pairs."""
 
-`long-extend` has queries of several tokens over more than 2048 keys, the last position that float16 counts to.
-`round-decode` and `round-extend` have lengths at the ends of large tiles and splits: no split is empty, or has one key.
-`many-drafts` has queries between those of `speculative` and those that are no drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256 requests. `many-extends` has tiles for all of a GPU, so that none
-is divided by its keys. `one-prompt` has one request without context. A length of
-`far-decode` is one that 16 bits with a sign do not hold. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold."""
-
+# The first three have queries that some backends decode, and others prefill. `uniform` has queries that
+# see no key: those of a request with more new tokens than tokens. `halves` has decodes first, so that
+# both halves of a backend have work. In `context`, requests without computed tokens are between others.
 LATENT: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "uniform": ([4] * 5, (4, 33, 2, 90, 20)),
     "eight": ([8] * 3, (8, 70, 131)),
@@ -51,9 +57,7 @@ LATENT: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "halves": ((1, 1, 20, 33, 40, 19), (40, 97, 85, 33, 131, 20)),
     "context": ((20, 33, 40, 18, 17), (90, 33, 171, 18, 82)),
 }
-"""Batches for latent attention: new and all tokens. The first three have queries that some backends decode, and
-others prefill. `uniform` has queries that see no key: those of a request with more new tokens than tokens. `halves`
-has decodes first, so that both halves of a backend have work. In `context`, requests without computed tokens are between others."""
+"""Batches for latent attention: new and all tokens."""
 
 _FAR_BLOCKS, _FAR_SLOTS = 33_000, 66_000
 
@@ -70,9 +74,10 @@ def far_blocks(block_size: int) -> int:
 def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], list[int]]:
     """The new tokens and all tokens of each request of a batch of kind `shape`.
 
-    The lengths are near multiples of the block size, of windows, chunks and tiles of 16, 64 and 128 keys. For a cross
-    layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
+    For a cross layer the second list counts the encoder's tokens. Encoders compute all their tokens at once.
     """
+    # Pages, limits and tiles end there: the lengths are near multiples of the block
+    # size, of windows, chunks and tiles of 16, 64 and 128 keys.
     if fixed := (LONG | LATENT).get(shape):
         new, tokens = fixed
         return list(new), list(new if spec.is_encoder else tokens)
@@ -126,8 +131,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """The roles of queries and keys, and the place of K and V. A narrowed layer is not causal, but its batch is."""
 
+# Its two halves are tried apart, unless the backend serves them only together.
 _LAST_KIND = "direct_non_causal"
-"""Its two halves are tried apart, unless the backend serves them only together."""
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     None: SHAPES,
     Phase.DECODE: ("decode", "one", "alike", "idle"),
@@ -209,9 +214,9 @@ def axes(target: Target) -> dict[str, list[Any]]:
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
     """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages.
 
-    Kernels that read chunks as requests of their own begin each at a page. Sparse samples are of the served kinds,
-    if there are any.
+    Sparse samples are of the served kinds, if there are any.
     """
+    # Kernels that read chunks as requests of their own begin each at a page.
     samples, size = flag.ask.values, target.block_sizes[0]
     if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
         return (size, *samples)

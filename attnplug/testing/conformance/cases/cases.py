@@ -26,11 +26,11 @@ _OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}
 _OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
 """Numbers that some layers do not hold."""
 _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
-"""Axes whose name is no field of a layer."""
+"""Axes whose name is not that of a field of a layer."""
 
 
+# The scale of 8-bit latents: positions near 1 nearly fill their range, and the other elements are smaller.
 _LATENT_SCALE = 0.02
-"""The scale of 8-bit latents: positions near 1 nearly fill their range, and the other elements are smaller."""
 _BETWEEN = 64
 """Elements between two blocks that are apart."""
 
@@ -126,7 +126,8 @@ class Case:
 
 
 def _with_blocks_apart(batch: Batch) -> Batch:
-    """The batch with NaN after each block of its cache, as where an engine stores several layers in a block."""
+    """The batch with NaN after each block of its cache."""
+    # Engines that store several layers in a block have such caches.
     cache = batch.kv_cache
     assert cache is not None  # noqa: S101 - latents are in pages
     elements = cache[0].numel()

@@ -34,12 +34,13 @@ from attnplug.testing.design.search import (
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
 
+# Head sizes of models that few kernels serve.
 _HEADS_OF_FEW = (512, 40, 160)
-"""Head sizes of models that few kernels serve."""
+# Tokens of a page of models whose other layers have a state, which is as large as a page.
 _LARGE_PAGE = 544
-"""Tokens of a page of models whose other layers have a state, which is as large as a page."""
+# A larger cache takes seconds to fill.
 _MOST_BYTES = 1 << 29
-"""Of a cache: a larger one takes seconds to fill."""
+"""Bytes of the largest cache."""
 _TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "draft"},
     {"shape": "idle", "needs_lse": True},
@@ -76,6 +77,8 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "mixed", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
+# Paths that kernels take for long contexts or many requests only: decodes that split
+# their keys, prompts of several tiles, windows and chunks that 8 bits do not hold.
 _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "window": (149, 0)},
     {"shape": "long-decode", "chunk_size": 129},
@@ -104,8 +107,6 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "many-requests", "kind": "cross"},
     {"shape": "many-requests", "kind": "direct"},
 )
-"""Paths that kernels take for long contexts or many requests only: decodes that split their keys, prompts of several
-tiles, windows and chunks that 8 bits do not hold."""
 _CROSSED_SHAPES = ("mixed", "decode", "speculative", "context")
 _CROSSED_KINDS = ("non_causal", "direct", "encoder", "cross")
 _CROSSED_LONG = ("long-decode", "long-extend", "long-prompt")
@@ -115,13 +116,14 @@ _LONG_LIMITS: dict[str, Any] = {
     "sparse": SparseSpec("token_topk", 1024),
 }
 """Values that leave many keys of a long context."""
+# Axes that are left out of triples, because kernels seldom have a path of their own for a pair with one of them.
 _NOT_CROSSED = {"shape", "kind", "numbers", "head_size", "block_size", "scale", "mla", "joint", "apart"}
-"""Axes that are left out of triples, because kernels seldom have a path of their own for a pair with one of them."""
+# Shapes whose requests have more than 64 rows, even with one query head per KV head.
 _MANY_ROWS = ("prefill", "many-extends")
-"""Shapes whose requests have more than 64 rows, even with one query head per KV head."""
+# Head sizes that are no power of two, of many models: kernels may divide them into unlike tiles.
 _ODD_SIZES = (80, 96, 160)
-"""Head sizes that are no power of two, of many models: kernels may divide them into unlike tiles."""
 _SHAPES_OF_LATENTS = ("decode", "idle", "prefill", "mixed", *LATENT)
+# FlashInfer compiles each key when a step is planned, for 20 to 95 s. A check of 22 keys reaches its time limit.
 _MAX_COMPILE_KEYS = {Level.SMOKE: 6, Level.FULL: 24}
 
 
@@ -155,7 +157,9 @@ def designed_cases(target: Target) -> list[Case]:
     alone += _long_rows(target, search, few)
     latent = _keep_served(search, _latent_rows(target, search))
     rows = _keep_served(search, alone)
+    # About 80 backends pass without these: each is right for single features, and wrong where two or three meet.
     rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_SHAPES), 3)
+    # Pairs alone leave out paths such as verification over long fp8 pages.
     rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_LONG, _LONG_LIMITS), 2)
     for kind in search.axes["kind"][1:]:
         if kind in _CROSSED_KINDS:
@@ -209,10 +213,8 @@ def _latent_rows(target: Target, search: Search) -> list[dict[str, Any]]:
 
 
 def _many_rows(target: Target, search: Search, few: bool) -> list[Row]:
-    """Served rows of _MANY_ROWS with each head size and stored type; at the smoke level with _ODD_SIZES, types in turns.
-
-    Elements of 8 bits are in layers of 16 bits: products in float32 take other instructions.
-    """
+    """Served rows of _MANY_ROWS with each head size and stored type; at the smoke level with _ODD_SIZES, types in turns."""
+    # Elements of 8 bits are in layers of 16 bits: products in float32 take other instructions.
     if target.phase is Phase.DECODE:
         return []
     stored = _stored_types(target)
@@ -271,7 +273,8 @@ def _further(target: Target, search: Search) -> list[tuple[str, Any]]:
 
 
 def _blocks_over_pages(target: Target, search: Search, shape: str) -> list[dict[str, Any]]:
-    """Layers that choose blocks, over pages of each size: pages as large as the blocks hide which one is counted."""
+    """Layers that choose blocks, over pages of each size."""
+    # Pages as large as the blocks hide which one is counted.
     if Feature.SPARSE not in target.backend.features:
         return []
     chosen = [sample for sample in samples_of(target, Feature.SPARSE) if sample.block > 1]

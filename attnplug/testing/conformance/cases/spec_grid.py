@@ -47,13 +47,13 @@ _LARGE: tuple[dict[str, Any], ...] = (
     {"head_size": 512},
     {"scale": 2.0},
 )
+# Values that a class might accept because they change little, or because few layers have them.
 _EXTREMES: dict[Feature, tuple[Any, ...]] = {
     Feature.SLIDING_WINDOW: ((4095, 0), (131071, 0)),
     Feature.CHUNKED_LOCAL: (8192, 1 << 20),
     Feature.SOFT_CAP: (1e-3, 50.0, 1000.0),
     Feature.HEAD_SIZE_V: (8, 256, 512),
 }
-"""Values that a class might accept because they change little, or because few layers have them."""
 
 
 def plainest(target: Target) -> LayerSpec:

@@ -45,7 +45,7 @@ def paged_scenarios(target: Target) -> tuple[str, ...]:
     try:
         target.paged_spec()
     except CheckSkipped:
-        # Of a backend that serves nothing at all, the checks of pages say so.
+        # The checks of pages report a backend that serves nothing at all.
         return () if target.serves() else PAGED_SCENARIOS
     return PAGED_SCENARIOS
 
@@ -93,7 +93,7 @@ def with_pages(target: Target, spec: LayerSpec) -> tuple[LayerSpec, int]:
 def layer_without_limits(target: Target, **fields: Any) -> tuple[LayerSpec, int]:
     """A decoder layer over pages, with `fields`, whose queries see all keys before them, and its block size.
 
-    Of a backend that serves only windows or chunks, it has one that no request reaches.
+    For a backend that serves only windows or chunks, it has one that no request reaches.
 
     Raises:
         CheckSkipped: the backend serves none.

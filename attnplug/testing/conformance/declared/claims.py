@@ -1,4 +1,4 @@
-"""What a backend declares value by value, and the layers that try each value."""
+"""The values that a backend declares, and the layers that try each one."""
 
 from __future__ import annotations
 

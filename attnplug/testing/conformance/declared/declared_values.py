@@ -1,6 +1,6 @@
 """Every declared value is run: a layer that asks for it is served, and is as the oracle has it.
 
-What a backend declares and this machine cannot try is reported, not passed over.
+A declaration that this machine cannot try is reported, not passed over.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 def values_of(options: type[Any] | None, usual_ones: Any = None) -> dict[str, list[Any]]:
-    """By option, the values to try besides the usual one: of flags, Literals and enumerations, and listed ones.
+    """By option, the values to try in place of the usual one: of flags, Literals and enumerations, and listed ones.
 
     The usual ones are the defaults, or those of an instance of `options`.
     """
@@ -152,7 +152,8 @@ def values_of(options: type[Any] | None, usual_ones: Any = None) -> dict[str, li
 
 
 def _guesses(options: type[Any] | None, name: str) -> list[Any]:
-    """Twice a default that is a number; none for a field that lists its values, also if it lists none."""
+    """Twice a default that is a number; none for a field that lists its values."""
+    # An empty list also says that the author wants no guesses.
     if options is None:
         return []
     field = next(each for each in dataclasses.fields(options) if each.name == name)

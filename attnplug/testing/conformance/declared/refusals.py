@@ -95,7 +95,7 @@ def expect_refused(
 ) -> None:
     """ConformanceError unless `spec`, which asks for `what`, is refused with one of `codes`.
 
-    Without a `phase` a backend of one is asked about that: the other it refuses whatever the layer.
+    Without a `phase` a backend of one answers for that: it refuses each layer in the other.
     """
     reasons = reasons_for(target, spec, what, device, target.phase if phase is None else phase)
     if not reasons:

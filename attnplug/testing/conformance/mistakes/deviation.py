@@ -1,4 +1,4 @@
-"""How far an answer is from the oracle's, row by row, in multiples of the bounds."""
+"""The distance of an answer from the oracle's, row by row, in multiples of the bounds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Deviation:
 
 
 def deviation(batch: Batch, found: Output, *, use_sinks: bool = True) -> Deviation | None:
-    """How the batch's own rows of `found` differ from the oracle's answer; None if they agree."""
+    """The difference of the batch's own rows of `found` from the oracle's answer; None if they agree."""
     expected = batch.oracle(use_sinks=use_sinks)
     bound = tolerance(batch.spec, expected.logit_size)
     tokens = batch.common.num_actual_tokens

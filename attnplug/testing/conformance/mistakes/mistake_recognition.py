@@ -38,8 +38,9 @@ _CLEAR = 4.0
 """A mistake must differ from the right answer by this multiple of the tolerance."""
 _NOTHING = 1e-2
 """Two mistakes count as equal within this multiple of the tolerance."""
+# A sample of its rows and heads is enough to exclude a mistake.
 _SCORES = 2**18
-"""Scores of a request that are computed for a mistake: a sample of its rows and heads is enough to exclude it."""
+"""Scores of a request that are computed for a mistake."""
 _LEAST_ROWS, _MOST_HEADS, _MOST_REQUESTS = 6, 8, 16
 
 _Numbers: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
@@ -80,14 +81,13 @@ _Mistake: TypeAlias = tuple[str, Callable[[_Sample], _Numbers]]
 def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
     """The known mistake that gives the numbers of a wrong answer.
 
-    A backend may make a mistake in one code path only, so each row may be right or mistaken. The mistake must
-    differ clearly from the right answer in some row. The nearest mistake is named; if several are equally near, the
-    simplest. Long requests are compared in a sample of their wrong rows.
-
     Args:
         wrong: the answer.
         seconds: the time that the search may take; by default a share of what is left to the check.
     """
+    # A backend may make a mistake in one code path only, so each row may be right or mistaken. The
+    # mistake must differ clearly from the right answer in some row. The nearest mistake is named; if
+    # several are equally near, the simplest. Long requests are compared in a sample of their wrong rows.
     end = time.monotonic() + (naming_seconds() if seconds is None else seconds)
     bad = wrong.wrong
     if wrong.output.shape != wrong.expected.output.shape or not bool(bad.any()):
@@ -159,7 +159,8 @@ def _see_nothing(wrong: Deviation, requests: Sequence[RequestContents]) -> bool:
 
 
 def _samples(wrong: Deviation, requests: Sequence[RequestContents]) -> list[_Sample]:
-    """Samples of the wrong requests, the short ones first: one excludes most mistakes, and they are cheap."""
+    """Samples of the wrong requests, the short ones first."""
+    # One excludes most mistakes, and short ones are cheap.
     samples = []
     for index, span in enumerate(wrong.spans):
         rows = wrong.wrong[span].any(1).nonzero().flatten()

@@ -168,7 +168,7 @@ def padding_as_last_once(chosen: torch.Tensor, request: RequestContents, query: 
 
 
 def last_keys(rules: AttentionRules) -> dict[str, Any]:
-    """As many keys as a query may choose, the nearest before it, whatever the indexer chose."""
+    """As many keys as a query may choose, the nearest before it, instead of those that the indexer chose."""
 
     def picks(chosen: torch.Tensor, request: RequestContents, query: torch.Tensor) -> torch.Tensor:
         most = 0 if rules.sparse is None else rules.sparse.topk * rules.sparse.block

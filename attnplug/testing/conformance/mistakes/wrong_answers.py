@@ -15,12 +15,12 @@ import torch
 from attnplug.testing.conformance.harness import layer_words, numbers_words, path_of, request_words, some_of
 from attnplug.testing.conformance.mistakes.deviation import Deviation
 
+# Part of the rows past a limit that must be wrong, since single rows are right by chance.
 _MOSTLY = 0.8
-"""Part of the rows past a limit that must be wrong, since single rows are right by chance."""
 
 
+# Kernels work on tiles of a multiple of so many rows.
 _TILE = 16
-"""Kernels work on tiles of a multiple of so many rows."""
 
 
 class _RequestVerdict(NamedTuple):
@@ -169,16 +169,16 @@ def _block_size(wrong: Deviation) -> int:
 
 _ROWS = 48
 """Rows that are compared with each other at most."""
+# The usual and the largest relative error that numbers rounded to bfloat16 explain in a float32 layer.
 _HALF, _WORST_HALF = 2.0**-7, 2.0**-4
-"""The usual and the largest relative error that numbers rounded to bfloat16 explain in a float32 layer."""
 _MANY = 0.1
 """The least part of all rows and heads that is wrong where sums are rounded."""
 _NEAR = 8.0
 """Multiple of the bound that a product in half precision may reach in a layer of half precision."""
 _TOLD_APART = 0.1
 """The largest bound within which rows of other tokens can be told apart."""
+# exp of more overflows in float32.
 _LARGEST = 88.0
-"""exp of more overflows in float32."""
 
 
 def hints(wrong: Deviation) -> Iterator[str]:
@@ -324,7 +324,7 @@ def description(wrong: Deviation) -> list[str]:
 
 
 def _extent(wrong: Deviation) -> str:
-    """How many requests, rows and heads are wrong, and by how much."""
+    """The numbers of wrong requests, rows and heads, and by how much they are wrong."""
     bad, spans = wrong.wrong, wrong.spans
     requests = [index for index, span in enumerate(spans) if bool(bad[span].any())]
     served = sum(span.stop > span.start for span in spans)

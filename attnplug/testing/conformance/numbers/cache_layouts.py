@@ -147,8 +147,8 @@ _CHECKS: CheckTable = {
 }
 
 
+# The first offset that 32 bits with a sign do not hold.
 _FAR = 2**31
-"""The first offset that 32 bits with a sign do not hold."""
 _SPARE = 4
 """Blocks of a batch that no request has; of one block more, a request has at least one."""
 
@@ -190,7 +190,8 @@ def _far_batch(target: Target) -> Batch:
 
 
 def _memory(size: int, device: torch.device) -> torch.Tensor:
-    """Bytes of which few are used: on a CPU the others take no memory."""
+    """Bytes that are mostly unused."""
+    # On a CPU unused ones take no memory.
     try:
         if device.type == "cpu":
             return torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)

@@ -100,7 +100,8 @@ def cache_of(batch: Batch) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers: so NaN equals NaN, and 8-bit floats can be indexed."""
+    """The same elements as integers."""
+    # So NaN equals NaN, and 8-bit floats can be indexed.
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 

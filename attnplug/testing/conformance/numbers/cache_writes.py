@@ -50,9 +50,9 @@ _SHARERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "cap": (Feature.SOFT_CAP, {"logits_soft_cap": 3.0}),
     "scale": (Feature(0), {"scale": 0.15}),
 }
-"""What a layer that shares another's cache has alone, and the feature that it needs."""
+"""The fields that only the sharing layer has, and the feature that it needs."""
+# Float16 does not hold it, so a cache of wider numbers that goes through float16 loses it.
 _LARGE = 2.0**20
-"""Float16 does not hold it, so a cache of wider numbers that goes through float16 loses it."""
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -227,10 +227,8 @@ def _mistake(
 def _is_rounded(
     stored: torch.Tensor, tokens: torch.Tensor, scale: float, spec: LayerSpec, steps: float = 9 / 16
 ) -> bool:
-    """Whether `stored` are the values of the stored type nearest to `tokens / scale`, at most so many steps of the type away.
-
-    A sixteenth more than half a step allows a quotient that is rounded to bfloat16 before.
-    """
+    """Whether `stored` are the values of the stored type nearest to `tokens / scale`, at most so many steps of the type away."""
+    # A sixteenth more than half a step allows a quotient that is rounded to bfloat16 before.
     numbers = _numbers_of(spec)
     exact = (tokens.double() / scale).clamp(numbers[0], numbers[-1])
     above = torch.searchsorted(numbers, exact, right=True).clamp(1, len(numbers) - 1)
@@ -301,7 +299,8 @@ def _tensors(batch: Batch, source: str) -> LayerTensors:
 
 
 def _scale_mistake(batch: Batch, found: Output) -> str | None:
-    """The wrong scales that give the answer: earlier steps have stored keys and values with the right ones."""
+    """The wrong scales that give the answer."""
+    # Earlier steps have stored keys and values with the right scales.
     others = {
         "scales taken as 1": {"k_scale": 1.0, "v_scale": 1.0},
         "scales given to from_spec used": _OTHERS,

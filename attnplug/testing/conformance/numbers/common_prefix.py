@@ -37,7 +37,7 @@ _LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
 }
 """Layers whose queries all see the prefix: no window or chunk ends within the steps."""
 _TOGETHER = ("cap", "slopes", "lse-sinks", "fp8")
-"""Those that one layer has at once."""
+"""The names of _LAYERS whose fields one layer has at once."""
 
 
 def checks(target: Target) -> Iterator[Check]:

@@ -59,8 +59,8 @@ def _repeat(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
     return dataclasses.replace(batch, keys=keys, values=values, seq_lens=lengths)
 
 
+# Rows of a workspace that has room for all computed tokens of a case.
 _ROWS = 2**14
-"""Rows of a workspace that has room for all computed tokens of a case."""
 
 
 def checks(target: Target) -> Iterator[Check]:

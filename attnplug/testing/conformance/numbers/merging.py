@@ -44,6 +44,7 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check.of("merge/use_sinks", summary, _check_without_sinks, target)
 
 
+# More to ask of a layer with sinks: a path of its own may read them elsewhere.
 _BESIDE_SINKS: tuple[dict[str, Any], ...] = (
     {"logits_soft_cap": 3.0},
     {"window": (6, 0)},
@@ -57,7 +58,6 @@ _BESIDE_SINKS: tuple[dict[str, Any], ...] = (
     {"head_size": 128, "head_size_v": 128},
     {"block_size": 64},
 )
-"""More to ask of a layer with sinks: a path of its own may read them elsewhere."""
 
 
 def layer_to_divide(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:

@@ -1,4 +1,4 @@
-"""What an import changes in its process, and what it must not do: connect, start processes or threads."""
+"""The changes of an import in its process, and those that it must not make: connect, start processes or threads."""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ def _home(backend: type[AttentionBackend]) -> tuple[str, str]:
 
 
 def _required_modules(requires: Sequence[str | tuple[str, ...]]) -> list[str]:
-    """Modules of the required distributions: a backend's module must load without them, to say what is missing."""
+    """Modules of the required distributions."""
+    # A backend's module must load without them, to say what is missing.
     names = set()
     for entry in requires:
         for each in (entry,) if isinstance(entry, str) else entry:

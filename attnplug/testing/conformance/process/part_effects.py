@@ -1,4 +1,4 @@
-"""What the import of an impl and a builder changes in its process, apart from what libraries change."""
+"""The changes that the import of an impl and a builder makes in its process, apart from those of libraries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from attnplug.testing.conformance.process.torch_settings import change_of
 
 
 def part_effects(backend: type[AttentionBackend]) -> list[str]:
-    """Each change by `get_impl_cls` and `get_builder_cls`, as a phrase with a verb; for a process of its own.
-
-    The backend's own modules are imported a second time. Then all libraries are loaded, so every change is its own.
-    """
+    """Each change by `get_impl_cls` and `get_builder_cls`, as a phrase with a verb; for a process of its own."""
+    # The backend's own modules are imported a second time. Then all libraries are loaded, so every change is its own.
     before, loaded = read_settings(), set(sys.modules)
     found = _changes(backend, of_libraries=False)
     again = [name for name in sys.modules.keys() - loaded if _is_own(name, backend)]

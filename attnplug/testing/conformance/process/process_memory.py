@@ -28,16 +28,16 @@ from attnplug.testing.conformance.harness import Harness, blank_output
 from attnplug.testing.conformance.target import Target
 
 _STEPS, _LAYERS = 200, 50
+# Rounds until a cache must have reached its bound: 1,600 steps.
 _MOST_ROUNDS = 8
-"""Rounds until a cache must have reached its bound: 1,600 steps."""
+# Bytes that each step or layer may keep: Python's own tables grow now and then.
 _STEP_SLACK, _LAYER_SLACK = 20, 320
-"""Bytes that each step or layer may keep: Python's own tables grow now and then."""
+# Bytes that a round may keep, however few steps it has: Python reuses the memory of small objects.
 _NOISE = 16384
-"""Bytes that a round may keep, however few steps it has: Python reuses the memory of small objects."""
+# The longest sequence. So many lengths are not all used in these rounds, so a cache by length grows throughout.
 _LONGEST = 2048
-"""The longest sequence. So many lengths are not all used in these rounds, so a cache by length grows throughout."""
+# Time of a round and of a slow step; slow backends, such as interpreted ones, run fewer steps with fewer keys.
 _SECONDS, _SLOW = 1.0, 0.02
-"""Time of a round and of a slow step; slow backends, such as interpreted ones, run fewer steps with fewer keys."""
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -59,7 +59,7 @@ class _Memory(NamedTuple):
         objects = tracemalloc.take_snapshot().filter_traces(_HIDDEN)
         storages: dict[int, int] = {}
         for each in gc.get_objects():
-            # A proxy object may run code when its class is asked for, so the type is read instead.
+            # A proxy object may run code when its class is read, so the type is read instead.
             if issubclass(type(each), torch.Tensor):
                 with contextlib.suppress(Exception):  # fake tensors have no storage
                     storage: Any = each.untyped_storage()
@@ -82,10 +82,10 @@ class _Memory(NamedTuple):
 
 
 _TORCH = str(Path(torch.__file__).parent / "*")
+# Allocations that are not the backend's: torch keeps some bytes of each call of its compiler for ever.
 _HIDDEN = [
     tracemalloc.Filter(False, name) for name in (tracemalloc.__file__, __file__, _TORCH, functools.__file__)
 ]
-"""Allocations that are not the backend's: torch keeps some bytes of each call of its compiler for ever."""
 
 
 def _check_steps(target: Target) -> None:

@@ -21,10 +21,10 @@ from typing import Any
 
 from attnplug.testing.conformance.process.torch_settings import TORCH_SETTINGS, Opaque, Setting
 
+# Environment variables that torch itself sets when it initialises CUDA or compiles.
 _SET_BY_TORCH = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-"""Environment variables that torch itself sets when it initialises CUDA or compiles."""
+# Packages whose loggers belong to the process: a backend may set those of its own package.
 _LOGGING = ("attnplug", "numpy", "py", "torch")
-"""Packages whose loggers belong to the process: a backend may set those of its own package."""
 _HOOKS: tuple[tuple[Any, str], ...] = (
     (sys, "excepthook"),
     (sys, "unraisablehook"),

@@ -173,6 +173,7 @@ def _threads(count: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _leave_unfilled() -> Iterator[None]:
     """torch.empty gives NaN and the largest integers."""
+    # Fresh memory is often zero, which hides elements that a backend never writes.
     before = torch.get_deterministic_debug_mode()
     switch: Any = torch.utils.deterministic
     fills = switch.fill_uninitialized_memory

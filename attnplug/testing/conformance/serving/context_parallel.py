@@ -80,10 +80,8 @@ def checks(target: Target) -> Iterator[Check]:
 def _layer(
     target: Target, has_sinks: bool, runs: str, ranks: int
 ) -> tuple[LayerSpec, LayerSpec, int, _Sharing]:
-    """The layer, the same without a causal mask, the block size, and how tokens are shared.
-
-    Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
-    """
+    """The layer, the same without a causal mask, the block size, and how tokens are shared."""
+    # Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
     spec, size = layer_to_divide(target, has_sinks)
     free = target.require(spec.replace(causal=spec.mla is not None), "without a causal mask")
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])

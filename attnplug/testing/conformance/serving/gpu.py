@@ -48,13 +48,13 @@ from attnplug.testing.conformance.target import GPU_TYPES, Target
 
 _WAITS, _GROWS = "waits for the device", "memory grows with context"
 
+# About a second of a GPU's clock; the host needs only milliseconds to launch a step.
 _BUSY_CYCLES = 2 * 10**9
-"""About a second of a GPU's clock; the host needs only milliseconds to launch a step."""
 
 _SHORT, _LONG = 4096, 16384
 _REQUESTS = 8
+# Bytes that a longer context may add: a few more splits, but less than one byte per key.
 _SLACK = 1 << 16
-"""Bytes that a longer context may add: a few more splits, but less than one byte per key."""
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -173,10 +173,8 @@ def _peak(work: Callable[[], None]) -> int:
 
 
 def _allocated(metric: str) -> int:
-    """The "current" or "peak" bytes of all tensors.
-
-    They are as asked for: torch's allocator hands out free blocks that are up to a MiB larger, whichever it finds.
-    """
+    """The "current" or "peak" bytes of all tensors."""
+    # They are as asked for: torch's allocator hands out free blocks that are up to a MiB larger, whichever it finds.
     stats = torch.cuda.memory_stats()
     # Other allocators of torch count only what they hand out.
     asked = stats.get("requested_bytes.all.current", 0) > 0
@@ -213,7 +211,7 @@ def check_level(target: Target, name: str) -> None:
         target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
     )
     state = GraphState(served.runtime, served.max_model_len, queries)
-    # A level above the declared one is no promise of the backend, so it is skipped.
+    # The backend promises no level above the declared one, so such a level is skipped.
     if state.support < level:
         raise CheckSkipped(f"{target.name} declares {state.support.name}, which is below {level.name}")
     graphs = _Graphs(served, state, queries)
@@ -252,10 +250,9 @@ def record(work: Callable[[], None]) -> Callable[[], None]:
 
 
 class _Graphs:
-    """A model with its small steps in graphs, one for each batch size, over fixed inputs and outputs.
+    """A model with its small steps in graphs, one for each batch size, over fixed inputs and outputs."""
 
-    Without a GPU a replay runs the layers again, with the metadata that was built for the capture.
-    """
+    # Without a GPU a replay runs the layers again, with the metadata that was built for the capture.
 
     def __init__(self, served: ServedModel, state: GraphState, queries: int) -> None:
         self._served, self._state, self._queries = served, state, queries

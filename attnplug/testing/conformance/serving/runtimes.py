@@ -99,10 +99,8 @@ class _Step:
 
 
 def _script(size: int, seed: int) -> list[_Step]:
-    """Prefill, decode, mixed and extend steps over pages of `size`; another seed gives other lengths.
-
-    One request has more than a hundred tokens, where backends may switch kernels.
-    """
+    """Prefill, decode, mixed and extend steps over pages of `size`; another seed gives other lengths."""
+    # One request has more than a hundred tokens, where backends may switch kernels.
     return [
         _Step({"a": size + 3 + seed, "b": 2 * size + 111 - seed}, added=("a", "b")),
         _Step({"a": 1, "b": 1}),

@@ -37,8 +37,8 @@ from attnplug.testing.oracle import Spans, attention_oracle, stored_values
 from attnplug.testing.pages import default_spans
 
 _MOST_REQUESTS, _MOST_PAGES = 4, 6
+# Tokens of a request beyond its whole pages, so that small pages allow long requests too.
 _SLACK = 160
-"""Tokens of a request beyond its whole pages, so that small pages allow long requests too."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -210,7 +210,7 @@ class ServedModel:
     def finish(self, **accepted: int) -> None:
         """Count the new tokens, and free the pages that windows no longer reach.
 
-        Of a request in `accepted`, only so many tokens count; later steps write the others again.
+        Only so many tokens count of a request in `accepted`; later steps write the others again.
         """
         counts = self.num_scheduled_tokens | accepted
         self.batches.finish_step(counts)
@@ -329,10 +329,8 @@ def _cross_step(
     writers: Sequence[int],
     seed: int,
 ) -> Batch:
-    """A step over the pages of `first` with new queries; `writers` give the keys of their encoders now.
-
-    Requests of length 0 have no encoder tokens yet.
-    """
+    """A step over the pages of `first` with new queries; `writers` give the keys of their encoders now."""
+    # Requests of length 0 have no encoder tokens yet.
     encoder = first.seq_lens
     drawn = target.batch(first.spec, queries, encoder, seed=seed)
     starts = [0, *itertools.accumulate(encoder)]
