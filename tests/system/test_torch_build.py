@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -93,17 +94,23 @@ def test_the_answer_equals_that_of_torch() -> None:
         assert done.stdout.strip() == "False"
 
 
+def find_by(monkeypatch: pytest.MonkeyPatch, found: Any) -> None:
+    """Make torch be found so; all else is found as it is, since coverage looks modules up while a test runs."""
+    find_spec = importlib.util.find_spec
+
+    def find(name: str, package: str | None = None) -> Any:
+        if name == "torch" and isinstance(found, Exception):
+            raise found
+        return found if name == "torch" else find_spec(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
+
+
 @pytest.mark.parametrize(
     "found", [None, SimpleNamespace(origin=None), ImportError("broken"), ValueError("no spec")]
 )
 def test_a_torch_that_is_not_found_has_no_build(found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find(name: str) -> Any:
-        assert name == "torch"
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    monkeypatch.setattr(torch_build.importlib.util, "find_spec", find)
+    find_by(monkeypatch, found)
     assert torch_build._build() is None
 
 
@@ -112,9 +119,7 @@ def test_a_version_file_that_does_not_run_tells_nothing(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     origin = tmp_path / "__init__.py"
-    monkeypatch.setattr(
-        torch_build.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=str(origin))
-    )
+    find_by(monkeypatch, SimpleNamespace(origin=str(origin)))
     if text is not None:
         (tmp_path / "version.py").write_text(text)
     assert torch_build._build() is None
