@@ -24,8 +24,8 @@ from attnplug.cli.arguments import AsJson
 from attnplug.cli.output.output import echo, print_json
 from attnplug.core.errors import PolicyError
 
+# A longer name would make lines of the package longer than its own lint allows.
 _LONGEST_NAME = 24
-"""A longer name would make lines of the package longer than its own lint allows."""
 _SUFFIX = ".tmpl"
 
 
@@ -123,6 +123,7 @@ def _write(target: Path, names: PackageNames) -> list[str]:
     rendered = _rendered(names)
     try:
         with contextlib.suppress(FileNotFoundError):
+            # `exists` would say no for a link without a target.
             target.lstat()
             remedy = "nothing is overwritten: move it away, or give another --path"
             raise PolicyError("target", str(target), "exists", remedy)
@@ -144,6 +145,7 @@ def _write(target: Path, names: PackageNames) -> list[str]:
 def _rendered(names: PackageNames) -> dict[str, str]:
     from packaging.version import Version
 
+    # The public part alone, because a requirement with >= takes no local part (PEP 440).
     known = {**dataclasses.asdict(names), "attnplug_version": Version(version("attnplug")).public}
     rendered = {}
     for place, template in _templates(package_files("attnplug") / "templates" / "backend", PurePosixPath()):
