@@ -71,7 +71,7 @@ def may_exist(path: Path) -> bool:
 
 
 def has_name(path: Path) -> bool:
-    """As `may_exist`; a link is something, whatever it points to."""
+    """As `may_exist`, but a link counts even if its target is missing."""
     return _mode(path, follow_symlinks=False) is not None
 
 
@@ -108,7 +108,7 @@ def resolved(path: Path) -> Path:
 def check_output(path: Path) -> None:
     """OSError if no file can be written at `path`; said before the minutes that a run may take.
 
-    Nothing is left there.
+    It leaves no file there.
     """
     target = resolved(path)
     with contextlib.suppress(FileNotFoundError):
@@ -146,7 +146,7 @@ def temporary_folder(prefix: str) -> tempfile.TemporaryDirectory[str]:
     """A new folder with room for some files, which is removed at the end of a `with` block.
 
     Raises:
-        MatrixFileError: there is no such room; the error names the folder of temporary files.
+        MatrixFileError: the room is not there; the error names the folder of temporary files.
     """
     import tempfile
 

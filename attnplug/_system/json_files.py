@@ -26,7 +26,7 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def whole_json(text: str) -> str:
-    r"""JSON text in which half a character is written as the six characters of its escape, so that it reads back."""
+    r"""JSON text with each half character as the six characters of its escape, so that it reads back."""
     return _SURROGATE.sub(lambda found: rf"\\u{ord(found[0]):04x}", text)
 
 
@@ -110,16 +110,16 @@ def _refuse_constant(name: str) -> None:
 
 
 _SECONDS = 60
+# Files in these folders are not the user's, although root may delete them.
 _OF_SYSTEM = ("/bin", "/boot", "/dev", "/etc", "/lib", "/lib64", "/proc", "/run", "/sbin", "/sys", "/usr")
-"""Folders whose files are not the user's, although root may delete them."""
 
 
 def read_document(path: Path, schema: str, version: int, remedy: str) -> dict[str, Any]:
     """The JSON object of a schema in a file.
 
     Raises:
-        FileNotFoundError: there is no file.
-        MatrixFileError: it cannot be read, is no JSON, or has another schema; with `remedy`.
+        FileNotFoundError: the file is missing.
+        MatrixFileError: it cannot be read, is not JSON, or has another schema; with `remedy`.
     """
     try:
         data = parse_json(files.read_text(path))
@@ -149,7 +149,7 @@ def remedy_for(path: Path, delete: str, rename: str) -> str:
 
 
 def json_problem(problem: Exception) -> str:
-    """What an error of reading malformed JSON says; that of a missing key is the key alone."""
+    """The text of an error of reading malformed JSON; the error of a missing key has the key alone."""
     return f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
 
 

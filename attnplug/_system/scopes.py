@@ -39,7 +39,7 @@ class Scopes(Generic[_T]):
 
     @contextlib.contextmanager
     def block(self, value: _T) -> Iterator[_T]:
-        """A block inside of which `value` comes first."""
+        """A block; inside it `value` comes first."""
         own = _Block(value)
         try:
             self._blocks.set((own, *self._open()))

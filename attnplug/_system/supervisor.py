@@ -18,12 +18,12 @@ from typing import NoReturn
 SUPERVISOR = "_ATTNPLUG_SUPERVISOR"
 """Tells the command the process id of its supervisor, whose end its parent sees."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+# A process that is killed may need some seconds, such as to give back the memory of a GPU.
 _SECONDS = 10.0
-"""A process that is killed may need some seconds, such as to give back the memory of a GPU."""
 _POLL = 0.002
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
+# They go to the command too, which decides what they mean.
 _OF_TERMINALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
-"""They go to the command too, which decides what they mean."""
 
 
 def main(parent: int, command: list[str]) -> NoReturn:
@@ -58,7 +58,7 @@ def main(parent: int, command: list[str]) -> NoReturn:
 
 
 def _wait(child: int) -> int | None:
-    """The status of the command when it ends; None if this process is told to end. Orphans that end are forgotten."""
+    """The status of the command when it ends; None after SIGTERM. Orphans that end are forgotten."""
     while True:
         ended, status = os.waitpid(-1, os.WNOHANG)
         if ended == child:

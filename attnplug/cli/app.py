@@ -51,8 +51,8 @@ from attnplug.core.errors import (
 )
 
 FAILED, BAD_USAGE, NO_BACKEND = 1, 2, 3
+# 128 plus SIGINT, the code that shells give to an interrupted program.
 INTERRUPTED = 130
-"""128 plus SIGINT, the code that shells give to an interrupted program."""
 _HELP = "Choose attention backends for the layers of a model, and explain each choice."
 
 app = typer.Typer(
@@ -104,6 +104,7 @@ def _root(
 
 def main() -> None:
     """Run the program, in a process of its own if it can be watched there."""
+    # Not if a program that runs the command inside, such as a test, has replaced the stream.
     if sys.stdout is sys.__stdout__:
         open_standard_streams()
     if not is_own_process():
@@ -172,6 +173,7 @@ def _program() -> None:
     except OSError as problem:
         if problem.filename is not None:
             sys.exit(error(f"{problem.filename} cannot be used: {why(problem)}", BAD_USAGE))
+        # Other errors without a file name are faults of attnplug, and keep their traceback.
         if problem.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         leave_standard_output()

@@ -119,7 +119,7 @@ DeviceText: TypeAlias = Annotated[
 
 
 def _given_rules(text: str | None) -> str | None:
-    """`text`; PolicyError if it is empty, as a script writes it whose variable is not set."""
+    # A script whose variable is not set gives an empty text, which must not mean the default.
     if text is not None and not text.strip():
         raise PolicyError("--backend", text, "names no backend", "leave --backend out to choose by priority")
     return text
@@ -139,8 +139,8 @@ PhaseChoice: TypeAlias = Annotated[
     Phase | None, _choice("--phase", help="Choose for one phase; by default a backend must serve both.")
 ]
 
+# A search for near names finds another dtype for these short ones, or none.
 _SHORT = {"half": "float16", "fp16": "float16", "f16": "float16", "float": "float32", "fp32": "float32"}
-"""Short names of dtypes that resemble another one, or none."""
 
 
 def _known_kv_cache_dtype(text: str) -> str:
@@ -226,8 +226,9 @@ OptionTexts: TypeAlias = Annotated[
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
+# The timers of the operating system take no infinity.
 MOST_SECONDS = 7 * 24 * 3600.0
-"""The longest time limit. The timers of the operating system take no infinity."""
+"""The longest time limit."""
 _MOST_JOBS = 256
 
 
@@ -298,7 +299,8 @@ def _assumed(given: Sequence[str] | None) -> AssumeInstalled:
 
 
 def _check_distributions(names: Iterable[str]) -> None:
-    """PolicyError for a name that changes no answer, such as a module's in place of its distribution's."""
+    """PolicyError for a distribution that no backend requires and that is not installed."""
+    # It would change no answer; such a name is often a module's in place of its distribution's.
     from attnplug.registry.default import get_registry
     from attnplug.registry.plugins.installed import installed_version, requirement_names
     from attnplug.registry.plugins.records import canonical_name

@@ -23,11 +23,11 @@ from attnplug.registry.plugins.waiting import watch_plugins
 _FAILED, _INTERRUPTED = 1, 130
 _SIZE = 1024
 _SECONDS_TO_END = 10.0
+# Marks the code of an orderly end; no name of a plugin has this character.
 _ENDED = b"\n"
-"""Marks the code of an orderly end; no name of a plugin has this character."""
 _REMEDY = "attnplug doctor tries each plugin in a process of its own, and attnplug list --no-load runs none"
+# Signals of the kernel, such as those of a terminal, have a code above this; the whole group has received them.
 _SI_USER = 0
-"""Signals of the kernel, such as those of a terminal, have a code above this; the whole group has received them."""
 
 
 def can_watch() -> bool:
@@ -47,6 +47,7 @@ def run_watched(program: Callable[[], None]) -> NoReturn:
     parent = os.getpid()
     # Memory that both processes see. A pipe could fill up, and a plugin could close it.
     report = mmap.mmap(-1, _SIZE)
+    # Blocked before the fork, so that a signal that comes before `_wait` is kept for it.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED | {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -137,17 +138,14 @@ def _leave(status: int, last: bytes) -> NoReturn:
     sys.exit(_FAILED if code >= 0 else 128 - code)
 
 
+# coreutils' timeout sends its signal to this process, and then to its process group. The second signal must not
+# stop the first one's handling, which writes the results.
 _SAME_SIGNAL_SECONDS = 1.0
-"""Several signals within this time count as one."""
 
 
 @contextlib.contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
-    """SIGTERM interrupts as SIGINT does, and several signals at once are one interrupt.
-
-    coreutils' timeout sends its signal to this process, and then to its process group. The second signal must not stop
-    the first one's handling, which writes the results.
-    """
+    """SIGTERM interrupts as SIGINT does, and several signals at once are one interrupt."""
     last = -_SAME_SIGNAL_SECONDS
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -85,6 +85,7 @@ _LAST: dict[int, frozenset[str]] = {
     2: frozenset({"unmet", "get_impl_cls", "get_builder_cls"}),
 }
 """The facts of a whole report, by the number of names that the child was given."""
+# A plugin may print without end.
 _MOST_BYTES = 1 << 20
 _CHILD = (
     "import json; from attnplug.cli.probe_run import main; main(sys.argv[1], *json.loads(sys.argv[2])); "
@@ -168,7 +169,8 @@ def _is_of_kind(name: str, value: object) -> bool:
 
 
 def _tail(path: Path) -> bytes:
-    """The end of a file; empty where a plugin deleted it, or put something else in its place."""
+    """The end of a file; empty if it cannot be read."""
+    # A plugin may have deleted it, or put something else in its place.
     try:
         if not path.is_file():
             return b""

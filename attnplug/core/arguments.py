@@ -67,7 +67,7 @@ def integers(field: str, value: object) -> list[int]:
 
 
 def unusual_form(tensor: torch.Tensor) -> str | None:
-    """What kind of tensor this is, if it has no memory of its own with one place for each element."""
+    """The kind of a tensor without memory of its own with one place for each element; None for other tensors."""
     if tensor.is_nested:
         return "nested"
     if tensor.layout is not torch.strided:
@@ -105,6 +105,7 @@ def torch_device(
             raise TypeError("a number would be the index of a GPU")
         where = torch.device(value)
         if is_used:
+            # torch.device accepts every known type; only an allocation shows whether this build and machine have it.
             torch.empty(0, device=where)
     except (ImportError, RuntimeError, TypeError, AssertionError) as raised:
         # torch explains some of these over many lines, and imports the module of a device that a package adds.
@@ -125,6 +126,7 @@ def at_least(least: int, error: _Error = BatchError) -> Check:
             raise error(field, value, limit) from None
         if number < least:
             raise error(field, number, f"must be at least {least}")
+        # torch and numpy take sizes of 64 bits.
         if number >= 1 << 63:
             raise error(field, number, f"must be below {1 << 63}")
         return number
@@ -196,7 +198,7 @@ def number(field: str, value: object) -> int | float:
 class Shape:
     """The shape and dtype of a tensor argument, written as "T H D: float32", or "R+1: int32 int64".
 
-    A letter stands for one size in all tensors of a call, "_" for any size, and a last "*" for any dimensions. The
+    A letter is one size in all tensors of a call, "_" for any size, and a last "*" for any dimensions. The
     tensors of a call are on one device, except those marked "host".
 
     Args:
@@ -258,7 +260,7 @@ class Shape:
         words = []
         for size in self.sizes:
             name = size.removesuffix("+1")
-            # A size that this tensor itself brought in is no limit.
+            # The first tensor with a size sets it, so its own size does not limit it.
             if name in known and known[name][1] != field:
                 words.append(str(known[name][0] + (size != name)))
             else:
@@ -280,6 +282,7 @@ def checked(**declared: Check | type | str | Shape) -> Callable[[_F], _F]:
     }
 
     def decorate(function: _F) -> _F:
+        # Read once from the code object, so that a call does no work but its checks.
         code = function.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         positional = names[: code.co_argcount]

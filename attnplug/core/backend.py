@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.core.reasons import Reason
 
+# No kernel reads larger pages, so a search for a block size ends here.
 _LARGEST_BLOCK = 1024
-"""No kernel reads larger pages; a search for a block size ends here."""
 
 
 class AttentionBackend(ABC):
@@ -221,7 +221,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def watch_compiling(cls) -> AbstractContextManager[list[str]]:
-        """A context in which the yielded list collects the name of each kernel that is compiled or loaded.
+        """A context whose list collects the name of each kernel that is compiled or loaded inside.
 
         By default the list stays empty. `AttentionRuntime.warm_up` reports it.
         """

@@ -1,6 +1,6 @@
 """Checks of single values. Each returns the exact type that a frozen value keeps.
 
-`attnplug.core.arguments` adds those that need torch; its errors are BatchErrors unless it is told another class.
+`attnplug.core.arguments` adds those that need torch; its errors are BatchErrors unless the caller gives another class.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check_size(field: str, value: object, least: int = 1, most: int = MOST) -> i
     try:
         number = index_of(value)
     except Exception:  # noqa: BLE001  (`__index__` is code of the caller)
-        # A value that is no integer gets the same error as one that is too small.
+        # A value that is not an integer gets the same error as one that is too small.
         number = least - 1
     if number < least:
         raise SpecError(field, value, f"must be an integer of at least {least}")
@@ -101,7 +101,7 @@ def check_window(window: Sequence[int], sliding_window: int | None, causal: bool
 
 
 def check_names(field: str, value: object) -> tuple[str, ...]:
-    """`value` as a tuple of names; SpecError for text, and for anything else that is no sequence of names."""
+    """`value` as a tuple of names; SpecError for text, and for anything else that is not a sequence of names."""
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         names = tuple(value)
         if all(isinstance(name, str) for name in names):

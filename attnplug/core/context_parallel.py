@@ -1,4 +1,4 @@
-"""The place of a process among ranks that share the tokens of each request, and the rule of which rank has a token."""
+"""The place of a process among ranks that share the tokens of each request, and the rule that gives tokens to ranks."""
 
 from __future__ import annotations
 

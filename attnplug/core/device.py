@@ -127,6 +127,7 @@ def near_gpus(text: str, most: int = 5) -> tuple[str, ...]:
     """Names of known GPUs that resemble `text`, nearest first; empty if none does."""
     import difflib  # only an error needs it
 
+    # The comparison takes quadratic time, so long texts are cut.
     asked = "".join(_words(text))[:_LONGEST]
     names = {_compact(model.name): model.name for model in gpu_models()}
     close = difflib.get_close_matches(asked, names, n=most, cutoff=0.6) if asked else []
@@ -341,13 +342,14 @@ def may_see_gpus() -> bool:
     build = _build()
     if build is None or build.get("xpu") is not None or not {"cuda", "hip"} <= build.keys():
         return True
+    # Only Linux has the drivers under these names; elsewhere torch must be asked.
     if build["hip"] is not None:
         return sys.platform != "linux" or _AMD_DRIVER.exists()
     return build["cuda"] is not None and (sys.platform != "linux" or _loads("libcuda.so.1"))
 
 
 def _build() -> dict[str, Any] | None:
-    """The variables of `torch/version.py`, which torch's build writes; None if there is no such file."""
+    """The variables of `torch/version.py`, which torch's build writes; None if the file is missing."""
     try:
         spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
@@ -355,6 +357,7 @@ def _build() -> dict[str, Any] | None:
     if spec is None or spec.origin is None:
         return None
     path = Path(spec.origin).with_name("version.py")
+    # Run as a file, because an import of `torch.version` imports all of torch.
     try:
         return runpy.run_path(str(path))
     except Exception:  # noqa: BLE001  (the file may be of any torch)
@@ -362,7 +365,8 @@ def _build() -> dict[str, Any] | None:
 
 
 def _loads(library: str) -> bool:
-    """Whether the dynamic linker finds `library`; torch asks the same linker for it."""
+    """Whether the dynamic linker finds `library`."""
+    # torch asks the same linker for it.
     try:
         ctypes.CDLL(library)
     except OSError:

@@ -38,6 +38,7 @@ class DtypeName(str):
     def __eq__(self, other: object) -> bool:
         return str(other) == f"torch.{self}" if _is_torch_dtype(other) else str.__eq__(self, other)
 
+    # Written here, because str has its own, which does not call `__eq__`.
     def __ne__(self, other: object) -> bool:
         return not self == other
 

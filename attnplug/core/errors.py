@@ -89,7 +89,7 @@ class UnknownBackendError(PolicyError, LookupError):
 class ModelConfigError(AttnplugError, ValueError):
     """A model configuration that cannot be read, or whose attention no LayerSpec can express.
 
-    `unreadable` is true if its file is missing, or is no configuration. `argument` names an argument of the call that
+    `unreadable` is true if its file is missing, or is not a configuration. `argument` names an argument of the call that
     does not fit the model.
     """
 

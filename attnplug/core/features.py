@@ -100,6 +100,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
     def __new__(cls, row: FeatureRow | int) -> Self:
         """A member from its row, or the union of members that has the value `row`."""
         self = object.__new__(cls)
+        # Numbered in order, so that a new row needs no number. Files store names, not numbers.
         self._value_ = row if isinstance(row, int) else 1 << len(cls.__members__)
         if isinstance(row, FeatureRow):
             self.ask = row
@@ -164,7 +165,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         option="--mla",
         help="MLA dimensions; Q may be 0 for none.",
         metavar="Q,KV,NOPE,ROPE,V",
-        # The command line gives integers only, so 0 means that there is no q_lora_rank.
+        # The command line gives integers only, so 0 means None.
         parse=lambda q, kv, nope, rope, v: MLADims(
             q_lora_rank=q or None, kv_lora_rank=kv, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v
         ),
@@ -204,14 +205,14 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         help="Bidirectional multimodal spans.",
         per_request=True,
     )
-    """Tokens of a multimodal span see their whole span, whatever the causal mask, window or chunk hides."""
+    """Tokens of a multimodal span see their whole span, also keys that the causal mask, window or chunk hides."""
     LSE = FeatureRow(
         field="needs_lse", label="LSE", option="--lse", help="The log-sum-exp is needed.", per_request=True
     )
     """The log-sum-exp of each row is returned, so that partial results can be merged."""
     HEAD_SIZE_V = FeatureRow(
         field="head_size_v",
-        # With MLA the value is always a part of the latent, so it is no feature of its own.
+        # With MLA the value is always a part of the latent, so no flag is needed for it.
         when=lambda spec: spec.head_size_v != spec.head_size and spec.mla is None,
         values=(64, 128),
         fields=lambda head_size, block_size: {"head_size_v": 64 if 64 < head_size <= 128 else 128},

@@ -124,7 +124,7 @@ class AttentionImpl(ABC, Generic[_M]):
     """Whether queries may come quantised, with the layer's q scale."""
 
     num_heads: int
-    """Of the spec, as are the next four. vLLM's impls have all five."""
+    """This and the next four are values of the spec. vLLM's impls have all five."""
     num_kv_heads: int
     head_size: int
     scale: float
@@ -255,6 +255,7 @@ class AttentionImpl(ABC, Generic[_M]):
         self.backend = backend
         self._set_ranks(dcp or ContextParallel(), pcp or ContextParallel())
         self._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
+        # A constructor may set these again with the same values.
         before = dict(vars(self))
         cls.__init__(
             self,
@@ -263,6 +264,7 @@ class AttentionImpl(ABC, Generic[_M]):
             scale=spec.scale,
             num_kv_heads=spec.num_kv_heads,
             kv_cache_dtype=spec.kv_cache_dtype,
+            # vLLM's constructors take a list.
             alibi_slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.tolist(),
             sliding_window=spec.sliding_window,
             logits_soft_cap=spec.logits_soft_cap,

@@ -10,6 +10,7 @@ from attnplug.core.dtypes import element_size, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 
+# torch takes sizes of 64 bits.
 _MOST_BYTES = 2**63 - 1
 
 

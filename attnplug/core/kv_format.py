@@ -1,4 +1,4 @@
-"""The one table of the types in which KV caches store keys and values: each KVFormat is a row of it. Imports no torch.
+"""The one table of the types of keys and values in KV caches: each KVFormat is a row of it. Imports no torch.
 
 Layers, pages, the oracle, the conformance kit, the matrix, the command line and the clients of engines read their rows
 here. A new type is a new row, the function that rounds to it, and the kernels that serve it.
@@ -31,7 +31,7 @@ class KVFormat:
             nothing knows the numbers, so that the kit has no case and TORCH no pages. The function may write into
             its argument.
         output_error: the kit's bound for outputs; None for that of the layer's dtype.
-        is_common: every backend is asked about it in the matrix, and pages and help texts show it.
+        is_common: the matrix has it for every backend, and pages and help texts show it.
         article: before its name in a sentence.
     """
 
@@ -72,6 +72,7 @@ class KVFormats:
     def __init__(self, rows: Iterable[KVFormat]) -> None:
         self.rows: Final = tuple({row.name: row for row in rows}.values())
         self._by_name: Final = {name: row for row in self.rows for name in row.names}
+        # Reversed, so that the first row of a dtype counts.
         self.by_dtype: Final = {row.dtype: row for row in reversed(self.rows) if row.dtype is not None}
 
     def of(self, name: str) -> KVFormat:

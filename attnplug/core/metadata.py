@@ -78,7 +78,7 @@ class CommonAttentionMetadata:
     """For layers with mm_prefix: the span of each token, int32 `[at least T, 2]` on the device.
 
     A row has the position of the span's first token, and one past that of its last; (0, 0) outside of spans. The
-    token sees these keys too, whatever causality, window or chunk hides. Neither end decreases within a request,
+    token sees these keys too, also those that causality, window or chunk hides. Neither end decreases within a request,
     text aside. None means that nobody gave spans, which such layers refuse; a step of text has zeros.
     """
     mm_prefix_spans_cpu: torch.Tensor | None = None
@@ -212,7 +212,7 @@ STEP_INPUTS = (
     ),
     StepInput("logits_indices_padded", "logit", "logits_indices_cpu"),
 )
-"""The optional inputs of a step. A new one is a row here and a field above; whoever makes steps fills it."""
+"""The optional inputs of a step. A new one is a row here and a field above, which the makers of steps fill."""
 
 OPTIONAL_ROWS = {
     name: each.per for each in STEP_INPUTS if each.per in ("request", "token") for name in each.fields
@@ -428,6 +428,7 @@ def own_build_key(builder: AttentionMetadataBuilder[Any]) -> Hashable:
     return builder.build_key if _has_own_build_key(type(builder)) else None
 
 
+# Cached, because each step asks it of each group.
 @functools.cache
 def _has_own_build_key(builder: type[AttentionMetadataBuilder[Any]]) -> bool:
     order = builder.__mro__

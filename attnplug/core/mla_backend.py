@@ -63,7 +63,7 @@ class MLADecodeBackend(AttentionBackend):
     decode_threshold: ClassVar[int] = 1
     """The longest query that is decoded on the latents; longer ones are prefilled, also those of drafts.
 
-    A builder with `decodes_drafts` decodes the drafts of an engine whatever their number.
+    A builder with `decodes_drafts` decodes any number of drafts of an engine.
     """
 
     @classmethod
@@ -165,6 +165,7 @@ class MLADecodeBackend(AttentionBackend):
         return cls if prefill is cls.prefill else _with_prefill(prefill, decode_of(cls))
 
 
+# Cached, because selections and plans compare classes by identity.
 @functools.cache
 def _with_prefill(prefill: type[AttentionBackend], decode: type[MLADecodeBackend]) -> type[MLADecodeBackend]:
     name = "+".join(dict.fromkeys(answer(each, "get_name") for each in (prefill, decode)))
@@ -175,6 +176,7 @@ def _with_prefill(prefill: type[AttentionBackend], decode: type[MLADecodeBackend
     return made
 
 
+# Cached, because `for_layer` must give the same class each time.
 @functools.cache
 def _selecting(decode: type[MLADecodeBackend]) -> type[MLADecodeBackend]:
     namespace: dict[str, Any] = {

@@ -43,8 +43,8 @@ class DenseProjection:
     Args:
         w_uk: `[N, nope, kv_lora_rank]`.
         w_uv: `[N, kv_lora_rank, v_head_dim]`.
-        joint: both as one weight `[N * (nope + v_head_dim), kv_lora_rank]`, of which they are views; None if they
-            are tensors of their own.
+        joint: both as one weight `[N * (nope + v_head_dim), kv_lora_rank]` that they view; None if they are tensors of
+            their own.
     """
 
     w_uk: torch.Tensor
@@ -73,6 +73,7 @@ class DenseProjection:
     def expand(self, kv_c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As LatentProjection.expand."""
         (heads, nope, _), size_v = self.w_uk.shape, self.w_uv.shape[2]
+        # One product instead of two. On a CPU the two may have to run in float32: see `_product`.
         if self.joint is not None and kv_c.is_cuda:
             both = (kv_c @ self.joint.T).view(kv_c.shape[0], heads, nope + size_v)
             return both[..., :nope], both[..., nope:]

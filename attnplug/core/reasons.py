@@ -86,8 +86,8 @@ class Reason(str):
         return self
 
 
+# Characters of a reason and of each of its facts that are shown: a plugin may give text of any length.
 _LONGEST = 4000
-"""Characters of a reason and of each of its facts that are shown: a plugin may give text of any length."""
 
 
 def _short(text: str | None) -> str | None:
@@ -95,7 +95,7 @@ def _short(text: str | None) -> str | None:
 
 
 def plain_reason(item: object) -> Reason:
-    """What a plugin gave as a reason, as a Reason of plain and short texts.
+    """A plugin's reason as a Reason of plain and short texts.
 
     Raises:
         TypeError: it is a Reason without its facts.
@@ -118,8 +118,8 @@ def plain_reason(item: object) -> Reason:
     return Reason.from_dict(data)
 
 
+# Values that a reason reads at most: a plugin may declare an endless iterator.
 _MOST = 1000
-"""Values that a reason reads at most: a plugin may declare an endless iterator."""
 
 
 def _words(value: object) -> str | None:
@@ -130,7 +130,7 @@ def _words(value: object) -> str | None:
 
 
 def _range(items: list[object]) -> str | None:
-    """A long run of sizes as its ends, because nobody reads thirty numbers."""
+    # A long run of sizes is shown as its ends, because nobody reads thirty numbers.
     sizes = [item for item in items if type(item) is int]
     if len(sizes) < len(items) or len(sizes) < _MANY:
         return None

@@ -75,6 +75,7 @@ class Selection:
         if other.counts.shape[0] > self.counts.shape[0]:
             raise BatchError("other", other.counts.shape[0], f"must have at most {self.counts.shape[0]} rows")
         rows, width = other.counts.shape[0], min(other.positions.shape[1], self.positions.shape[1])
+        # The rest of a row may have positions of an earlier, wider step.
         self.positions[:rows, width:].fill_(-1)
         self.positions[:rows, :width].copy_(other.positions[:, :width], non_blocking=True)
         self.counts[:rows].copy_(other.counts, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The keys that a sparse layer attends: how many an indexer picks for each query, and in which units."""
+"""The keys that a sparse layer attends: their number for each query, and their units."""
 
 from __future__ import annotations
 

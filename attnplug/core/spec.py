@@ -53,7 +53,7 @@ def _added_flags(declared: Mapping[str, object]) -> list[str]:
     return [flag.ask.field for flag in Feature if flag.ask.field not in declared]
 
 
-# The constructor is written by hand: it takes sliding_window, which is no field, and fills in defaults.
+# The constructor is written by hand: it takes sliding_window, which is not a field, and fills in defaults.
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, init=False)
 class LayerSpec:
     """One attention layer's needs, per rank.
@@ -422,7 +422,7 @@ def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_
 def check_layers(
     specs: object, limit: str = "must be a mapping of layer names to LayerSpec, such as ModelSpec.layers"
 ) -> None:
-    """SpecError, with `limit` for what is no mapping, unless `specs` is a mapping to LayerSpec."""
+    """SpecError unless `specs` is a mapping to LayerSpec; `limit` is the text for anything but a mapping."""
     if not isinstance(specs, Mapping):
         raise SpecError("specs", specs, limit)
     for name, spec in specs.items():

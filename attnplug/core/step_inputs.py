@@ -1,4 +1,4 @@
-"""What is known of an optional tensor of a step: its rows, its copy on the host, its padding, and who needs it."""
+"""The facts about an optional tensor of a step: its rows, its copy on the host, its padding, and who needs it."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
     if not _stores(backend, spec):
         limit = _limit(backend, "supports_kv_cache_dtype", declared(backend, "supported_kv_cache_dtypes"))
         yield _outside("kv_cache_dtype", spec.kv_cache_dtype, limit)
-    # With direct K and V there are no pages, so there is no block size to refuse.
+    # With direct K and V there are no pages, and so no block size to refuse.
     if spec.block_size is not None and not spec.direct_kv:
         yield from _block_size(backend, spec, spec.block_size, device)
 
@@ -140,6 +140,7 @@ def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
         accepted: bool = answer(backend, "supports_kv_cache_dtype", spec.kv_cache_dtype)
         return accepted
     stored = spec.resolved_kv_cache_dtype
+    # A cache of the layer's own dtype is what "auto" means.
     names = {spec.kv_cache_dtype, stored, "auto" if stored == spec.dtype else stored}
     return not names.isdisjoint(stored_dtypes(backend))
 

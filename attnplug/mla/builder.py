@@ -38,6 +38,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
     `build_decode` gets it as a request whose pages have one token.
     """
 
+    # The host plans the chunks of computed tokens; an upper bound would expand tokens that no page has.
     needs_host_seq_lens: ClassVar[Literal["none", "upper_bound", "exact"]] = "exact"
     decode_needs_host_seq_lens: ClassVar[bool] = True
     """Whether `build_decode` reads exact lengths on the host; a step of a captured graph has none."""
@@ -59,24 +60,28 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         self.backend: type[MLADecodeBackend] = impl.backend
         self.query_lens = QueryLens(self.backend.query_lens)
         several = self.query_lens is not QueryLens.SINGLE
+        # A decode of one query for each request takes no drafts, so a declared threshold means nothing to it.
         threshold = self.backend.decode_threshold if several else 1
         self._selected = _selected_steps(config, layer_names, device)
+        # Sparse layers decode every query, so the order of requests does not matter to them.
         if self._selected is None:
             self._init_reorder_batch_threshold(threshold, several and self.decodes_drafts)
         self.prefill: AttentionMetadataBuilder[Any] | None = None
         if self.backend.prefill is not None:
             # The expanded layer has no pages, but builders read the heads of a layer from a page spec.
             pages = cast(KVCacheSpec, kv_cache_spec_for(impl.spec.expanded().replace(direct_kv=False), 1))
+            # The builder of the prefill half must read its own half of each layer, not the impl of the latents.
             own = dataclasses.replace(config, layers=MemberLayers(config.layers, Phase.PREFILL))
             self.prefill = make_builder(self.backend.prefill, pages, layer_names, own, device)
         rows = CONTEXT_CHUNK_ROWS if config.context_chunk_rows is None else config.context_chunk_rows
+        # A chunk has at least one page, because requests are cut at pages only.
         self.context_chunk_rows = max(rows, kv_cache_spec.block_size)
         self._expanded_bytes = prefill_workspace_bytes(impl.spec, self.context_chunk_rows)
         self._workspace: torch.Tensor | None = None
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes in which a chunk of context is expanded, and those of the prefill half; 0 if nothing is expanded."""
+        """Bytes for the expansion of a chunk of context, and those of the prefill half; 0 if nothing is expanded."""
         if self.prefill is None or self._selected is not None:
             return 0
         return self._aligned_bytes + getattr(self.prefill, "workspace_bytes", 0)
@@ -115,10 +120,10 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         return common
 
     def build_selected(self, common: CommonAttentionMetadata, selected: SelectedMetadata) -> Any:
-        """As `build_decode` for a step of sparse layers, in which every query is a request; by default the same.
+        """As `build_decode` for a step of sparse layers, where every query is a request; by default the same.
 
         No layer chooses more keys of a query than `selected.ends`, which `selected.write_ends()` writes. So a plan
-        that is made of them serves all layers of the step.
+        for these numbers serves all layers of the step.
         """
         return self.build_decode(common)
 
@@ -172,6 +177,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             # Requests without queries are left out before the decode.
             others = (lens > threshold) | ((lens > 0) & (lens != (lengths[0] if lengths.size else 0)))
             reqs = int(others.argmax()) if others.any() else reqs
+        # Most steps decode one token of each request, and need no search for a longer query.
         elif reqs and not is_one_each(lens) and np.maximum.reduce(lens) > threshold:
             reqs = int((lens > threshold).argmax())
         tokens = int(starts[reqs])
@@ -182,9 +188,9 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         return split_at(common, reqs, tokens) if tokens else StepSplit(0, 0, None, common)
 
     def _without_idle(self, common: CommonAttentionMetadata, lens: _Ints) -> CommonAttentionMetadata:
-        """The decodes without requests that have no queries, unless any query length is allowed."""
         if self.query_lens is QueryLens.ANY or lens.all():
             return common
+        # Kernels of one query length for all requests have no place for a request without queries.
         kept = np.flatnonzero(lens)
         on_device = torch.from_numpy(kept).to(common.seq_lens.device, non_blocking=True)
         starts_cpu, starts = self._starts(lens[kept])
@@ -209,6 +215,7 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
             limit = f"is past the {self.reorder_batch_threshold} of a decode, and {self.backend.get_name()}"
             remedy = "plan the layer, or bind a prefill backend by with_prefill"
             raise BatchError("max_query_len", int(lens.max()), f"{limit} decodes only", remedy)
+        # Padding requests have more queries than tokens, so some of their queries are no keys.
         keys = np.minimum(lens, seq_lens)
         tokens = int(lens.sum())
         # Requests without queries need no context.

@@ -1,4 +1,4 @@
-"""The chunks in which a prefill expands the latents of computed tokens: a pure function of lengths."""
+"""The chunks of computed tokens whose latents a prefill expands together: a pure function of lengths."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def plan_context_chunks(context_lens: Sequence[int], rows: int, block_size: int)
             done += taken
             if done < length:
                 close()
+        # The queries of a chunk are one slice, so a request without computed tokens stays between its neighbours.
         if not length and lengths:
             starts.append(0)
             lengths.append(0)
@@ -93,6 +94,7 @@ def _checked(context_lens: Sequence[int], rows: int, block_size: int) -> list[in
     check_count("rows", rows, 1)
     check_count("block_size", block_size, 1)
     lengths = integers("context_lens", context_lens)
+    # The start locations of a chunk are int32.
     if max(lengths, default=0) > MOST:
         raise BatchError("context_lens", max(lengths), f"must be at most {MOST}")
     if rows < block_size:

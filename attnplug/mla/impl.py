@@ -81,6 +81,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         super()._bind(spec, layer_name, tensors, kv_sharing_target_layer_name, options)
         if spec.mla is None:
             raise SpecError("mla", None, f"is required by {type(self).__name__}")
+        # Only MLADecodeBackend has this name; another base declares no form of the absorbed queries.
         if not hasattr(self.backend, "padded_heads"):
             name = self.backend.__name__
             raise PluginError(
@@ -93,6 +94,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         if spec.sparse is not None and not self.backend.is_selecting:
             remedy = f"take {self.backend.__name__}.for_layer(spec)"
             raise SpecError("sparse", str(spec.sparse), "is served by a class of its own", remedy)
+        # Read at the first step and kept: a scale on a device makes the host wait.
         self._own_scale: float | None = None
         self.softmax_scale = spec.scale
         self.members: dict[Phase, AttentionImpl[Any]] = {}
@@ -181,6 +183,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
                 latent[:, None, rank:],
                 kv_cache,
                 meta,
+                # On the CPU, so that `forward_mha` reads it without waiting for a device.
                 torch.tensor(stored, dtype=torch.float32, device="cpu"),
                 output[cut:end],
                 output_lse=None if output_lse is None else output_lse[cut:end],
@@ -206,11 +209,13 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             pages, steps = token_pages(pages)
             selected.fill(sparse, block_size, steps)
         scale = self._stored_scale(layer, pages.dtype)
+        # `decode` reads stored latents as they are, so the scale of the keys goes into the logits.
         self.softmax_scale = self.spec.scale * scale
         q_nope, q_pe = self._queries(*q)
         output = q_nope.new_empty(*q_nope.shape[:2], self.dims.kv_lora_rank)
         lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32) if wants_lse else None
         self.decode(q_nope, q_pe, pages, attn_metadata.decode, output, lse)
+        # Values are a part of the latents, so the output has their scale too.
         if scale != 1.0:
             output.mul_(scale)
         heads = self.spec.num_heads
@@ -243,6 +248,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
                 "max_query_len", meta.num_tokens, f"{self.backend.get_name()} decodes only", remedy
             )
         lse = output_lse
+        # Merging needs the LSE, also if the caller wants none.
         if lse is None and meta.chunks:
             lse = torch.empty(output.shape[:2], dtype=torch.float32, device=output.device)
         self._attend_new(impl, q, kv_c_normed, k_pe[:, 0], meta.new, output, lse)
@@ -283,7 +289,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             output_lse: float32 `[T, H]`, written where given.
 
         Raises:
-            BatchError: there is no prefill backend, or a query of another shape.
+            BatchError: no backend prefills, or the query has another shape.
         """
         impl = self.prefill_impl
         if impl is None:
@@ -329,10 +335,8 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         prefill: MLAPrefillMetadata,
         first: int,
     ) -> torch.Tensor:
-        """The latents of the prefilled tokens that are keys, `[S, L + R]`, from the call or from the pages.
-
-        Those that are stored rounded are read back from the pages: an answer does not depend on how a prompt was cut.
-        """
+        """The latents of the prefilled tokens that are keys, `[S, L + R]`, from the call or from the pages."""
+        # Latents that are stored rounded are read back, so that an answer does not depend on how a prompt was cut.
         size, end = self.dims.latent_size, first + prefill.num_tokens
         is_given = key is not None and self.kv_sharing_target_layer_name is None
         if key is not None and is_given and self.spec.resolved_kv_cache_dtype == self.spec.dtype:
@@ -360,6 +364,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
     def _expand(self, kv_c: torch.Tensor, k_pe: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write the keys and values of latents."""
         nope_size = self.dims.qk_nope_head_dim
+        # All heads get the same rope part. Copies of elements of 16 bytes were faster on an H200.
         rope, given = in_words(key[..., nope_size:], k_pe[:, None])
         rope.copy_(given)
         # A subclass may have an `expand` of its own.
@@ -382,6 +387,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
 
     def _stored_scale(self, layer: AttentionLayer | None, stored: torch.dtype) -> float:
         """The scale of stored latents, of the engine's layer or of the layer's tensors."""
+        # Only 8-bit types have scales.
         if stored.itemsize > 1:
             return 1.0
         if layer is not None:
@@ -392,7 +398,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
 
 
 def packed_query(q_nope: torch.Tensor, q_pe: torch.Tensor) -> torch.Tensor:
-    """`[T, N, L + R]` of which `q_nope` and `q_pe` are adjacent views, as the layout "packed" gives them."""
+    """The tensor `[T, N, L + R]` that has `q_nope` and `q_pe` as adjacent views, as the layout "packed" gives them."""
     tokens, heads, rank = q_nope.shape
     size = (tokens, heads, rank + q_pe.shape[2])
     return q_nope.as_strided(size, (*q_nope.stride()[:2], 1))

@@ -1,4 +1,4 @@
-"""Sparse layers of latent attention: each query decodes its chosen keys, which a table of one-token pages names."""
+"""Sparse layers of latent attention: each query decodes its chosen keys, by a table of one-token pages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
 from attnplug.ops.selection import query_ends, requests_and_ends, table_of_tokens
 
+# Page tables are int32.
 _MOST_PAGES = 1 << 31
-"""Pages of one token that an int32 table can name."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -79,13 +79,13 @@ class SelectedSteps(NotCopied):
         self._device = device
         self._sizes = sizes
         self._buffers = self._allocated(0)
+        # Kept alive: graphs captured before the steps grew still write there.
         self._outgrown: list[tuple[torch.Tensor, ...]] = []
-        """Kept alive: graphs captured before the steps grew still write there."""
 
     def step(
         self, common: CommonAttentionMetadata, num_tokens: int
     ) -> tuple[SelectedMetadata, CommonAttentionMetadata]:
-        """The metadata of sparse layers, and the step of their decode, in which every query is a request.
+        """The metadata of sparse layers, and the step of their decode, where every query is a request.
 
         Raises:
             BatchError: no selection, or one of too few rows.
@@ -99,6 +99,7 @@ class SelectedSteps(NotCopied):
         selection.check_size(num_tokens)
         if num_tokens > self._buffers[0].shape[0]:
             self._outgrown.append(self._buffers)
+            # A power of two, so that growing steps allocate a few times only: each outgrown table stays in memory.
             room = (size for size in self._sizes if size >= num_tokens)
             self._buffers = self._allocated(next(room, 1 << (num_tokens - 1).bit_length()))
         table, counts, ends, starts, starts_cpu = self._buffers
@@ -139,6 +140,7 @@ def token_pages(pages: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
     blocks, size, width = pages.shape
     # The stride of a dimension of one element has no meaning.
     outer = [pages.stride(dim) if pages.shape[dim] > 1 else 0 for dim in range(2)]
+    # The largest step that divides both, because the numbers of pages must fit int32.
     unit = math.gcd(*outer) or width
     steps = outer[0] // unit, outer[1] // unit
     count = (blocks - 1) * steps[0] + (size - 1) * steps[1] + 1 if blocks else 0

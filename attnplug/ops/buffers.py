@@ -48,6 +48,7 @@ class CpuGpuBuffer(NotCopied):
         try:
             self.cpu = torch.full(size, fill, dtype=dtype, device="cpu", pin_memory=pinned)
         except (OverflowError, TypeError, ValueError, RuntimeError) as error:
+            # Callers make room and try again, so errors of memory stay as they are.
             if isinstance(error, torch.OutOfMemoryError) or 0 in size:
                 raise
             found = f"size {size} and fill={fill!r}"
@@ -116,8 +117,9 @@ class StagingRing(NotCopied):
         self._next, self._is_taken = (self._next + 1) % len(self._slots), False
 
     def _current_stream(self) -> torch.cuda.Stream:
-        """The current stream of the device; kept, because making the object takes longer than an event."""
+        # The stream object is kept, because making one takes longer than recording an event.
         index = self._device.index
+        # A device without a number is the current GPU, which may change between steps.
         if index is None:
             index = torch.cuda.current_device()
         # A private function of torch: it returns the stream's handle without making a stream object.

@@ -52,7 +52,7 @@ def check_written(name: str, written: torch.Tensor, *, records: bool = True, own
     """BatchError for a tensor that torch would not let an operation write: of inference mode, or with a gradient.
 
     Without `records` the writer runs under `no_grad`, which makes gradients no hindrance. `owner`, such as
-    "of layer x ", stands in front of the limit.
+    "of layer x ", is put before the limit.
     """
     if written.is_inference() and not torch.is_inference_mode_enabled():
         limit = f"{owner}was made in inference mode, and can be written there alone"
@@ -126,6 +126,7 @@ def check_kv_write(
         ("k_cache", k_cache, {"key": key, "value": value, "v_cache": v_cache, "slot_mapping": slot_mapping}),
         ("v_cache", v_cache, {"key": key, "value": value, "slot_mapping": slot_mapping}),
     ):
+        # The write runs under `no_grad`, so pages that require a gradient are written too.
         check_written(name, pages, records=False)
         check_apart(name, pages, **others)
 
@@ -252,6 +253,7 @@ def check_indices(name: str, tensor: torch.Tensor) -> None:
     """BatchError unless `tensor` is int32 and the elements of a row are adjacent, as kernels read them."""
     if tensor.dtype != torch.int32:
         raise BatchError(f"{name}.dtype", tensor.dtype, "must be torch.int32")
+    # torch gives a dimension of one element any stride.
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
         limit = "must be 1: kernels read adjacent elements"
         raise BatchError(f"{name}.stride({tensor.ndim - 1})", tensor.stride(-1), limit)
@@ -275,6 +277,7 @@ def check_step_sizes(common: CommonAttentionMetadata) -> None:
             limit = f"must have at least {rows} rows for num_reqs={reqs}"
             raise BatchError(name, tuple(tensor.shape), limit)
     starts, keys = common.key_start_loc, common.key_start_loc_cpu
+    # Only the device knows these locations, and the host would wait for it.
     if keys is None:
         return
     if starts is None:
@@ -371,6 +374,7 @@ def kv_scales(layer: AttentionLayer | None, tensors: LayerTensors) -> tuple[floa
 
     A scale in a device tensor makes the host wait, so a layer should call this once.
     """
+    # vLLM's layers have these floats beside their tensors, so that no host waits for a device.
     if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
         return float(layer._k_scale_float), float(layer._v_scale_float)
     return float(tensors.k_scale), float(tensors.v_scale)

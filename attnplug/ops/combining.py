@@ -17,7 +17,7 @@ from attnplug.ops.checks import check_apart, check_merge, check_written, is_same
 from attnplug.ops.merging import merge_into
 
 Exchange: TypeAlias = Literal["ag_rs", "a2a"]
-"""How ranks exchange partial results: weighted outputs are summed, or the outputs themselves are sent."""
+"""The exchange of partial results: ranks sum weighted outputs, or send the outputs themselves."""
 _EXCHANGES = ("ag_rs", "a2a")
 
 # torch 2.13 gave these a new name, and warns about the old one.
@@ -26,6 +26,7 @@ _reduce_scatter: Callable[..., Any] = (
     getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 )
 
+# Kernels load and store vectors of 16 bytes, so each output and LSE begins at a multiple.
 _ALIGN = 16
 
 
@@ -121,6 +122,7 @@ class ExchangeBuffers(NotCopied):
     ) -> None:
         """Allocate for steps of up to `tokens` rows, with the backend that `combine_partials` then uses."""
         size = group.size()
+        # Small steps send outputs, large ones sum them, and either may need the most memory.
         for rows in {tokens, min(tokens, _most_sent_rows(heads, head_size, dtype))}:
             if (backend or _chosen(rows, heads, head_size, dtype)) == "a2a":
                 self._block(rows, heads, head_size, dtype, size)
@@ -162,6 +164,7 @@ def combine(
     precise = torch.float64 if torch.float64 in (stacked.dtype, logs.dtype) else torch.float32
     weights, total = _weights(logs.to(precise))
     parts = stacked.to(precise) * weights[..., None]
+    # A weight of 0 does not remove NaN, because 0 * NaN is NaN.
     out = torch.where(weights[..., None] > 0, parts, 0.0).sum(0)
     return out.to(stacked.dtype), total
 
@@ -232,10 +235,11 @@ def combine_partials(
         output = out.new_empty(tokens, own, head_size)
     if output_lse is None:
         output_lse = lse.new_empty(tokens, own)
+    # Shapes are equal on all ranks, so all of them leave here and none waits in a collective.
     if not out.numel():
         return output, output_lse
     if group.size() == 1:
-        # As in a group, rows without keys are 0, whatever a kernel left there.
+        # As in a group, rows without keys are 0, also if a kernel left NaN there.
         return merge_into([out], [without_nan(lse)], output, output_lse)
     memory = buffers or ExchangeBuffers(out.device)
     if (backend or _chosen(tokens, heads, head_size, out.dtype)) == "a2a":
@@ -293,11 +297,13 @@ def _sum_weighted(
     all_gather(lses.view(-1), lse.contiguous().view(-1), group=group)
     weights, total = _weights(lses)
     weight = weights[rank][..., None]
+    # NaN of a rank without keys must not reach the sum.
     weighted = torch.where(weight > 0, out.float() * weight, 0.0)
     if scatter_heads:
         own = heads // size
         by_rank = memory.take("weighted", (size, tokens, own, head_size), out.dtype)
         by_rank.copy_(weighted.view(tokens, size, own, head_size).transpose(0, 1))
+        # Collectives write contiguous tensors only.
         result = (
             output
             if output.is_contiguous()

@@ -262,6 +262,7 @@ def gather_page_indices(
     lengths = seq_lens if taken is None else seq_lens[taken]
     ends = ((lengths.long() + (page_size - 1)) // page_size).cumsum(0)
     # `count` comes from the host, so no size is read back from the device.
+    # If the device has fewer pages than `count`, the places after them still need an index in range.
     owners = torch.searchsorted(ends, places, right=True).clamp_(max=len(ends) - 1)
     before = torch.nn.functional.pad(ends, (1, 0))
     columns = (places - before[owners]).clamp_(max=block_table.shape[1] - 1)

@@ -45,6 +45,7 @@ def write_kv_cache(
     check_kv_write(key, value, k_cache, v_cache, slot_mapping)
     k_scale, v_scale = positive("k_scale", k_scale), positive("v_scale", v_scale)
     if key.device.type == "cpu":
+        # On a GPU the host would wait for the slots.
         check_slots(slot_mapping, k_cache)
     write = bound_kv_write(key, value, k_cache, v_cache, slot_mapping, (k_scale, v_scale))
     write(key, value, k_cache, v_cache, slot_mapping)
@@ -97,6 +98,7 @@ def _write(
     block_size = pages.shape[1]
     try:
         pages.index_put_((slots // block_size, slots % block_size), tokens.to(pages.dtype))
+    # Callers of `bound_kv_write` did not check the slots, so the write itself finds one past the pages.
     except IndexError:
         past = f"is past the {pages.shape[0] * block_size} slots of the cache"
         raise BatchError("slot_mapping", int(slots.max()), past, "give slots of the pool's blocks") from None

@@ -68,10 +68,10 @@ def exact_arguments(
     return cast("_Ints", arguments["positions"]), made[0], made[1], cast("_Ints | None", arguments["spans"])
 
 
+# Sums of such a side with int32 positions may pass int32.
 _WIDE = 1 << 30
-"""A side from which sums with int32 positions may pass int32."""
+# A side past every request, which leaves int64 room for positions before 0.
 _FURTHEST = (1 << 63) - (1 << 32)
-"""A side past every request, which leaves int64 room for positions before 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Reach:
         if self.chunk:
             low = np.maximum(low, positions // self.chunk * self.chunk)
         if self.right >= 0:
-            # `positions + right + 1` may wrap; this is no larger than `end`.
+            # `positions + right + 1` may wrap, and this sum is at most `end`.
             right = min(self.right, _FURTHEST) + 1
             high = np.minimum(high - right, positions) + right
         if self.spans and spans is not None:

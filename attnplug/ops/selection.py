@@ -57,6 +57,7 @@ def chosen_keys(
     keys = chosen.masked_fill(~seen, beyond).sort(dim=1).values
     again = keys[:, 1:] == keys[:, :-1]
     again &= keys[:, 1:] != beyond
+    # On a device the host would wait for the test, so the second sort always runs there.
     if device.type != "cpu" or bool(again.any()):
         keys[:, 1:].masked_fill_(again, beyond)
         keys = keys.sort(dim=1).values
@@ -105,6 +106,7 @@ def slots_of_keys(
         check_numbers("block_table", blocks[keys >= 0], 0, None)
         _check_largest(int(blocks.max()) if blocks.numel() else 0, by_block, block_size, by_token)
     else:
+        # The table is int32, so no value of it has to be read.
         _check_largest(2**31 - 1, by_block, block_size, by_token)
     return torch.where(keys >= 0, blocks * by_block + at % block_size * by_token, -1)
 
@@ -168,6 +170,7 @@ def table_of_tokens(
     keys, found = chosen_keys(selection, sparse, torch.zeros_like(high), high)
     width = min(keys.shape[1], page_table.shape[1])
     slots = slots_of_keys(keys[:, :width], requests, block_table, block_size, steps)
+    # Kernels may load entries past a query's keys, so these must be pages that exist.
     page_table[:, :width] = slots.clamp_(min=0)
     counts.copy_(found.clamp_(max=width))
 
@@ -194,6 +197,7 @@ def requests_and_ends(
     """The request of each of `tokens` queries, and one past its position, at least 0; both int64 `[T]`."""
     rows = torch.arange(tokens, device=seq_lens.device)
     starts = query_start_loc.long()
+    # Rows past the last query, such as padding, still need an index in range.
     requests = torch.searchsorted(starts[1:], rows, right=True).clamp_(max=max(starts.shape[0] - 2, 0))
     ends = seq_lens.long()[requests] - starts[requests + 1] + rows + 1
     return requests, ends.clamp_(min=0)

@@ -15,6 +15,7 @@ def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether a byte belongs to an element of both tensors."""
     start, begin = one.data_ptr(), other.data_ptr()
     low, gap = (one, begin - start) if start <= begin else (other, start - begin)
+    # Most pairs are far apart, which the addresses alone tell.
     if gap and gap >= _bytes(low):
         return False
     # Tensors without values or elements have no bytes; they also have no addresses.
@@ -39,7 +40,7 @@ def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def allocation(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of the first byte of the memory of which a tensor is a view, and of the byte after the last one."""
+    """The addresses of the first byte of the memory that a tensor views, and of the byte after the last one."""
     storage = tensor.untyped_storage()
     first = storage.data_ptr()
     return first, first + storage.nbytes()

@@ -70,6 +70,7 @@ def rounding_to(pages: torch.dtype) -> Rounding | None:
     return rounding_of(kv_format_of_dtype(str(pages).removeprefix("torch.")))
 
 
+# A name is resolved by an import, and each write of 8-bit pages asks for it.
 _function: Callable[[str], Rounding] = functools.lru_cache(pkgutil.resolve_name)
 
 
@@ -87,6 +88,7 @@ def typed_view(kv_cache: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
     dtype = storage_dtype(spec)
     if kv_cache.dtype == dtype:
         return kv_cache
+    # Engines without float8 types keep such caches as bytes.
     if kv_cache.dtype == torch.uint8 and spec.has_quantized_kv_cache:
         return kv_cache.view(dtype)
     limit = f"must be {dtype}" + (" or torch.uint8" if spec.has_quantized_kv_cache else "")

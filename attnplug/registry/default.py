@@ -108,7 +108,7 @@ def select_layers(
 
     Raises:
         NoBackendError, BackendUnavailableError: for the first layer that cannot be served.
-        SpecError: `specs` is no mapping of layer names to LayerSpec; a ModelSpec has one in `layers`.
+        SpecError: `specs` is not a mapping of layer names to LayerSpec; a ModelSpec has one in `layers`.
         PolicyError: as `select`, and for a rule that matches no layer.
         LayoutError: layers with like caches whose backends agree on no block size or layout.
     """

@@ -47,7 +47,7 @@ _MOST_DECISIONS = 16_384
 
 
 class SelectKwargs(TypedDict, total=False):
-    """The settings of a selection, each of which may be None."""
+    """The settings of a selection. Each may be None."""
 
     backend: Rules
     """A backend or family name, `name@distribution`, rules such as

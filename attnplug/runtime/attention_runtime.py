@@ -145,6 +145,7 @@ class AttentionRuntime(NotCopied):
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
             for name, tensors in tensors_by_layer.items()
         }
+        # The layers are made first, because builders read their impls.
         self.config = dataclasses.replace(config, layers=self.layers, context_chunk_rows=rows)
         paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
         self.attention_groups = init_attn_backend(
@@ -161,6 +162,7 @@ class AttentionRuntime(NotCopied):
             most = self.config.max_num_batched_tokens, self.config.max_num_seqs
             made = tensors_by_layer, self.device, *most, context_parallel, make_direct
             self._sharded = ShardedLayers(plan, *made, self.attention_groups, self.layers)
+        # Layers run one after another, so all builders of the runtime can use one workspace.
         share_workspace(
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
         )
@@ -187,6 +189,7 @@ class AttentionRuntime(NotCopied):
         if kv_caches is not None or allocator is not None:
             # After all checks, because memory that is refused is not written.
             clear_null_blocks(self.kv_caches, plan.specs, backends)
+        # Without pages the pool has the null block alone.
         self.block_pool = BlockPool(plan.num_blocks or 1)
         self._step: dict[str, LayerStep] = {}
         self._given: tuple[CommonAttentionMetadata | None, CommonAttentionMetadata | None] = (None, None)
@@ -291,7 +294,9 @@ class AttentionRuntime(NotCopied):
                 runtime is closed.
         """
         self._check_open()
+        # Ended first: if this call raises, no step is active.
         self.end_step()
+        # For earlier steps: a GPU's answer comes after the step that asked for it.
         self._comparison.check()
         has = self._sharded is not None, bool(self._direct_groups), self.config.num_speculative_tokens
         check_arguments(batch, direct, metadata, draft_index, *has, self._home)
@@ -385,6 +390,7 @@ class AttentionRuntime(NotCopied):
         layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
+        # A layer of fast prefill has no rows in a step that wants no logits.
         if metadata is None:
             return output
         if self.debug:

@@ -300,6 +300,7 @@ class GraphState(NotCopied):
             most = buffers.sharded.place.most_local(self.max_model_len)
             local, rows = (np.full(count, most, dtype=np.int32) for count in (reqs, buffers.num_tokens))
             sharded = buffers.sharded.step(local, rows, for_capture=True)
+        # The lengths are not exact, because each replay has others.
         return self._batch(buffers, starts, lengths, False, host, (), sharded)
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:

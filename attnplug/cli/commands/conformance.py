@@ -103,6 +103,7 @@ def conformance(
 
     Exit codes: 0 all passed (or failed as known), 1 some failed, 2 bad usage, 130 interrupted.
     """
+    # Before the imports below, which need these packages.
     require_the_extra()
     from attnplug.cli.output.conformance_report import Report
     from attnplug.runtime.plan.budget import parse_memory
@@ -121,6 +122,7 @@ def conformance(
         check_output("--junit", junit)
     known = None if known_failures is None else str(known_failures)
     request = SuiteRequest(backend, device, level, known, only=only or ("*",), options=option or ())
+    # A document on standard output must be alone there.
     report = Report(verbose, err=as_json or junit == STDOUT)
     try:
         with interrupt_on_sigterm(), report.waiting(f"listing the checks of {backend}"):
@@ -177,7 +179,7 @@ def _as_file(path: Path | None) -> Iterator[Path | None]:
 
 
 def _import_pytest() -> None:
-    """Import what runs the checks, so that the run need not wait for it after the listing."""
+    # The listing runs in a child meanwhile, so the run need not wait for these imports.
     plugins = "_pytest.junitxml", "_pytest.terminal", "xdist.plugin", "pytest_timeout"
     for module in ("attnplug.testing.isolation.run", *plugins):
         importlib.import_module(module)

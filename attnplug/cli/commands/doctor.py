@@ -55,6 +55,7 @@ def doctor(
     device, used = None, probe.facts.get("used", {})
     try:
         device = None if probe.failure else Device.from_dict(probe.facts["device"])
+    # Code of a plugin may have damaged the report of the child.
     except SpecError as problem:
         probe = dataclasses.replace(probe, failure=str(problem))
     findings = _import_findings(wanted, timeout, device)
@@ -186,6 +187,7 @@ def _probing() -> Iterator[ThreadPoolExecutor]:
         try:
             yield pool
         except KeyboardInterrupt:
+            # Before the children end, or a free thread would start the next one.
             pool.shutdown(wait=False, cancel_futures=True)
             end_probes()
             raise

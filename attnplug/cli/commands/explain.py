@@ -76,6 +76,7 @@ def explain(
     dims = asked.get("mla")
     spec = LayerSpec(
         num_heads=num_heads,
+        # With latent attention all heads share one latent.
         num_kv_heads=(num_heads if dims is None else 1) if num_kv_heads is None else num_kv_heads,
         head_size=(128 if dims is None else dims.latent_size) if head_size is None else head_size,
         dtype=dtype,
@@ -134,6 +135,7 @@ def _value(flag: Feature, given: Any) -> Any:
 
 def _with_features(command: Callable[..., None]) -> None:
     """Give the command an option for each feature of `_OWN_OPTION` in the place of `**features`."""
+    # typer needs the annotations as objects, and this module has them as text.
     signature = inspect.signature(command, eval_str=True)
     written = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
     before = next(index for index, each in enumerate(written) if each.name == "device")

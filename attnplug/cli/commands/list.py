@@ -185,7 +185,8 @@ def _facts(offer: Offer) -> dict[str, Any]:
 
 
 def _declared(read: Callable[[], Any]) -> Any:
-    """A value that a backend declares, or the error that reading it raised: one of them ends no listing."""
+    """A value that a backend declares, or the error that reading it raised."""
+    # Printed in its place, because an error of one backend must not end the listing.
     value, error = guarded_call(lambda: _short(read()))
     return value if error is None else [f"cannot be read: {describe(error)}"]
 

@@ -118,6 +118,7 @@ def matrix(
 
     Exit codes: 0 done, 4 a claim is refuted, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
     """
+    # typer calls this function before `merge` and `diff` too.
     if context.invoked_subcommand is not None:
         return
     outputs = Outputs(json_file, html, markdown)

@@ -38,6 +38,7 @@ class Outputs:
             if path is None:
                 continue
             check_output(name, path)
+            # Two paths may be links to one file.
             other = names.setdefault(path if path == STDOUT else files.resolved(path), name)
             if other != name:
                 raise PolicyError(name, str(path), f"is the file of {other} too", "name two files")

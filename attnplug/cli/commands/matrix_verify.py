@@ -174,6 +174,7 @@ def _record_refuted(found: Matrix, report: MatrixReport) -> None:
             recorded = record(run_to_dict(run))
         except MatrixFileError as problem:
             error(f"attnplug select will not refuse these cells: {problem}", _FAILED)
+            # All runs go to one file, so the next one would fail too.
             return
         about = f"{run.backend} on {run.device}"
         if recorded.refuted:

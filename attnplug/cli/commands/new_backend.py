@@ -24,8 +24,8 @@ from attnplug.cli.arguments import AsJson
 from attnplug.cli.output.output import echo, print_json
 from attnplug.core.errors import PolicyError
 
+# A longer name would make lines of the package longer than its own lint allows.
 _LONGEST_NAME = 24
-"""A longer name would make lines of the package longer than its own lint allows."""
 _SUFFIX = ".tmpl"
 ATTNPLUG_SOURCE = "wheels/attnplug-*.whl"
 """What the CI of a new package gives pip for attnplug: a wheel that its author keeps beside it.
@@ -131,6 +131,7 @@ def _write(target: Path, names: PackageNames) -> list[str]:
     rendered = _rendered(names)
     try:
         with contextlib.suppress(FileNotFoundError):
+            # `exists` would say no for a link without a target.
             target.lstat()
             remedy = "nothing is overwritten: move it away, or give another --path"
             raise PolicyError("target", str(target), "exists", remedy)

@@ -107,6 +107,7 @@ def select(
     specs = dict(model.layers)
     if block_size is not None:
         for name, spec in model.layers.items():
+            # Layers with direct K and V have no pages.
             specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
     asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
     by_phase: ByPhase | None = None
@@ -117,6 +118,7 @@ def select(
         by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
     else:
         decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
+        # transformers keeps keys and values in caches of its own, which have no layout of attnplug.
         if client is not Client.TRANSFORMERS:
             decisions = with_layout(decisions)
         notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))

@@ -100,6 +100,7 @@ def tune(
     from attnplug.tuning.session import Tuner
     from attnplug.tuning.workloads import layers_of
 
+    # The budget covers the reading of the model too.
     began = time.monotonic()
     shapes = _workload(workload, batch, context, prefill)
     seconds = None if budget is None else _seconds(budget)

@@ -1,1 +1,1 @@
-"""What the commands print: tables, reports, progress, help and JSON. Calls none of the commands."""
+"""The output of the commands: tables, reports, progress, help and JSON. Calls none of the commands."""

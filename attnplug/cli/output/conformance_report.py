@@ -116,6 +116,7 @@ class Report(RunReport):
             try:
                 self._saved.add(result)
             except OSError as problem:
+                # Each later result would fail too, and repeat the message.
                 self._saved = None
                 self.say(f"no more is kept for --resume: {files.why(problem)}")
         self._under_way.pop(result.id, None)

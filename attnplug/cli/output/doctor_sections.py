@@ -46,7 +46,7 @@ class EngineState:
     activate: str | None = None
 
 
-# Read anew, because a program may install an engine while it runs.
+# Read at each call, because a program may install an engine while it runs.
 _version = installed_version.__wrapped__
 _VLLM = SpecifierSet(">=0.20")
 _TRANSFORMERS = SpecifierSet(">=5.15")
@@ -105,6 +105,7 @@ def _is_flash_attn(requirement: str) -> bool:
         read = Requirement(requirement)
     except InvalidRequirement:
         return False
+    # Requirements of an extra are not part of every installation.
     needed = read.marker is None or read.marker.evaluate({"extra": ""})
     return needed and canonicalize_name(read.name) == _FLASH_ATTN
 

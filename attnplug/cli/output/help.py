@@ -11,8 +11,8 @@ from typer.core import TyperCommand, TyperGroup
 from attnplug._system.terminal_tables import wrapped
 
 _INDENT, _GAP = 2, 2
+# A longer label has its text below it, because it would move the texts of all others to the right.
 _MOST_LABEL = 30
-"""A longer label has its text below it."""
 
 
 class _Helpful:

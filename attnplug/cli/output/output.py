@@ -79,7 +79,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_output(option: str, path: Path) -> None:
-    """PolicyError if `path`, the value of an option, is no file that can be written; "-" is standard output."""
+    """PolicyError if `path`, the value of an option, is not a file that can be written; "-" is standard output."""
     if path == STDOUT:
         return
     if files.is_folder(path):
@@ -150,6 +150,7 @@ def indices(names: Iterable[str]) -> list[int] | None:
 _OPTION = "--json"
 _STDOUT = "-"
 _TAKE_A_FILE = frozenset({"matrix"})
+# The most specific class first, because an error gets the first code that fits.
 _CODES: tuple[tuple[type[Exception], str], ...] = (
     (errors.UnknownBackendError, "unknown_backend"),
     (errors.PolicyError, "invalid_option"),
@@ -161,14 +162,14 @@ _CODES: tuple[tuple[type[Exception], str], ...] = (
     (errors.PluginError, "plugin"),
     (errors.NoBackendError, "no_backend"),
 )
-"""The codes of errors in JSON, the most specific class first; the two below are for all others."""
+"""The codes of errors in JSON; the two below are for all others."""
 _USAGE, _OTHER = "usage", "failed"
 _BAD_USAGE = 2
 _SENTENCE = re.compile(
     r"(?P<argument>[\w-]+)='(?P<value>.*?)' (?P<limit>.*?)(?:; (?P<remedy>.*))?", re.DOTALL
 )
+# click's class, which typer has in a module of its own or takes from click, so no import fits both.
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
-"""click's class, which typer has in a module of its own or takes from click."""
 
 
 def with_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
@@ -180,6 +181,7 @@ def with_json(arguments: Sequence[str]) -> tuple[list[str], bool]:
     given, rest = list(arguments[:end]), list(arguments[end:])
     takes_file = next((each for each in given if not each.startswith("-")), None) in _TAKE_A_FILE
     to_stdout = False
+    # From the end, because each step may insert or remove arguments.
     for index in reversed(range(len(given))):
         name, equals, value = given[index].partition("=")
         if name != _OPTION:
@@ -262,6 +264,7 @@ def _argument_of(problem: Any) -> str | None:
 
 
 def _plain(value: object) -> object:
+    # JSON has neither NaN nor infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or type(value) in (str, int, float, bool) else shown(value)

@@ -51,10 +51,11 @@ def is_own_process() -> bool:
 
 
 class _Patient(io.FileIO):
-    """A file that waits until it can be written to, also where another process made it return at once instead."""
+    """A file that waits until it can be written to."""
 
     def write(self, data: Any) -> int:
         """Write some bytes of `data`, at least one; gives their number."""
+        # Another process may have made the file return at once instead of waiting.
         while (count := super().write(data)) is None:
             # Windows has neither poll nor such a standard output.
             poll = select.poll()
@@ -64,12 +65,13 @@ class _Patient(io.FileIO):
 
 
 class _Messages(_Patient):
-    """Standard error, which drops what it cannot write: a message without a reader must not change the exit code."""
+    """Standard error, which drops what it cannot write."""
 
     def write(self, data: Any) -> int:
         """Write `data`, or nothing."""
         try:
             return super().write(data)
+        # A message without a reader must not change the exit code.
         except OSError:
             return len(data)
 
@@ -85,7 +87,8 @@ _STANDARD = (0, 1, 2)
 
 
 def open_standard_streams() -> None:
-    """Open the standard streams that are closed on the null device: no file that is opened later gets their numbers."""
+    """Open the standard streams that are closed on the null device."""
+    # A file that is opened later would get the number of a closed one, and be taken for that stream.
     for number in _STANDARD:
         try:
             os.fstat(number)
@@ -94,6 +97,7 @@ def open_standard_streams() -> None:
             if nowhere != number:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
+            # Children inherit the standard streams, and Python opens all other files for itself alone.
             os.set_inheritable(number, True)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, f"__{name}__") is None:
@@ -106,12 +110,13 @@ def open_standard_streams() -> None:
 def reserve_standard_output() -> TextIO:
     """A new stream to standard output, as `sys.stdout`; file descriptor 1 writes to standard error from now on.
 
-    Code in C, and children of a plugin, write to the descriptor. It is not put back: C flushes its buffers at exit.
+    Code in C, and children of a plugin, write to the descriptor.
     """
     theirs = sys.stdout
     isatty = theirs.isatty()
     own = _stream(_Patient(os.dup(1), "wb"), theirs, line_buffering=isatty)
     sys.stderr = _stream(_Messages(2, "wb", closefd=False), sys.stderr, line_buffering=True)
+    # It is not put back, because C flushes its buffers at exit.
     try:
         os.dup2(2, 1)
     except OSError:  # standard error is closed
@@ -121,7 +126,8 @@ def reserve_standard_output() -> TextIO:
 
 
 def leave_standard_output() -> None:
-    """Drop the output that is left, after a write that failed: Python would try it again at its exit."""
+    """Drop the output that is left, after a write that failed."""
+    # Python would try to write it again at its exit.
     _write_nowhere(own_stream().fileno())
 
 

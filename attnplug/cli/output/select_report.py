@@ -40,6 +40,7 @@ def advice_for(decisions: Iterable[Decision]) -> Advice:
         if decision and not only_reference_serves(decision):
             continue
         key = (decision.spec, decision.device, decision.phase, decision.candidates)
+        # Layers of one kind share a search, which examines each refused backend many times.
         if key not in known:
             known[key] = nearest_misses(registry, decision)
         found.setdefault(known[key], []).append(decision)
@@ -110,8 +111,8 @@ _COLOURS = (
     "bright_blue",
 )
 _STYLES = {NO_BACKEND: "red", "TORCH": "yellow"}
+# Cells between two blanks, so that a layer's number can be counted.
 _GROUP = 10
-"""Cells between two blanks, so that a layer's number can be counted."""
 
 
 class LayerStrip:
@@ -161,8 +162,8 @@ _KINDS = {
 }
 _STATES = ("mamba", "linear_attention", "conv", "recurrent", "rwkv", "xlstm")
 """Kinds of other layers that keep a state of fixed size for each request."""
+# These parts see a whole input at once, and keep no state.
 _ENCODER = re.compile(r"vision|visual|image|audio|speech|encoder|tower")
-"""Names of parts that see a whole input at once, and keep no state."""
 
 
 def left_out(model: ModelSpec) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What a batch is made into: splits, orders, virtual requests, shares and slots; imported when first used."""
+"""Parts of a batch: splits, orders, virtual requests, shares and slots; imported when first used."""
 
 from __future__ import annotations
 

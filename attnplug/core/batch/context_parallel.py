@@ -1,4 +1,4 @@
-"""How a request's KV is shared among the ranks of decode context parallelism."""
+"""The shares of a request's KV among the ranks of decode context parallelism."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _MOST = 2**31 - 1
 
 
 def local_lengths(lengths: _Integers, place: ContextParallel) -> _Integers:
-    """Tokens of each request of `lengths` tokens that a rank stores; arrays and tensors alike, none is checked."""
+    """Tokens of each request of `lengths` tokens that a rank stores, as an array or tensor; nothing is checked."""
     run, size = place.interleave, place.size
     rounds = lengths // (run * size)
     left = lengths - rounds * (run * size) - place.rank * run
+    # `clip`, because numpy arrays and tensors both have it.
     return cast("_Integers", rounds * run + left.clip(0, run))
 
 
@@ -48,7 +49,7 @@ def get_dcp_local_seq_lens(
     dcp_rank: int | None = None,
     cp_kv_cache_interleave_size: int = 1,
 ) -> torch.Tensor:
-    """How many of each request's tokens a rank holds, where runs of tokens go round the ranks.
+    """The number of each request's tokens on a rank, if runs of tokens go round the ranks.
 
     Args:
         seq_lens: lengths `[R]`, on any device; on the host they are checked.
@@ -80,6 +81,7 @@ def get_dcp_local_seq_lens(
             )
     # A run past every length is the whole request.
     run = min(cp_kv_cache_interleave_size, _MOST)
+    # Products with the run and the ranks may pass int32.
     lengths = seq_lens.to(torch.int32 if run * dcp_size <= _MOST else torch.int64)
     offset: torch.Tensor | int
     if dcp_rank is None and dcp_size > 1:

@@ -14,6 +14,7 @@ from attnplug.core.metadata import PAD_SLOT_ID
 
 _BLOCK_M = 8
 """Tokens per program."""
+# As in vLLM, so that the tensors of most batches have one size.
 _LEAST_PROGRAMS = 1024
 
 
@@ -51,6 +52,7 @@ def compute_causal_conv1d_metadata(
     ends = nums.cumsum()
     total = int(ends[-1]) if ends.size else 0
 
+    # One array of both, so that one copy sends them.
     padded = np.full((2, 2 * max(_LEAST_PROGRAMS, total)), PAD_SLOT_ID, dtype=np.int32)
     mlist, offsetlist = padded[0, :total], padded[1, :total]
     mlist[:] = np.repeat(np.arange(nums.size, dtype=np.int32), nums)

@@ -31,7 +31,7 @@ def host_view(field: str, tensor: torch.Tensor) -> IntArray:
     """The memory of a host tensor of integers as numpy.
 
     Raises:
-        BatchError: the tensor is on a device; reading it would wait for the device. Or it is no tensor of integers.
+        BatchError: the tensor is on a device; reading it would wait for the device. Or it is not a tensor of integers.
     """
     if not isinstance(tensor, torch.Tensor) or unusual_form(tensor):
         raise BatchError(field, tensor, "must be a tensor of integers")
@@ -93,8 +93,9 @@ def query_spans(common: CommonAttentionMetadata) -> tuple[IntArray, IntArray]:
 
 @functools.lru_cache(maxsize=64)
 def _one_each(num_reqs: int) -> tuple[bytes, IntArray]:
-    """Start locations and lengths of requests of one query: as steps of decodes have them, which come most often."""
+    # Cached, because steps of decodes have one query in each request, and come most often.
     ones = np.ones(num_reqs, dtype=np.int32)
+    # All callers get this one array.
     ones.flags.writeable = False
     return np.arange(num_reqs + 1, dtype=np.int32).tobytes(), ones
 
@@ -135,7 +136,7 @@ def exact_seq_lens(
     Args:
         common: the batch.
         query_lens: new tokens of each request, `[R]`.
-        keyless: whether a request may be of length 0 all the same: its queries, if any, see nothing.
+        keyless: whether a request may also have length 0; its queries, if any, then see nothing.
 
     Raises:
         BatchError: lengths that the host does not know exactly, that are ragged or too short.

@@ -131,6 +131,7 @@ def create_fast_prefill_custom_backend(
     a `KVSharingFastPrefillMetadata`. A batch without `num_logits_indices` wants all tokens.
     """
     builder_cls = underlying_attn_backend.get_builder_cls()
+    # One new class for each class of metadata, instead of one in each step.
     classes: dict[type[AttentionMetadata], type[AttentionMetadata]] = {}
 
     def build(

@@ -146,6 +146,7 @@ class _PieceTable:
         return block_table[rows[:, None], (first_pages[:, None] + steps).clamp_(max=last)]
 
     def _indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        # Kept, because all KV groups of a step need the same indices.
         if self._on_device is None or self._on_device[0] != device:
             rows, first_pages = to_device(np.stack([self.rows, self.first_pages]), device)
             self._on_device = device, rows, first_pages

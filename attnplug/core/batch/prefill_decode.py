@@ -1,4 +1,4 @@
-"""What a kernel of a decoder, an encoder or a cross layer is told, from one prefill-and-decode metadata."""
+"""The arguments for kernels of decoder, encoder and cross layers, from one prefill-and-decode metadata."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def is_all_cross_attn_metadata_set(attn_metadata: PrefillDecodeMetadata) -> bool
 def get_num_prefill_decode_query_kv_tokens(
     attn_metadata: PrefillDecodeMetadata, attn_type: AttentionType | str
 ) -> tuple[int, int, int]:
-    """How many prefill queries, prefill keys and decode queries a layer has, in tokens.
+    """The numbers of prefill queries, prefill keys and decode queries of a layer, in tokens.
 
     Raises:
         BatchError: no `num_encoder_tokens` where the layer attends an encoder, or an unknown type.

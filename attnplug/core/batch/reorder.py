@@ -68,7 +68,7 @@ def reorder_batch_to_split_decodes_and_prefills(
         one, other = misplaced[a, b], misplaced[b, a]
         while one and other:  # one swap puts two requests in place
             input_batch.swap_states(one.pop(), other.pop())
-    # What is left stands in circles through all three regions, and a circle takes two swaps.
+    # The other requests are in circles through all three regions, and a circle takes two swaps.
     for a, b, c in ((_DECODE, _EXTEND, _PREFILL), (_DECODE, _PREFILL, _EXTEND)):
         for holds_b, holds_c, holds_a in zip(misplaced[a, b], misplaced[b, c], misplaced[c, a], strict=True):
             input_batch.swap_states(holds_b, holds_a)

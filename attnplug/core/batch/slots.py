@@ -40,7 +40,7 @@ def compute_slot_mapping_start_idx(
         sliding_window: W keys including the query's own, or None.
 
     Raises:
-        BatchError: a count that is no integer, or is negative.
+        BatchError: a count that is not an integer, or is negative.
     """
     is_prompt = flag("is_prompt", is_prompt)
     for field, count in (("query_len", query_len), ("context_len", context_len)):
@@ -250,7 +250,7 @@ def _on_host(
 
 
 def _signed(field: str, array: IntArray) -> IntArray:
-    """`array`, as int64 if its integers have no sign: with signed ones numpy makes floats of them."""
+    # Integers without a sign become int64: together with signed ones numpy makes floats of them.
     if array.dtype.kind not in "iu":
         raise BatchError(field, str(array.dtype), "must be of an integer type")
     return exact_integers(field, array)
@@ -260,6 +260,7 @@ def _sum(counts: IntArray) -> int:
     """The sum of `counts`, at least 0 each, also where it does not fit 64 bits."""
     if counts.dtype.itemsize < 8 or not counts.size or int(counts.max()) <= _MOST // counts.size:
         return int(counts.sum())
+    # Integers of Python do not wrap.
     return sum(counts.tolist())
 
 

@@ -1,4 +1,4 @@
-"""Where decodes, extends and prefills stand in an ordered batch, and prefills cut to fit a workspace.
+"""The places of decodes, extends and prefills in an ordered batch, and prefills cut to fit a workspace.
 
 Tokens of a uniform decode batch with a dimension per request, and back.
 """
@@ -74,7 +74,7 @@ def split_decodes_prefills_and_extends(
     """The decodes, extends and prefills of a batch that holds them in this order.
 
     An extend is longer than `decode_threshold` and has computed tokens; a prefill has none. Past
-    the first longer request a short one counts as what it stands among, as where another threshold
+    the first longer request a short one counts as its neighbours do, because another threshold may have
     ordered the batch.
 
     Returns:
@@ -167,7 +167,7 @@ def _check_padded(query_len: int, num_reqs: int, num_tokens: int) -> None:
 
 
 def _check_order(lengths: IntArray, context: IntArray, first_extend: int, first_prefill: int) -> None:
-    """A single token with context is a decode by any threshold; context after a prefill is none."""
+    # A single token with context is a decode by any threshold, and no request with context comes after a prefill.
     late = (context > 0) & (lengths > 0)
     late[:first_prefill] &= lengths[:first_prefill] == 1
     late[:first_extend] = False

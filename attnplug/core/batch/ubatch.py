@@ -119,6 +119,7 @@ def _micro_batch(
     host = common.seq_lens_host if known is None else known
     seq_lens, host = common.seq_lens[reqs], None if host is None else host[reqs]
     if cut_last:
+        # The whole batch must keep its lengths.
         seq_lens = seq_lens.clone()
         seq_lens[-1:].sub_(missing)
         if host is not None:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     _Pair = tuple[type[AttentionBackend], type[AttentionBackend]]
 
+# Any number serves, because shapes are compared and nothing is allocated.
 _BLOCKS = 4
-"""Any number serves: shapes are compared, nothing is allocated."""
 
 
 def common_block_sizes(
@@ -70,6 +70,7 @@ def _pages(pair: _Pair, spec: LayerSpec, device: Device) -> Iterator[Reason]:
 
 
 def _split(backend: type[AttentionBackend]) -> object:
+    # Not bound: a bound method of one class never is that of another, also if both inherit it.
     found: object = inspect.getattr_static(backend, "split_kv")
     return getattr(found, "__func__", found)
 

@@ -232,6 +232,7 @@ def composite_backend(
     return first if first is second else _composed(first, second)
 
 
+# Cached, because selections and plans compare classes by identity.
 @functools.cache
 def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeBackend]:
     pair = (prefill, decode)

@@ -67,6 +67,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         """The decoding builder's threshold; long enough for speculative decodes if it can run or capture them."""
         own = self.decode.reorder_batch_threshold
         level = self.decode.get_cudagraph_support(self.config, self.kv_cache_spec)
+        # A member that only decodes may refuse queries of several tokens.
         takes_any = Phase.PREFILL in map(str, self.decode_backend.supported_phases)
         speculative = 1 + self.config.num_speculative_tokens
         if takes_any and (own is None or level >= AttentionCGSupport.UNIFORM_BATCH):
@@ -148,6 +149,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         if not self.supports_update_block_table:
             return super().update_block_table(metadata, blk_table, slot_mapping)
         reqs, tokens = metadata.num_decodes, metadata.num_decode_tokens
+        # The slots of a cross layer are of encoder tokens, which no query owns, so both parts have them all.
         first = rest = written = slot_mapping
         if not self._is_cross:
             written = slot_mapping[: metadata.num_actual_tokens]
@@ -168,7 +170,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         decode: tuple[Any, ...],
         prefill: tuple[Any, ...],
     ) -> list[Any]:
-        """What a method of each member's builder gives for these arguments; None for a part without requests."""
+        """The result of a method of each member's builder for these arguments; None for a part without requests."""
         asked = (
             (parts.decode, self.decode_backend, self.decode, decode),
             (parts.prefill, self.prefill_backend, self.prefill, prefill),
@@ -189,6 +191,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         )
 
 
+# Cached, because only builders of one class share metadata by `update_block_table`.
 @functools.cache
 def composite_builder(
     prefill: type[AttentionBackend], decode: type[AttentionBackend]
@@ -204,6 +207,7 @@ def composite_builder(
         "needs_host_seq_lens": needs,
         "cudagraph_support": _capped(builders[0].cudagraph_support),
     }
+    # A runtime takes each builder that has these names for one with a workspace.
     if any(hasattr(builder, "get_workspace_buffer") for builder in builders):
         namespace |= {"get_workspace_buffer": _get_workspace, "set_workspace_buffer": _set_workspace}
         namespace["workspace_bytes"] = property(_workspace_bytes)

@@ -178,6 +178,7 @@ def composite_impl(prefill: type[AttentionBackend], decode: type[AttentionBacken
     impls = prefill.get_impl_cls(), decode.get_impl_cls()
     namespace: dict[str, Any] = {
         "__module__": __name__,
+        # Decodes run on the second impl, and prefills on the first.
         "can_return_lse_for_decode": impls[1].can_return_lse_for_decode,
         "supports_pcp": impls[0].supports_pcp,
         "supports_quant_query_input": all(impl.supports_quant_query_input for impl in impls),

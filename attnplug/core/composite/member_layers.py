@@ -1,4 +1,4 @@
-"""What the builder of one member sees of an engine's layers: impls of its own."""
+"""An engine's layers for the builder of one member: with impls of its own."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ def composite_options(name: str, members: Mapping[Phase, type[AttentionBackend]]
     if not fields:
         return None
 
+    # Each member's own Options may refuse values, so both are made once.
     def check(self: Any) -> None:
         for phase, member in members.items():
             member_options(self, phase, member)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Reference: TypeAlias = Any
 """A class of a module, or a tuple of the function that pairs two classes and the references of these."""
 _PAIRS: dict[_Backend, tuple[Callable[..., _Backend], _Backend, _Backend]] = {}
-"""The classes made of two: by which function, and of which."""
+"""The classes made of two: the function that made each, and the two classes."""
 
 
 def make_pair(
@@ -42,7 +42,7 @@ def make_pair(
         decode: serves decodes.
         base: of the class.
         name: the backend's.
-        doc: its docstring; "{prefill}" and "{decode}" stand for the names of both.
+        doc: its docstring; "{prefill}" and "{decode}" become the names of both.
         attributes: others of the class.
     """
     names = {"prefill": answer(prefill, "get_name"), "decode": answer(decode, "get_name")}
@@ -62,7 +62,7 @@ def make_pair(
 
 
 def of_both(field: str, prefill: _Backend, decode: _Backend) -> list[Any]:
-    """What each of the two declares."""
+    """The values that the two declare."""
     return [declared(each, field) for each in (prefill, decode)]
 
 

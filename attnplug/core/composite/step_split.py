@@ -25,8 +25,7 @@ def split_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) 
     """Cut the step before its first query longer than `threshold`; nothing is read back.
 
     The parts are views of the step's tensors. Only the start locations of the rest are new, because they begin at 0:
-    one subtraction on the device. The parts do not have the indices of wanted logits. `split_attn_metadata` takes four
-    times the host's time, because it also cuts inside requests.
+    one subtraction on the device. The parts do not have the indices of wanted logits.
 
     Args:
         common: the step, decodes first, without direct K and V.
@@ -36,11 +35,13 @@ def split_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) 
     Raises:
         BatchError: start locations that decrease or pass `num_actual_tokens`.
     """
+    # `split_attn_metadata` takes four times the host's time, because it also cuts inside requests.
     reqs, rest, tokens, _ = split_decodes_and_prefills(common, threshold)
     if not rest:
         return StepSplit(reqs, tokens, common, None)
     if not reqs:
         return StepSplit(0, 0, None, common)
+    # A threshold of 1 gives the longest query without a look at the lengths.
     return split_at(common, reqs, tokens, is_cross, longest=1 if threshold == 1 else None)
 
 

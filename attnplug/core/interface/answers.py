@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _MOST_SIZES = 100_000
+# Requirements of a backend, and characters of each: a parser of text without a limit could take minutes.
 _MOST_REQUIREMENTS, _LONGEST_REQUIREMENT = 100, 500
-"""Requirements of a backend, and characters of each: a parser of text without a limit could take minutes."""
 _MOST_DIMENSIONS = 16
+# Tokens of a page: requests could not share a larger one, and a plan could not allocate it.
 _LARGEST_BLOCK = 65_536
-"""Tokens of a page: one of more could not be shared by requests, and a plan could not allocate it."""
 _STR = frozenset({str})
 _SIZE_TYPES = frozenset({int, MultipleOf})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
@@ -80,6 +80,7 @@ def answer(backend: type[AttentionBackend], hook: str, *args: Any, **kwargs: Any
             did = f"raised {describe(error)} in {hook}"
         raise HookError(f"{class_title(backend)} {did}") from error
     finally:
+        # The hook forked, and this is the child: it must not do the parent's work again.
         if Forks.count != forks:
             Forks.end_child()
 
@@ -100,7 +101,7 @@ def declared(backend: type[AttentionBackend], field: str) -> Any:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Declared:
-    """What a backend's class declares, as it was when it was read; see the attributes of AttentionBackend."""
+    """The declarations of a backend's class at the time of reading; see the attributes of AttentionBackend."""
 
     family: str | None
     requires: tuple[str | tuple[str, ...], ...]
@@ -136,7 +137,7 @@ _MOST_SERVING = 4096
 def serving_class(
     backend: type[AttentionBackend], spec: LayerSpec, *, keep: bool = False
 ) -> type[AttentionBackend]:
-    """The class that `for_layer` of a backend gives for a layer; another class than `backend` is asked for once.
+    """The class that `for_layer` of a backend gives for a layer; a class other than `backend` is looked up once.
 
     Args:
         backend: the class to ask.
@@ -144,7 +145,7 @@ def serving_class(
         keep: also ask only once if it gives itself, as for the classes of plugins that are loaded.
 
     Raises:
-        HookError: it is no class of the same plugin under the same name, or one that gives yet another class.
+        HookError: it is not a class of the same plugin under the same name, or it gives yet another class.
     """
     known = _SERVING.get((backend, spec))
     if known is not None:
@@ -186,7 +187,8 @@ def _check_serving(backend: type[AttentionBackend], spec: LayerSpec, serving: ty
 
 
 def forget_answers() -> None:
-    """Read every class anew; called when a plugin is registered, because its classes may have changed since."""
+    """Read every class again, from the next question on."""
+    # Called when a plugin is registered, because its classes may have changed since.
     declarations.cache_clear()
     _SERVING.clear()
 
@@ -206,6 +208,7 @@ def _exactly(kind: type[_T], *limit: str) -> Callable[[object], _T]:
     return check
 
 
+# `isinstance` takes True and False for integers too.
 _int = _exactly(int)
 
 
@@ -222,7 +225,7 @@ def _text(value: object) -> str:
 
 
 def plain_name(value: object) -> str:
-    """A name of a backend or a family; TypeError or ValueError for another type, or for text that is no name."""
+    """A name of a backend or a family; TypeError or ValueError for another type, or for text that is not a name."""
     # A subclass of str may compare as it likes, and letters of other alphabets look like those of another name.
     if type(value) is not str:
         raise TypeError(NAME_RULE)
@@ -264,6 +267,7 @@ def _layouts(values: object) -> tuple[str, ...]:
 
 
 def _class(value: object) -> type:
+    # isinstance would ask the metaclass of the value.
     if type not in mro_of(type(value)):
         raise TypeError
     return value  # type: ignore[return-value]
@@ -275,6 +279,7 @@ def _hashable(value: object) -> object:
 
 
 def _context(value: object) -> object:
+    # On the type, where a `with` statement looks for them.
     if not all(callable(getattr(type(value), name, None)) for name in ("__enter__", "__exit__")):
         raise TypeError
     return value
@@ -354,7 +359,7 @@ def _dtypes(values: object) -> tuple[object, ...]:
 
 
 def _in_any_order(values: object) -> object:
-    """A set as a list: what a class declares may be one, because its order means nothing."""
+    # A declaration may be a set, because its order means nothing.
     return list(values) if type(values) in (set, frozenset) else values  # type: ignore[call-overload]
 
 

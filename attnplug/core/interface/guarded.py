@@ -27,6 +27,7 @@ class Forks:
 
         A child that goes on would do this process's work again, and print a second document.
         """
+        # Without cleanup, which would write the parent's buffers a second time.
         os._exit(1)
 
 
@@ -62,7 +63,8 @@ def describe(error: BaseException) -> str:
 
 
 def class_name(cls: type) -> str:
-    """The name of a class as Python knows it, whatever its metaclass says."""
+    """The name of a class as Python knows it, without a question to its metaclass."""
+    # The descriptor of `type` itself, because a metaclass may have a `__name__` of its own.
     name: str = type.__dict__["__name__"].__get__(cls)
     return shortened(name, 200)
 

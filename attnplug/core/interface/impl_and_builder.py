@@ -26,7 +26,7 @@ _HOST_LENGTHS = ("none", "upper_bound", "exact")
 
 
 def part_faults(impl: type, builder: type) -> list[str]:
-    """What the classes that `get_impl_cls` and `get_builder_cls` gave write that attnplug would not read."""
+    """The faults of the classes that `get_impl_cls` and `get_builder_cls` gave."""
     base = AttentionMetadataBuilder
     return [
         *(_base_fault("get_impl_cls", impl, AttentionImpl) or impl_faults(impl, AttentionImpl)),
@@ -71,6 +71,7 @@ def make_builder(
     made, error = guarded_call(builder, kv_cache_spec, layer_names, config, device)
     where = f"{backend.get_name()} cannot build metadata"
     remedy = ""
+    # A ported constructor reads fields of vLLM's configuration, which raises these.
     if isinstance(error, (AttributeError, TypeError)):
         fields = ", ".join(field.name for field in dataclasses.fields(BuilderConfig))
         remedy = f"; its third argument is attnplug's BuilderConfig, with {fields}"
@@ -85,10 +86,8 @@ def make_builder(
 
 
 def _raise_of(error: BaseException | None, what: str, remedy: str = "") -> None:
-    """Raise what a constructor of a plugin raised: attnplug's own errors as they are, others with `what` before.
-
-    Errors of memory and of devices stay as they are too, because callers make room and try again.
-    """
+    """Raise what a constructor of a plugin raised: attnplug's own errors as they are, others with `what` before."""
+    # Errors of memory and of devices stay as they are too, because callers make room and try again.
     if error is None:
         return
     if isinstance(error, (AttnplugError, MemoryError, torch.OutOfMemoryError, GeneratorExit)):
@@ -112,7 +111,7 @@ def checked_metadata(backend: type[AttentionBackend], method: str, made: Any) ->
 
 
 def _wrong_value(builder: AttentionMetadataBuilder[Any]) -> str | None:
-    """What an attribute of a builder is that an engine cannot read, with what to write."""
+    """The attribute of a builder that an engine cannot read, and its remedy; None if there is none."""
     threshold, title = builder.reorder_batch_threshold, type(builder).__name__
     if threshold is not None and (type(threshold) is not int or threshold < 1):
         return f"{title}.reorder_batch_threshold is {shown(threshold)}; it must be None, or a query length from 1 on"
@@ -131,7 +130,7 @@ def _check_base(backend: type[AttentionBackend], getter: str, part: object, base
 
 
 def _base_fault(getter: str, part: object, base: type) -> tuple[str, ...]:
-    """What is wrong with a part that is no subclass of `base`; the part's metaclass is not asked."""
+    """The fault of a part that is not a subclass of `base`; the part's metaclass is not asked."""
     if isinstance(part, type) and base in mro_of(part):
         return ()
     return (f"{getter} gives {shown(part)}; subclass {base.__name__} of attnplug.core",)

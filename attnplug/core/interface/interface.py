@@ -41,8 +41,8 @@ from attnplug.core.spec import Phase
 
 _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_required_", "can_return_")
 """Beginnings of names that state what a class can do. attnplug reads only those of its interface."""
+# The likeness from which a name counts as a misspelt one: one letter in ten.
 _NEAR = 0.9
-"""The likeness from which a name counts as a misspelt one: one letter in ten."""
 _MOST_VALUES = 1000
 _PLAIN = (tuple, list, set, frozenset)
 _UNREAD = PortedName("remove it: attnplug has nothing like it")
@@ -60,7 +60,7 @@ def in_lines(faults: Collection[str]) -> str:
 
 
 def backend_faults(backend: type, base: type) -> list[str]:
-    """What a backend class writes that attnplug would not read, each as a sentence with the remedy.
+    """The faults of a backend class that attnplug would not read, each as a sentence with the remedy.
 
     Args:
         backend: a subclass of `base`.
@@ -75,6 +75,7 @@ def backend_faults(backend: type, base: type) -> list[str]:
     return [*names, *_signatures(backend, base, on_class=True)]
 
 
+# Cached, because a model makes an impl for each of its layers.
 @functools.lru_cache(maxsize=256)
 def impl_faults(impl: type, base: type) -> tuple[str, ...]:
     """As `backend_faults`, for an impl class; `base` is AttentionImpl."""
@@ -116,7 +117,7 @@ def builder_faults(builder: type, base: type) -> tuple[str, ...]:
 
 
 def constructor_faults(made: object, ported: Mapping[str, PortedName], before: Mapping[str, object]) -> str:
-    """What the constructor of an impl or a builder has set that attnplug would not read; "" for nothing.
+    """The attributes that the constructor of an impl or a builder has set in vain, as text; "" for none.
 
     Args:
         made: the new impl or builder.
@@ -176,7 +177,7 @@ def _interface_names(base: type) -> frozenset[str]:
 def _misspelt(
     owner: type, name: str, likely: Collection[str], ported: Mapping[str, PortedName]
 ) -> PortedName | None:
-    """What to write for a public name that looks like one of the interface, or states what a class can do."""
+    """The remedy for a public name that looks like one of the interface, or states what a class can do."""
     lower = {each.lower(): each for each in sorted(likely) if not each.startswith("_")}
     found = difflib.get_close_matches(name.lower(), lower, 1, _NEAR)
     near = lower[found[0]] if found else None
@@ -193,7 +194,7 @@ def _names(cls: type) -> list[str]:
 
 
 def _is_of_plugin(owner: type) -> bool:
-    # A class made by a call of type() has the module "abc", so these are told apart by identity.
+    # A class made by a call of type() has the module "abc", so these are compared by identity.
     if owner in (object, ABC, Generic, Protocol):
         return False
     return owner.__module__.partition(".")[0] not in ("attnplug", "torch")

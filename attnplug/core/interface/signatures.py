@@ -48,6 +48,7 @@ def signature_of(raw: Any, *, on_class: bool) -> inspect.Signature | None:
         return None
     try:
         signature = inspect.signature(function)
+    # A function written in C may have no signature.
     except (TypeError, ValueError):
         return None
     parameters = list(signature.parameters.values())
@@ -116,6 +117,7 @@ def overrides(cls: type, name: str) -> bool:
     return owner is not None and owner.__module__ not in INTERFACE
 
 
+# With these names of a metaclass, reading a class would run code of a plugin, or give another class's answer.
 _METHODS_OF_CLASSES = frozenset(
     [
         "__abstractmethods__",
@@ -131,7 +133,6 @@ _METHODS_OF_CLASSES = frozenset(
         "__subclasscheck__",
     ]
 )
-"""Names of a metaclass with which reading a class would run code of a plugin, or give another class's answer."""
 
 
 def class_fault(backend: type, base: type) -> str | None:

@@ -25,4 +25,5 @@ def triton_ops(module: str) -> Any:
         importlib.import_module("triton")
     except ImportError:
         return None
+    # Outside of the `try`: an import error in attnplug's own module is a fault, and must not look like a missing triton.
     return importlib.import_module(f"{__name__}.{module}")

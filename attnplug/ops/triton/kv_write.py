@@ -15,10 +15,11 @@ from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _KERNEL: Any = kv_write_kernel
 
+# Elements of K, and of V, per program: with one warp, four 16-byte loads per thread.
 _TILE = 1024
-"""Elements of K, and of V, per program: with one warp, four 16-byte loads per thread."""
 _NUM_WARPS = 1
 
+# PTX converts to these two types from capability 8.9 on.
 _NATIVE = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _SOFTWARE = {
     torch.float8_e4m3fn: (3, 7, False),

@@ -38,6 +38,7 @@ class BoundKernel:
 
     def __call__(self, grid: tuple[int, ...], *given: Any) -> None:
         """Launch on the current device, which must be that of the given tensors."""
+        # Triton's interpreter runs on host tensors, and compiles nothing that could be kept.
         if not given[0].is_cuda:
             self._kernel[grid](*given, *self._bound, **self._options)
             return
@@ -61,6 +62,7 @@ class BoundKernel:
 
 def _listened_to() -> bool:
     """Whether a hook, such as that of Triton's profiler, listens to launches."""
+    # Some versions of Triton have a chain of hooks there, with `calls`, and others one hook or None.
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -79,6 +81,7 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[None]:
     return guard
 
 
+# One object for all launches, because it has no state.
 _HERE = nullcontext()
 
 

@@ -13,10 +13,10 @@ from attnplug.ops.triton.launch import on_device_of, power_of_two
 
 _KERNEL: Any = merge_kernel
 
+# Partials per launch: the compiler unrolls the kernel's loops over them.
 _MAX_PARTIALS = 16
-"""Partials per launch, whose loops over them are unrolled."""
+# Elements of the result per program: with four warps, 8 per thread, or 16 bytes of a 16-bit type.
 _TILE = 1024
-"""Elements of the result per program: with four warps, 8 per thread, or 16 bytes of a 16-bit type."""
 _NUM_WARPS = 4
 
 

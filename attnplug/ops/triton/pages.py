@@ -55,7 +55,7 @@ def _bound_gather(
     size: int,
     size_v: int,
 ) -> tuple[int, BoundKernel]:
-    """Rows of a program, and the kernel for such tables and pages; cached, because engines keep theirs."""
+    # Cached, because engines keep their tables and pages from step to step.
     block_d, block_dv = power_of_two(size), power_of_two(size_v)
     rows = max(_TILE // max(block_d, block_dv), 1)
     values = {
@@ -89,6 +89,7 @@ def gather_page_indices(
     """As `attnplug.ops.gather.gather_page_indices`, in one launch."""
     dtypes = block_table.dtype, seq_lens.dtype
     bound = _bound_page_indices(*block_table.stride(), *dtypes, page_size, rows is not None)
+    # The kernel gets no stride of the lengths.
     seq_lens = seq_lens.contiguous()
     requests = (seq_lens if rows is None else rows).shape[0]
     with on_device_of(out):
@@ -105,7 +106,7 @@ def _bound_page_indices(
     page_size: int,
     has_rows: bool,
 ) -> BoundKernel:
-    """The kernel for tables of these strides and dtypes; cached, because engines keep theirs."""
+    # Cached, because engines keep their tables from step to step.
     values = {
         "stride_row": stride_row,
         "stride_page": stride_page,

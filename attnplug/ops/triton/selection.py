@@ -80,7 +80,7 @@ def _bound(
     chosen: int,
     block: int,
 ) -> BoundKernel:
-    """The kernel for tensors of these dtypes and strides; cached, because engines keep theirs from step to step."""
+    # Cached, because engines keep their tensors from step to step. A new dtype needs another kernel.
     names = ("stride_positions", "stride_table", "stride_pages")
     values = {
         **dict(zip(names, strides, strict=True)),

@@ -76,6 +76,7 @@ class Measured:
         return found
 
 
+# Rows of several versions and pages multiply the choices; a selection compares the others when it needs them.
 _MOST_PREPARED = 16
 Owner: TypeAlias = tuple[str, str | None]
 """A backend's name and its distribution."""
@@ -168,9 +169,10 @@ class PhaseTimes:
     def _compared(self, default: int, numbers: Sequence[int]) -> Comparison:
         own = self._runs[default]
         shapes = sorted(own.rows)
-        # Who was not measured at every shape of the default cannot be compared with it.
+        # A run without times at every shape of the default cannot be compared with it.
         timed = [self._runs[n] for n in numbers if self._runs[n].rows.keys() >= own.rows.keys()]
         scores = self._scores(timed, shapes)
+        # With equal times the default comes first, because a change of backend needs a reason.
         order = sorted((run.number for run in timed), key=lambda number: (scores[number], number != default))
         winner = next(
             number
@@ -189,7 +191,7 @@ class PhaseTimes:
         return Comparison(found, times, measured, next(iter(phases)) if len(phases) == 1 else None)
 
     def overall_gain(self, one: Run, other: Run) -> Measured | None:
-        """How much faster one run is than another over all steps that both have; None if not beyond the noise."""
+        """The gain of one run over another in all steps that both have; None if it is within the noise."""
         shapes = sorted(one.rows.keys() & other.rows.keys())
         scores = self._scores((one, other), shapes)
         gain = scores[other.number] / scores[one.number]
@@ -215,7 +217,7 @@ class PhaseTimes:
         )
 
     def _scores(self, timed: Sequence[Run], shapes: Sequence[int]) -> dict[int, float]:
-        """Weighted times, each shape relative to its fastest backend, so that long steps do not hide short ones."""
+        # Each shape counts relative to its fastest backend, so that long steps do not hide short ones.
         costs = [[run.costs[shape] for shape in shapes] for run in timed]
         best = [min(each) for each in zip(*costs, strict=True)]
         units = [self._weights[shape] / us for shape, us in zip(shapes, best, strict=True)]

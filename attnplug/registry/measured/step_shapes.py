@@ -43,7 +43,7 @@ class StepShape:
     """The requests of one step.
 
     Args:
-        phase: the phase in which a backend is chosen for the step; None for a mixed step.
+        phase: the phase of the choice of a backend for the step; None for a mixed step.
         batch: number of requests; in a mixed step those that prefill.
         query: new tokens of each request; above 1 in a decode, the tokens of speculative decoding.
         context: all tokens of each request, the new ones included; the mean if `ragged`.

@@ -141,7 +141,7 @@ class TunedTable:
 
     @functools.cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits of the contents. Processes that must choose alike compare them."""
+        """16 hexadecimal digits of the contents. Processes that must make the same choices compare them."""
         import hashlib
 
         text = json.dumps(self.to_dict(), sort_keys=True)
@@ -171,7 +171,7 @@ class TunedTable:
 
     def other_versions(self, *, here: bool, assumed: Assumed) -> Mapping[int, str | None]:
         """For the `id` of each row's subject, what `other_version` says of it: computed once for all layers."""
-        # What is installed is looked up once in a process.
+        # Remembered, because a process looks up each installed version only once too.
         key = here, assumed
         found = self._version_verdicts.get(key)
         if found is None:

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 
 _LEAST_US, _MOST_US = 1e-3, 1e12
+# With figures in these limits, no comparison of them overflows.
 _LEAST_WEIGHT, _MOST_WEIGHT = 1e-6, 1e6
-"""With figures in these limits, no comparison of them overflows."""
 _MOST_LAYERS = 100_000
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 _REMEDY = "measure again with attnplug tune, or leave the table out with --no-tuned"
@@ -61,7 +61,7 @@ def read_table(path: Path, remedy: str = _REMEDY) -> TunedTable:
     """The table in a file; its errors advise `remedy`.
 
     Raises:
-        MatrixFileError: there is no such file, it cannot be read, or any part of it is not as `attnplug tune` writes it.
+        MatrixFileError: the file is missing or cannot be read, or a part of it is not as `attnplug tune` writes it.
     """
     try:
         data = read_document(path, SCHEMA, VERSION, remedy)
@@ -219,7 +219,8 @@ def _row(data: Mapping[str, Any], subjects: list[BackendVersions]) -> TimedRow:
 
 
 def _only(data: Any, names: set[str], what: str) -> None:
-    """TypeError unless `data` is an object with exactly these fields: a misspelt one would be ignored."""
+    """TypeError, KeyError or ValueError unless `data` is an object with exactly these fields."""
+    # A misspelt field would be ignored.
     if type(data) is not dict:
         raise TypeError(f"{what} must be an object")
     if missing := names - data.keys():

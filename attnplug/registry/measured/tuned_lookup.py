@@ -48,7 +48,7 @@ PACKAGED = Path(__file__).with_name("tuned_tables")
 
 
 def user_folder() -> Path:
-    """The folder of the user's own tables, one for each device."""
+    """The folder for the user's tables, one for each device."""
     from platformdirs import user_data_path
 
     return user_data_path("attnplug", appauthor=False) / "tuned"

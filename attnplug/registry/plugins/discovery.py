@@ -57,7 +57,7 @@ class Installed:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether attnplug itself ships it: the module is attnplug's own, whatever a file of metadata says."""
+        """Whether attnplug itself ships it. The module must be attnplug's own: a file of metadata can name any distribution."""
         point = self.entry_point
         return self.record.distribution == PROJECT and point is not None and _is_own_module(point.value)
 
@@ -137,8 +137,9 @@ def _read(dist: importlib.metadata.Distribution, file: str) -> tuple[str, BaseEx
 
 
 def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
-    """Name and version, from the head of the metadata; parsing all of it is slower than all other steps."""
-    # A wheel has METADATA. What setuptools installs for development has PKG-INFO, in an .egg-info.
+    """Name and version, from the head of the metadata."""
+    # To parse all of it is slower than all other steps.
+    # A wheel has METADATA. An installation by setuptools for development has PKG-INFO, in an .egg-info.
     text = _read(dist, "METADATA")[0] or _read(dist, "PKG-INFO")[0]
     head = text.partition("\n\n")[0]
     name, version = (re.search(rf"^{field}: *(\S.*)", head, re.MULTILINE) for field in ("Name", "Version"))
@@ -146,7 +147,9 @@ def _identity(dist: importlib.metadata.Distribution) -> tuple[str, str | None]:
 
 
 class _OnePlugin(pluggy.PluginManager):
-    """A pluggy manager of one plugin, so that errors belong to that plugin alone."""
+    """A pluggy manager of one plugin."""
+
+    # One for each, so that errors belong to that plugin alone.
 
     def __init__(self, plugin: object, name: str) -> None:
         super().__init__(PROJECT)
@@ -188,7 +191,7 @@ class Host:
         if ":" in found.entry_point.value:
             limit = f"names {found.entry_point.value}; an entry point of attnplug names a module, without ':'"
             return _broken(found.record, limit)
-        # A module that was imported earlier is not charged to this plugin.
+        # This plugin is not at fault for a module that was imported earlier.
         before = {name for name in _HEAVY if name in sys.modules}
         if not module_is_free(found.entry_point.value):
             text = f"another thread imports {found.entry_point.value}, and may wait for this thread"

@@ -44,7 +44,7 @@ def freeze_assumed(assume_installed: AssumeInstalled) -> Assumed:
     try:
         return _checked(items)
     except Exception:  # noqa: BLE001  (a hash is code of the caller)
-        # A value that cannot be remembered is no version: say which.
+        # A value without a hash cannot be a version; the function below the cache says which one.
         return _checked.__wrapped__(items)
 
 
@@ -93,12 +93,12 @@ def _choices(requires: Sequence[str | tuple[str, ...]]) -> Iterator[tuple[str, .
         yield (entry,) if isinstance(entry, str) else entry
 
 
+# Requirements of the usual form. All of them are PEP 508, and most backends have no other.
 _PLAIN = re.compile(
     r"[A-Za-z0-9]+([-_.]+[A-Za-z0-9]+)*"
     r"( *(==|!=|<=?|>=?|~=) *\d+\.\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?"
     r"( *, *(==|!=|<=?|>=?) *\d+(\.\d+)*((a|b|rc)\d+)?(\.post\d+)?)*)?"
 )
-"""Requirements of the usual form. All of them are PEP 508, and most backends have no other."""
 
 
 def check_requirements(requires: Sequence[str | tuple[str, ...]]) -> None:

@@ -22,10 +22,10 @@ def as_tuples(value: Any) -> Any:
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
 
 
-# Python evaluates the annotations anew at each call, which takes longer than all else of a selection's options.
+# Python evaluates the annotations again at each call, which takes longer than all else of a selection's options.
 @functools.lru_cache(maxsize=256)
 def fields_of(kind: type) -> Mapping[str, Any] | None:
-    """The type of each option; None for a class that is no dataclass."""
+    """The type of each option; None for a class that is not a dataclass."""
     if not is_dataclass(kind):
         return None
     hints = typing.get_type_hints(kind)
@@ -50,7 +50,7 @@ def read_value(value: Any, hint: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _one_type_of(value, arguments)
     kind = origin or hint
-    # A hint that is no class cannot be checked here; Options may still refuse the value.
+    # A hint that is not a class cannot be checked here; Options may still refuse the value.
     return _of_class(value, kind, hint) if isinstance(kind, type) else value
 
 
@@ -69,7 +69,7 @@ def _of_class(value: Any, kind: type, hint: Any) -> Any:
         return _elements(elements, arguments)
     if arguments and issubclass(kind, collections.abc.Iterable):
         if isinstance(value, _LETTERS):
-            raise TypeError  # text is no sequence of options
+            raise TypeError  # text is not a sequence of options
         if isinstance(value, tuple):
             return _elements(value, (arguments[0], ...))
     return value

@@ -195,7 +195,8 @@ def _check_value(name: str, option: str, hint: Any, options: Any, given: Mapping
 
 
 def _check_rebuilt(name: str, kind: type[Any], fields: Iterable[str], built: Any, given: Any) -> None:
-    """Refuse Options that change their own values: a decision read from JSON makes them anew from these values."""
+    """Refuse Options that change their own values."""
+    # A decision that is read from JSON makes them again from these values.
     again, error = guarded_call(lambda: make_options(kind, dict(plain_options(built))))
     for option in fields:
         value = getattr(built, option)
@@ -227,7 +228,7 @@ def parse_options(texts: Iterable[str], source: str, asked: str | None) -> dict[
     Args:
         texts: each one option. The value is read as JSON, such as 4, true, null or [1, 2], and else as text.
         source: the variable or option that gave the texts, for messages.
-        asked: the one backend that is asked for, or None.
+        asked: the one backend that the user named, or None.
 
     Raises:
         PolicyError: text of another form, an option given twice, or none that says which backend is meant.

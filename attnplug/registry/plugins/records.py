@@ -90,7 +90,7 @@ class Offer:
     distribution: str | None
     version: str | None
     declared: Declared = dataclasses.field(init=False, compare=False, repr=False)
-    """What the class declared when the offer was made; HookError is raised then for what it may not declare."""
+    """The declarations of the class when the offer was made; a wrong one raises HookError then."""
 
     def __post_init__(self) -> None:
         # Also for a copy with another class, which declares for itself.

@@ -20,8 +20,8 @@ from attnplug.core.interface.guarded import plain_text as plain_text
 
 WAIT_IN_IMPORT: Final = 10.0
 """Seconds for which a thread waits where the other one seems to wait too, or may wait for a module that this one imports."""
+# Seconds after which a thread waits no longer. Code of plugins that runs in a listing takes far less.
 _LONGEST = 60.0
-"""Seconds after which a thread waits no longer. Code of plugins that runs in a listing takes far less."""
 _STEP = 0.05
 
 
@@ -34,6 +34,7 @@ def waited(is_done: Callable[[float], bool], other: Callable[[], int | None]) ->
     """
     began = time.monotonic()
     short = is_importing()
+    # In short steps, because only a look at the other thread's stack shows that it waits for this one.
     while not is_done(_STEP):
         seconds = time.monotonic() - began
         frame = sys._current_frames().get(other() or 0)

@@ -169,8 +169,8 @@ VERSION = 1
 
 _NAME = "refuted.json"
 _WRONG, _RIGHT = ("refuted",), ("verified", "unclaimed")
+# JSON of another form raises these where it is read.
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
-"""Raised by reading JSON of another form."""
 _DELETE = f"delete it and verify again, or name another file in {EVIDENCE}"
 _RENAME = f"name another file in {EVIDENCE}"
 
@@ -294,7 +294,7 @@ def _text(subject: BackendVersions, cells: Mapping[Cell, RefutedCell]) -> str:
 
 
 def _read(path: Path) -> Cells:
-    """The contents of a file, empty if there is no file; MatrixFileError for other contents."""
+    """The contents of a file, empty if it is missing; MatrixFileError for other contents."""
     try:
         data = read_document(path, SCHEMA, VERSION, remedy_for(path, _DELETE, _RENAME))
     except FileNotFoundError:

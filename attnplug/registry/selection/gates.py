@@ -60,9 +60,9 @@ def conflicting(offer: Offer, rivals: Sequence[Offer]) -> Candidate:
 
 
 def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
-    """The offer with the class that serves the layer, and the layer that the class is asked about.
+    """The offer with the class that serves the layer, and the layer as this class sees it.
 
-    A backend without latent attention may prefill such a layer, with expanded K and V: it is asked about that layer.
+    A backend without latent attention may prefill such a layer, with expanded K and V: it then sees the expanded layer.
 
     Raises:
         HookError: `for_layer` gives no class of the plugin.
@@ -86,7 +86,7 @@ def serving(offer: Offer, placement: Placement) -> tuple[Offer, Placement]:
 
 @functools.lru_cache(maxsize=256)
 def _faults_of(backend: type[AttentionBackend], offered: type[AttentionBackend]) -> str:
-    """What a class that `for_layer` gave writes that attnplug would not read; the offered one was checked before."""
+    """The faults of a class that `for_layer` gave; the offered class was checked before."""
     if backend is offered:
         return ""
     return shortened("; ".join(backend_faults(backend, AttentionBackend)), _LONGEST_FAULTS)
@@ -99,7 +99,7 @@ class Examined:
     Args:
         candidate: the verdict.
         backend: the class that serves the layer.
-        spec: the layer that this class is asked about.
+        spec: the layer as this class sees it.
         pages: the block size and layout that it prefers; None without pages, and where it is refused.
     """
 
@@ -151,7 +151,7 @@ def import_parts(backend: type[AttentionBackend]) -> tuple[Reason, ...]:
 
 
 def _part_reasons(owner: type[AttentionBackend], backend: type[AttentionBackend]) -> tuple[Reason, ...]:
-    """What is wrong with the parts of `owner`, which is `backend` or a member of it."""
+    """The faults of the parts of `owner`, which is `backend` or a member of it."""
     parts = _parts(owner, backend)
     if isinstance(parts, Reason):
         return (parts,)
@@ -249,7 +249,7 @@ def _declarations(
 # They depend on no layer, and take longer to make than all else of a plain selection.
 @functools.lru_cache(maxsize=256)
 def _options_fault(backend: type[AttentionBackend], options: type | None) -> str | None:
-    """What is wrong with the defaults of a backend's `options`, or None."""
+    """The fault in the defaults of a backend's `options`, or None."""
     error = None if options is None else guarded_call(build_options, backend, None)[1]
     return None if error is None else f"has Options that cannot be made: {describe(error)}"
 

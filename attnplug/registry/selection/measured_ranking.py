@@ -75,12 +75,12 @@ def rank_by_tables(
 
 
 def _ranked(applying: _TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
-    """The order by one table; None if it says nothing about the default. Who failed comes last without times too."""
+    """The order by one table; None if it says nothing about the default. Backends that failed come last, with times or without."""
     runs: dict[int, Offer] = {}
     default, others, failed = None, [], []
     for offer, preferred in zip(order, pages, strict=True):
         run = applying.run_of(offer, preferred)
-        # A backend that failed when it was measured is no default: priority alone cannot vouch for it.
+        # A backend that failed when it was measured cannot be the default: priority alone cannot vouch for it.
         if run is not None and run.failed:
             failed.append(offer)
         elif run is None or not run.rows:

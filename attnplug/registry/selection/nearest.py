@@ -107,7 +107,7 @@ def nearest_misses(registry: Registry, decision: Decision) -> tuple[NearMiss, ..
 def _changes_that_help(offer: Offer, decision: Decision, gate: EvidenceGate) -> Iterator[NearMiss]:
     """The sets of changes with which an offer passes the gates, cheapest first."""
     choices = (_installs(offer, decision), _dtypes(decision), _kv_dtypes(decision), _block_sizes(decision))
-    # Of each kind one change, or none.
+    # At most one change of each kind.
     products = itertools.product(*([None, *each] for each in choices))
     sets = [[change for change in each if change is not None] for each in products]
     for changes in sorted(sets, key=lambda each: (sum(cost for cost, _ in each), len(each))):
@@ -148,13 +148,13 @@ def _installs(offer: Offer, decision: Decision) -> _Choices:
 
 
 def _dtypes(decision: Decision) -> _Choices:
-    """Dtypes of the model; a conversion to float32 would only cost memory and time."""
+    # A conversion of the model to float32 would only cost memory and time.
     others = [dtype for dtype in ("bfloat16", "float16") if dtype != decision.spec.dtype]
     return [(_DTYPE, SpecChange("dtype", each, f"dtype {each}")) for each in others]
 
 
 def _kv_dtypes(decision: Decision) -> _Choices:
-    """Storage dtypes of the cache, like ones first: a user of quantised pages wants to save memory."""
+    # Like storage dtypes cost less, because a user of quantised pages wants to save memory.
     spec = decision.spec
     if spec.direct_kv or spec.kv_cache_dtype == "auto":
         return []

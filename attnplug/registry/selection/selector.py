@@ -229,11 +229,12 @@ _FAR = {
     **dict.fromkeys(("compute_capability", "device_type"), _DEVICE),
     **dict.fromkeys(("api_version", "blocked", "conflict", "import_failed", "plugin_error"), _FAULT),
 }
-"""How far a refused candidate is from serving, by the code of a reason; what a layer needs is between."""
+"""The distance of a refused candidate from serving, by the code of a reason; needs of a layer are between."""
 
 
 def _distance(candidate: Candidate, spec: LayerSpec) -> tuple[int, int]:
-    """The farthest of the reasons against a candidate, and their number: the nearest candidate is listed first."""
+    """The farthest of the reasons against a candidate, and their number."""
+    # The nearest candidate is listed first.
     # A combination with a cache dtype or a block size that the user gave may be served with another one.
     combined = _LAYER if spec.kv_cache_dtype == "auto" and spec.block_size is None else _CHOICE
     far = {**_FAR, "combination": combined}

@@ -46,6 +46,7 @@ def _equal_blocks(table: npt.NDArray[np.int32], limit: int) -> int:
     if not limit or table[0, 0] == _NULL_BLOCK or (table[:, 0] != table[0, 0]).any():
         return 0
     first = table[0, :limit]
+    # Null blocks are equal in all rows too, but have no tokens to share.
     same = (table[:, :limit] == first).all(0) & (first != _NULL_BLOCK)
     return limit if same.all() else int(same.argmin())
 

@@ -52,8 +52,10 @@ def counts_of(field: str, given: Counts, req_ids: Collection[str], tokens: Ints 
         raise BatchError(field, values, "must be integers")
     if counts.ndim and counts.shape != (len(req_ids),):
         raise BatchError(field, counts.shape, f"must be one count for each of {len(req_ids)} requests")
+    # Numbers of uint64 would wrap in the conversion to int64.
     if counts.dtype.kind == "u" and counts.max(initial=0) > _INT64_MAX:
         raise BatchError(field, int(counts.max()), f"must not pass {_INT64_MAX}")
+    # Without requests no later check would see the number.
     if counts.ndim == 0 and counts < 0 and not len(req_ids):
         raise BatchError(field, int(counts), "must not be negative")
     if counts.ndim == 0:
@@ -74,6 +76,7 @@ def check_at_most(field: str, counts: Ints, most: Ints, req_ids: Sequence[str], 
         raise BatchError(field, int(counts[worst]), limit)
 
 
+# Block tables, lengths and start locations are int32.
 INT32_MAX = 2**31 - 1
 _FEW = 64
 
@@ -122,8 +125,8 @@ def _refused(field: str, given: object) -> BatchError:
 
 
 _MOST_ROWS = 1 << 27
+# Entries of all block tables are int32, so these are 16 GiB on the host.
 _MOST_ENTRIES = 1 << 32
-"""Of all block tables: 16 GiB on the host."""
 
 
 def check_sizes(made: StepBatchBuilder, sparse_topk: int) -> None:
@@ -221,12 +224,14 @@ def check_step(
     if longest > max_model_len:
         limit = f"of request {names[int(lengths.argmax())]} is past max_model_len={max_model_len}"
         raise BatchError("seq_len", longest, limit)
+    # One comparison covers all KV groups; only a refusal looks for the one at fault.
     if (lengths > requests.capacity[: lengths.size]).any():
         _refuse_short(requests, "seq_len", lengths, requests.groups.decoder)
     if requests.groups.cross:
         needed = np.where(scheduled > 0, requests.encoder_lens[: scheduled.size], 0)
         _refuse_short(requests, "encoder_len", needed, requests.groups.cross)
     _check_null_blocks(requests, scheduled, lengths)
+    # The flag spares most steps this check, which reads the tables of all requests.
     if requests.holders.may_cross:
         _check_crossed(requests, scheduled, requests.computed[: scheduled.size])
     return largest, longest

@@ -187,6 +187,7 @@ class RequestRows(OneCommit):
         if not misplaced.size:
             return None
         order = np.arange(scheduled.size)
+        # Stable, so that requests of one kind keep their order.
         order[misplaced] = misplaced[np.argsort(rank[misplaced], kind="stable")]
         return order, misplaced
 
@@ -301,7 +302,7 @@ class RequestRows(OneCommit):
         return names[int(is_held.any(1).argmax())]
 
     def _moved(self, sources: Ints, targets: Ints) -> tuple[Ints, Ints, npt.NDArray[np.int32]]:
-        """What `_move` writes to `targets`, so that the requests at `sources` move there; changes nothing."""
+        """The arguments for `_move`, so that the requests at `sources` move to `targets`; changes nothing."""
         numbers = self.numbers[:, sources]
         # Entries past a request's blocks are never followed, so they need not move.
         width = int(numbers[7 : 7 + self.num_blocks.shape[0]].max())

@@ -144,7 +144,7 @@ class ShardedStep:
     def context(
         self, common: CommonAttentionMetadata, table: torch.Tensor, slots: torch.Tensor
     ) -> CommonAttentionMetadata:
-        """The step's queries over the keys of this rank, none of which comes after them."""
+        """The step's queries over the keys of this rank, which all come before them."""
         lengths = self.local_lens, self.local_lens_host
         return self._batch(common, *lengths, block_table_tensor=table, slot_mapping=slots, causal=False)
 
@@ -218,7 +218,7 @@ class ShardedStep:
             common,
             seq_lens=lengths,
             seq_lens_host=host,
-            # An upper bound that is equal on all ranks, so that kernels split the keys alike.
+            # An upper bound that is equal on all ranks, so that kernels split the keys in the same way.
             max_seq_len=self.place.most_local(common.max_seq_len),
             _seq_lens_cpu=None,
             _num_computed_tokens_cpu=None,
@@ -228,17 +228,16 @@ class ShardedStep:
 
 _Positions = npt.NDArray[np.int64]
 
+# Pairs of a new query and a new key from which a split spares more than its copies take. It is one request of 1,024 new
+# tokens. With 32 heads of 128 elements its products take about 15 us on an H200, and the copies of keys, queries and
+# outputs about 10. It is estimated and not measured yet.
 _LEAST_PAIRS = 1 << 20
-"""Pairs of a new query and a new key from which a split spares more than its copies take.
-
-It is one request of 1,024 new tokens. With 32 heads of 128 elements its products take about 15 us on an H200, and the
-copies of keys, queries and outputs about 10. It is estimated and not measured yet.
-"""
 _LEAST_CPU_PAIRS = 1 << 9
 
 
 def pays_to_split(query_lens: npt.NDArray[Any], device: torch.device) -> bool:
     """Whether a step with these numbers of new tokens is long enough; it is the same on all ranks."""
+    # Squares of int32 lengths would wrap.
     lens = query_lens.astype(np.int64)
     least = _LEAST_CPU_PAIRS if device.type == "cpu" else _LEAST_PAIRS
     return int((lens * lens).sum()) >= least
@@ -272,6 +271,7 @@ class SplitQueries:
         starts = common.query_start_loc_cpu.numpy().astype(np.int64)
         by_rank = [_pieces(starts, place.size, rank) for rank in range(place.size)]
         rows = [_ranges(first + begin, end - begin) for first, begin, end in by_rank]
+        # Equal on all ranks, because a collective sends as many rows from each.
         most = max((each.size for each in rows), default=0)
         gathered = np.zeros(common.num_actual_tokens, dtype=np.int64)
         for rank, own in enumerate(rows):
@@ -322,6 +322,7 @@ def _batch(
         num_actual_tokens=tokens,
         max_query_len=int(lens.max(initial=0)),
         max_seq_len=int(end.max(initial=0)),
+        # No kernel reads it: K and V come with the call.
         block_table_tensor=common.block_table_tensor.new_zeros(reqs, 1),
         slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device),
         key_start_loc=to_device(keys.numpy(), device),

@@ -60,6 +60,7 @@ class SlotMappings(NotCopied):
         np.multiply(self._tables[group, rows, page], size, out=out, dtype=np.int64)
         if group in self._groups.sharded and place is not None:
             offset = local_offsets(positions, page, size, place)
+            # Another rank has the token, and writes it.
             out[offset < 0] = PAD_SLOT_ID
             offset = np.maximum(offset, 0)
         out += offset
@@ -69,7 +70,8 @@ class SlotMappings(NotCopied):
 
 
 def _divided(positions: Ints, size: int) -> tuple[Ints, Ints]:
-    """The page of each position, and the place in it; numpy divides as slowly by powers of two as by others."""
+    """The page of each position, and the place in it."""
+    # numpy divides as slowly by powers of two as by other numbers, so these are shifted.
     if size & (size - 1):
         return np.divmod(positions, size)
     return positions >> (size.bit_length() - 1), positions & (size - 1)

@@ -1,6 +1,6 @@
 """The buffers of each step: small, packed, and copied to the device without waiting.
 
-The block tables on a device: kept between steps, each of which sends the changes only.
+The block tables on a device are kept between steps, and a step sends their changes only.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class StepFields(NotCopied):
         # Kernels load vectors of 16 bytes, so each field begins at a multiple.
         starts, lens = (-(-size // 4) * 4 for size in (max_num_seqs + 1, max_num_seqs))
         self._lens, self._fixed = starts, starts + lens
+        # A slot is int64, which takes two elements of the buffer.
         self._buffer = CpuGpuBuffer(self._fixed + 2 * groups * slots, dtype=torch.int32, device=device)
         self.query_start_loc: npt.NDArray[np.int32] = self._buffer.np[:starts]
         self.seq_lens: npt.NDArray[np.int32] = self._buffer.np[starts : self._fixed]
@@ -121,8 +122,9 @@ class StepStaging(NotCopied):
 
 _Ints = npt.NDArray[np.int64]
 
+# Changed entries, on average over all rows, up to which a step sends them one by one, each with its int64 place. To send
+# whole tables took most of the host's time at 512 requests and six KV groups.
 _ENTRIES_PER_ROW = 16
-"""Changed entries, on average over all rows, up to which a step sends them one by one; each has its place with it."""
 
 
 class DeviceTables(NotCopied):
@@ -131,7 +133,7 @@ class DeviceTables(NotCopied):
     The copy changes on the device's current stream, after the work of earlier steps there.
 
     Args:
-        host: int32 `[G, max_num_seqs, max_blocks]`; whoever changes it calls `changed`.
+        host: int32 `[G, max_num_seqs, max_blocks]`; call `changed` after each change.
         device: of the copy.
     """
 
@@ -160,7 +162,7 @@ class DeviceTables(NotCopied):
     def changed(self, group: int | slice, rows: int | _Ints | slice, first: int, last: int) -> None:
         """Columns `first .. last` of these rows changed on the host."""
         if isinstance(group, int) and isinstance(rows, int):
-            # Of two numbers alone, Python knows the smaller one sooner than numpy.
+            # Python compares two numbers sooner than numpy does.
             if first < self._first[group, rows]:
                 self._first[group, rows] = first
             if last > self._last[group, rows]:
@@ -213,7 +215,8 @@ class DeviceTables(NotCopied):
 
 
 def _packed(staging: CpuGpuBuffer, places: int, entries: int) -> tuple[_Ints, npt.NDArray[np.int32]]:
-    """Room for int64 places and, behind them, int32 entries: one copy sends both."""
+    """Room for int64 places and, behind them, int32 entries."""
+    # In one buffer, so that one copy sends both.
     return staging.np[: 2 * places].view(np.int64), staging.np[2 * places : 2 * places + entries]
 
 

@@ -118,7 +118,7 @@ class StepBatchBuilder(NotCopied):
         self.tokens_per_block = groups.tokens_per_block
         """Tokens of a request that one block number covers: those of a page, on all ranks that share them."""
         self._mm_prefix = spans_of(mm_prefix, mm_prefix_modalities, self.max_num_batched_tokens)
-        # A prefix of shared blocks has other tokens on each rank, so no builder is asked about it.
+        # A prefix of shared blocks has other tokens on each rank, so it is not offered to builders.
         self._cascade_groups = [g for g in groups.decoder if g in cascade and g not in groups.sharded]
         most, tokens = self.max_num_seqs, self.max_num_batched_tokens
         own, encoder = self.max_model_len, self.max_encoder_len
@@ -242,6 +242,7 @@ class StepBatchBuilder(NotCopied):
     def remove_request(self, req_id: str) -> None:
         """Remove a request; the last request moves to its index."""
         index = self._requests.row_of(req_id)
+        # First: after an interrupt, a batch that is refused in vain does no harm, and one of a former order would.
         self._buffers.serial.advance("remove_request")
         self._requests.remove(req_id, index)
 
@@ -367,6 +368,7 @@ class StepBatchBuilder(NotCopied):
                 "num_tokens", int(counts[worst]), limit, "free pages after the drafts are verified"
             )
         check_rollback(requests, computed - counts, computed)
+        # `computed` is a view of the requests' own numbers, so this one statement is the change.
         computed -= counts
 
     def profile_step(self, num_reqs: int, num_tokens: int) -> StepBatch:

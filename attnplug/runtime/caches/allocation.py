@@ -248,7 +248,7 @@ def _check_names(config: KVCacheConfig) -> set[str]:
 
 
 def _check_shared_pages(config: KVCacheConfig, caches: Mapping[str, torch.Tensor]) -> None:
-    """Each block must cover the same bytes in all groups of a tensor: the groups use a block in turns."""
+    # The groups of a tensor use a block in turns, so it must cover the same bytes in all of them.
     home = {name: g for g, group in enumerate(config.kv_cache_groups) for name in group.layer_names}
     for tensor in config.kv_cache_tensors:
         if len({home[name] for name in tensor.shared_by}) < 2:

@@ -135,12 +135,12 @@ class BlockPool(OneCommit):
 
 Blocks: TypeAlias = npt.NDArray[Any]
 Held: TypeAlias = int | list[int] | npt.NDArray[np.int32] | None
-"""How many requests have each of some blocks, or one number for all; None if nobody counts."""
+"""The number of requests that have each of some blocks, or one number for all; None if nobody counts."""
 
+# Counts of all KV groups are int32, so these are 256 MiB on the host.
 _MOST_COUNTS = 1 << 26
-"""Counts of all KV groups: 256 MiB on the host."""
+# Python reads the counts of so few blocks sooner than numpy does.
 _FEW = 8
-"""Of so few blocks, Python knows the counts sooner than numpy."""
 _REMEDY = "share only blocks whose tokens are computed; remove a request before its blocks are reused"
 
 
@@ -168,6 +168,7 @@ class BlockHolders(NotCopied):
         groups = tables.shape[0]
         self.is_known = num_blocks is not None and groups * num_blocks <= _MOST_COUNTS
         self._counts = np.zeros((groups, num_blocks if self.is_known and num_blocks else 0), dtype=np.int32)
+        # Views of the same counts: Python reads one element of a memoryview sooner than one of an array.
         self._few: list[memoryview[int]] = [row.data for row in self._counts]
         self.has_one_pool = one_pool and groups > 1 and self.is_known
         self.may_cross = False
@@ -239,6 +240,7 @@ class BlockHolders(NotCopied):
                 few[block] = count
         else:
             self._counts[group][blocks] = held
+        # Any number of requests may have the null block.
         few[0] = 0
 
     def is_shared(self, group: int, blocks: Blocks) -> npt.NDArray[np.bool_]:

@@ -292,6 +292,7 @@ class _Layer:
 
     def _block_dim(self) -> int | None:
         """The dimension of blocks if it is the outermost in memory, so that a block is one piece; or None."""
+        # A backend does not say which dimension has the blocks, so the one that grows with their number is it.
         more = cache_form(self.page, self.num_blocks + 1, self.spec, self.backend, self.layout)[0]
         outermost = self._order(self.layout)[0]
         return outermost if more[outermost] != self._shape()[outermost] else None

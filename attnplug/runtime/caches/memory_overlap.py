@@ -28,7 +28,7 @@ class Blocks(NamedTuple):
 
 
 class CacheMemory:
-    """The memory of caches, in which no output of a layer may be.
+    """The memory of caches, which no output of a layer may share.
 
     Args:
         caches: the cache of each layer.

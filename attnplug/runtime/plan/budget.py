@@ -43,7 +43,7 @@ class MemoryBudget:
             Cross groups count an encoder sequence of the same length.
         padding_layers: unused pages, counted in layers.
         groups: the KV groups.
-        prefill_workspace: bytes of `memory` in which prefills of latent attention expand computed tokens.
+        prefill_workspace: bytes of `memory` for the computed tokens that prefills of latent attention expand.
         context_parallel: the ranks that share tokens; the memory is that of one of them. None for one alone.
         index_keys: bytes of `bytes_per_block` for the index keys of sparse layers, which the engine allocates.
     """
@@ -98,10 +98,12 @@ def parse_memory(text: str | int) -> int:
         raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
     if isinstance(text, int) and not 0 < text <= _MOST_MEMORY:
         raise LayoutError("memory", short_number(text), _MEMORY_LIMIT)
+    # ASCII, because \d takes the digits of other scripts too.
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", str(text).strip().lower(), re.ASCII)
     if match is None:
         raise LayoutError("memory", text, "must be bytes, or a number with KiB, MiB, GiB, GB, ...")
     unit = match[2] or " "
+    # Decimal, because a float has no exact 0.1.
     size = Decimal(match[1]) * (1024 if unit.endswith("i") else 1000) ** " kmgt".index(unit[0])
     if not 1 <= size <= _MOST_MEMORY:
         raise LayoutError("memory", text, _MEMORY_LIMIT)
@@ -146,7 +148,7 @@ def blocks_needed(
 
 
 def most_workspace_bytes(specs: Iterable[LayerSpec], rows: int) -> int:
-    """Bytes of the largest workspace in which a layer expands `rows` latents; 0 if none does, such as sparse layers."""
+    """Bytes of the largest workspace that a layer needs to expand `rows` latents; 0 if none does, such as sparse layers."""
     expanding = (spec for spec in specs if spec.mla is not None and spec.sparse is None)
     return max((prefill_workspace_bytes(spec, rows) for spec in expanding), default=0)
 
@@ -201,9 +203,11 @@ def fit_kv_cache(
 
     def fits(num_tokens: int) -> bool:
         needed = (blocks_needed(g.kv_cache_spec, num_tokens, new_tokens, context_parallel) for g in groups)
+        # Less and not equal, because one block is the null block.
         return sum(needed) < blocks
 
     longest = None
+    # Windows and chunks alone need no more blocks for longer sequences, so any length fits.
     if not fits(_ANY_LENGTH):
         # The upper bound never fits: a group without a window, or all windows, would fill the pool.
         low = 0

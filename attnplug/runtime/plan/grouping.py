@@ -28,8 +28,8 @@ from attnplug.core.spec import LayerSpec
 from attnplug.core.validation import reads_blocks
 from attnplug.registry.selection.decision import Decision
 
+# Latents of 576 elements beside ordinary heads need 9 of their pages: blocks of 144 tokens for 16, still small.
 _MOST_GROWTH = 16
-"""Latents of 576 elements beside ordinary heads need 9 of their pages: blocks of 144 tokens for 16, still small."""
 
 
 @checked(specs=mapping_of(LayerSpec, SpecError), block_size=at_least(1, SpecError))
@@ -213,6 +213,7 @@ def requested_kv_cache_layout() -> KVCacheLayoutType | None:
     Raises:
         LayoutError: the variable is not NHD or HND.
     """
+    # Read once, because another thread may clear it after the test.
     override = _override
     if override is not None:
         return override

@@ -123,7 +123,7 @@ class ModelPlan:
         return tuple(dict.fromkeys(str(decision.backend) for decision in self.decisions.values()))
 
     def prefill_workspace_bytes(self, rows: int | None = None) -> int:
-        """Bytes in which prefills of latent attention expand computed tokens; 0 without such layers.
+        """Bytes for the computed tokens that prefills of latent attention expand; 0 without such layers.
 
         A runtime allocates them once, for all layers.
 
@@ -316,4 +316,5 @@ def _chosen_facts(decision: Decision) -> list[Any]:
 
 
 def _digest(facts: object) -> str:
+    # Sorted keys, because the order of options and fields is not a fact.
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

@@ -56,6 +56,7 @@ def uniform_choice(
             refusal = f"does not serve layer {first.layer_name}: {'; '.join(candidate.reasons)}"
         else:
             by_name: SelectKwargs = {**kwargs, "backend": unambiguous(registry, candidate)}
+            # Without negotiation, whose error would not say which layer refuses the backend.
             trial = registry.decide_layers(specs, device, phases, negotiate=False, **by_name)[None]
             refusal = _first_refusal(trial, candidate)
             if not refusal:
@@ -225,7 +226,7 @@ class _Layer:
         )
 
     def _encoder(self) -> Decision:
-        """An encoder computes all its tokens at once, so its backend for prefill serves both phases."""
+        # An encoder computes all its tokens at once, so its backend for prefill serves both phases.
         prefill = self.by_phase[Phase.PREFILL]
         if not prefill:
             return prefill if self.rules else self.both
@@ -269,6 +270,7 @@ class _Layer:
         """The highest-ranked pair that serves the layer and that all rules allow."""
         prefill, decode = (self._allowed(phase) for phase in (Phase.PREFILL, Phase.DECODE))
         pairs = [(i + j, i, p, d) for i, p in enumerate(prefill) for j, d in enumerate(decode)]
+        # The first pair is the one that was refused already.
         for _, _, first, second in sorted(pairs)[1:]:
             decision = self._composite(first, second)
             if decision:

@@ -41,7 +41,7 @@ def checked_place(place: object) -> ContextParallel | None:
 
 
 def shares_tokens(cache: KVCacheSpec) -> bool:
-    """Whether the ranks share the tokens of such pages. Those of windows, chunks and cross attention are whole."""
+    """Whether the ranks share the tokens of such pages. Pages of windows, chunks and cross attention are whole."""
     return isinstance(cache, (FullAttentionSpec, MLAAttentionSpec))
 
 
@@ -57,7 +57,7 @@ def is_sharded(spec: LayerSpec) -> bool:
 
 
 def context_spec(spec: LayerSpec) -> LayerSpec:
-    """The layer over the keys of one rank, all of which come before its queries.
+    """The layer over the keys of one rank, which all come before its queries.
 
     Latent attention decodes row by row instead, each with its own number of keys, which needs no such mask.
     """
@@ -226,7 +226,7 @@ class SharingCost:
         )
 
     def _token_us(self, spec: LayerSpec) -> float:
-        """A decode is bound by the bytes of its keys, or with many heads on one latent by its products."""
+        # A decode is bound by the bytes of its keys, or with many heads on one latent by its products.
         pages = kv_cache_spec_for(spec, block := spec.block_size or 16)
         stored = 0.0 if pages is None else pages.page_size_bytes / block
         key, value = spec.head_size, spec.head_size_v if spec.mla is None else spec.mla.kv_lora_rank

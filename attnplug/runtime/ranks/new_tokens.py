@@ -25,7 +25,7 @@ from attnplug.runtime.steps.attention_groups import AttentionGroup, build_step
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 
 LEAST_QUERIES = 17
-"""New tokens of the longest request from which a step is no decode of drafts: its products are worth an expansion."""
+"""New tokens of the longest request from which latents are expanded: shorter steps decode drafts."""
 
 
 class NewLatents:
@@ -120,6 +120,7 @@ class NewTokens:
         """The rows of this rank, in a step whose rows the ranks share."""
         self._readers, self._device = frozenset(readers), device
         self._metadata: dict[str, AttentionMetadata] = {}
+        # Kept for a step, because layers that read the pages of another one get no K and V in their call.
         self._keys: dict[str, _Keys] = {}
 
     def begin(self, step: ShardedStep, common: CommonAttentionMetadata, draft_index: int | None) -> None:

@@ -71,7 +71,7 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
     With NCCL each process must have set its own GPU by `torch.cuda.set_device` before.
 
     Raises:
-        SpecError: `plan` is no ModelPlan, or `group` no process group.
+        SpecError: `plan` is not a ModelPlan, or `group` not a process group.
         RankFailureError: a rank planned otherwise than most ranks; it names the rank and the first layer. Also if a
             rank died, or does not answer within the timeout of the group.
     """
@@ -90,7 +90,7 @@ def check_same_plan(plan: ModelPlan, group: dist.ProcessGroup) -> None:
 def compare_digests(gathered: list[tuple[str, dict[str, str]]]) -> None:
     """RankFailureError if the digests of a plan and its layers, `[rank]`, are not all those of most ranks."""
     plans = [whole for whole, _ in gathered]
-    # Of two halves the one with rank 0 counts as right.
+    # If two halves differ, the one with rank 0 counts as right.
     usual = max(plans, key=lambda each: (plans.count(each), each == plans[0]))
     others = [rank for rank, whole in enumerate(plans) if whole != usual]
     if not others:
@@ -114,7 +114,7 @@ _POLL_SECONDS = 50e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank says at the beginning and the end of a step."""
+    """The message of one rank at the beginning and the end of a step."""
 
     step: int
     digest: str = ""
@@ -174,7 +174,7 @@ class RankWatch:
         if self._failure is not None:
             raise RankFailureError(f"an earlier step failed: {self._failure}", self._failure.ranks)
         self._step += 1
-        # Of fixed size, because a message is.
+        # A digest of the text, because messages have a fixed size.
         digest = hashlib.sha256(digest.encode()).hexdigest()
         own = _Report(self._step, digest)
         reports = self._exchange(own)
@@ -233,7 +233,7 @@ class RankWatch:
                 found[rank] = _Report.from_tensor(message)
             except RuntimeError as error:
                 found[rank] = _reason(error, self.timeout)
-        # The receivers are waited for, because gloo sends no message before it is asked for.
+        # It waits for the receivers, because gloo sends a message only once the other rank receives it.
         for work, _ in sent:
             with contextlib.suppress(RuntimeError):
                 work.wait(_until(limit))

@@ -62,6 +62,7 @@ class ShardedLayers(NotCopied):
         layers: Mapping[str, RuntimeLayer],
     ) -> None:
         self.place, self.group = _group(plan, place)
+        # Ranks with other decisions would wait for each other in an exchange, or merge results of other layers.
         check_same_plan(plan, self.group)
         self.names = frozenset(plan.sharded_layers)
         self._latents = NewLatents(groups, layers, {name: plan.specs[name] for name in self.names})
@@ -76,6 +77,7 @@ class ShardedLayers(NotCopied):
             if self._new.groups or self._latents.names:
                 self._buffers.take(_OUTPUTS, (size, most, spec.num_heads, spec.output_size), dtype)
                 self._buffers.take(_LSES, (size, most, spec.num_heads), torch.float32)
+        # CUDA graphs keep addresses, so memory that grows after a capture would be lost to them.
         self._buffers.freeze()
 
     @property

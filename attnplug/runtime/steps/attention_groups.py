@@ -255,7 +255,8 @@ def build_attn_metadata(
 
 
 def _causal(group: AttentionGroup, batch: StepBatch) -> bool | None:
-    """What the batch of a group says for its layers; keys of an encoder or of one rank have no order to queries."""
+    """The causality of a group's batch."""
+    # Keys of an encoder, or of one rank, have no order relative to the queries.
     at = group.kv_cache_group_id
     if at in batch.cross_groups:
         return False

@@ -256,6 +256,7 @@ class GraphInputBuffers(NotCopied):
 
         Padding requests have length 1, null pages, slots -1, and start locations that continue by `query_len`.
         """
+        # Before the copies, so that after an interrupt no earlier step in these buffers counts as current.
         self.serial.advance("prepare_graph_input_buffers")
         common, reqs = batch.common, batch.common.num_reqs
         # On a device, a step's table is only as wide as its longest request needs.

@@ -184,6 +184,7 @@ class RuntimeLayer:
 
     def poison(self, output: torch.Tensor, output_lse: torch.Tensor | None, tokens: int) -> None:
         """Fill the outputs with NaN, so that `check_result` finds rows that the backend leaves unwritten."""
+        # Outputs that are quantised to integers have no NaN.
         if output.is_floating_point():
             output[:tokens] = torch.nan
         if output_lse is not None:
@@ -276,7 +277,7 @@ def _check(name: str, tensors: LayerTensors, spec: LayerSpec) -> None:
 def _nan_rows(tensor: torch.Tensor | None, rows: int) -> list[int]:
     if tensor is None:
         return []
-    # Rows past the step's tokens are unspecified, so NaN there is no fault.
+    # Rows past the step's tokens are unspecified, so they may have NaN.
     if not tensor.is_floating_point():
         return []
     return tensor[:rows].isnan().flatten(1).any(1).nonzero().flatten().tolist()

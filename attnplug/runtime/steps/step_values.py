@@ -19,8 +19,8 @@ from attnplug.runtime.plan.sharding import tokens_per_block
 from attnplug.runtime.steps.step_checks import COMPARED
 
 _Ints: TypeAlias = npt.NDArray[Any]
+# So many entries are read all together first, which is faster than by request.
 _SMALL = 1 << 12
-"""Entries that are looked at all together first, which is faster than by request."""
 _REMEDY = "make batches with the runtime's step_batch_builder()"
 
 
@@ -31,8 +31,8 @@ def check_pool(batch: StepBatch, config: KVCacheConfig, compare: bool = True, de
     requests that share a block which one of them still writes.
 
     Raises:
-        BatchError: a slot or a page that the step reads is not in the pool, a table is too narrow, or a request
-            that writes its tokens attends those of a null block.
+        BatchError: a slot or a page that the step reads is not in the pool, or a table is too narrow. A request that
+            writes its tokens attends those of a null block.
     """
     common = batch.common
     lengths = _on_host(common.seq_lens_host, common.seq_lens, common.num_reqs)
@@ -118,10 +118,8 @@ def _check_pages(field: str, table: torch.Tensor, pages: _Ints, num_blocks: int)
 
 
 def _extreme(of: np.ufunc, table: _Ints, begins: _Ints, ends: _Ints) -> int:
-    """The least or largest number in columns `begins .. ends` of each row; 1 without any.
-
-    It reads no other entries and makes no mask, because tables may be much wider than most rows.
-    """
+    """The least or largest number in columns `begins .. ends` of each row; 1 without any."""
+    # It reads no other entries and makes no mask, because tables may be much wider than most rows.
     rows = np.flatnonzero(begins < ends)
     if not rows.size:
         return 1
@@ -200,6 +198,7 @@ class DeviceComparison:
 
     def begin(self, field: str, common: CommonAttentionMetadata) -> None:
         """Compare a step on its GPU; nothing happens on a CPU."""
+        # In a capture the comparison would become a part of the graph.
         if common.query_start_loc.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return
         found = dict(_differences(common))

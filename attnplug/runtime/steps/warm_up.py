@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("attnplug")
 
+# Queries of the longest request. Kernels differ by tile, and no tile has as many rows.
 _LONGEST = 1024
-"""Queries of the longest request. Kernels differ by tile, and no tile has as many rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

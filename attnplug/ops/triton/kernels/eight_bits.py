@@ -10,7 +10,7 @@ import triton.language as tl
 def encode_8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.constexpr):
     """The bits, uint8, of finite float32 `x` rounded to nearest even; NaN stays NaN.
 
-    `x` is no larger than the type's largest number. FNUZ types have neither infinities nor -0, and
+    `x` must not exceed the type's largest number. FNUZ types have neither infinities nor -0, and
     their NaN is where -0 would be.
     """
     SHIFT: tl.constexpr = 23 - MANTISSA
@@ -18,6 +18,7 @@ def encode_8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, FNUZ: tl.conste
     magnitude = bits & 0x7FFFFFFF
     sign = (bits >> 24) & 0x80
     odd = (magnitude >> SHIFT) & 1
+    # Half of the last kept bit is added, less one if that bit is 0: ties then round to even.
     normal = (magnitude - ((127 - BIAS) << 23) + ((1 << (SHIFT - 1)) - 1) + odd) >> SHIFT
     # Adding a float whose last bit equals the 8-bit type's last one rounds small numbers there.
     LAST: tl.constexpr = (127 - BIAS + SHIFT + 1) << 23

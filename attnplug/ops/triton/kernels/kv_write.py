@@ -8,6 +8,7 @@ import triton.language as tl
 from attnplug.ops.triton.kernels.eight_bits import encode_8_bits
 
 
+# The number of rows and the address of slots differ between steps, and must not compile another kernel.
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slot_mapping"])
 def kv_write_kernel(
     key,
@@ -43,6 +44,7 @@ def kv_write_kernel(
     """
     rows = tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])
     inside = rows < num_rows
+    # int64, because offsets into large tensors and caches pass 32 bits.
     tokens = (rows // HEADS).to(tl.int64)
     heads = (rows % HEADS).to(tl.int64)
     dims = tl.arange(0, TILE[1]).to(tl.int64)[None, :]

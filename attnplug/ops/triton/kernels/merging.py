@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 
+# The number of rows differs between steps, and must not compile another kernel.
 @triton.jit(do_not_specialize=["num_rows"])
 def merge_kernel(
     outputs,

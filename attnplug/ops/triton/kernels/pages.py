@@ -47,6 +47,7 @@ def gather_keys_kernel(
     begins = tl.zeros_like(tokens)
     for first in range(0, num_reqs, REQS):
         each = first + tl.arange(0, REQS)
+        # The largest int32, so that lanes past the last request never end before a token.
         ends = tl.load(cu_lens + 1 + each, mask=each < num_reqs, other=2147483647).to(tl.int32)[None, :]
         # A token's request comes after all those that end at it or before.
         passed = ends <= tokens[:, None]
@@ -98,6 +99,7 @@ def page_indices_kernel(
         begin += tl.sum(tl.cdiv(tokens, PAGE_SIZE), 0)
     row = tl.load(rows + request) if HAS_ROWS else request
     pages = tl.cdiv(tl.load(seq_lens + row).to(tl.int32), PAGE_SIZE)
+    # `out` has room for `count` pages only, and the lengths on the device may be longer than the host's.
     pages = tl.minimum(pages, count - begin)
     source = block_table + row.to(tl.int64) * stride_row
     for start in range(0, pages, BLOCK):

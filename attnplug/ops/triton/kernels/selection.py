@@ -32,7 +32,7 @@ def _request_of(token, query_start_loc, seq_lens, num_reqs):
     do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "ends"]
 )
 def query_ends_kernel(query_start_loc, seq_lens, ends, num_reqs):
-    """How many keys the query of this program sees."""
+    """Write the number of keys that the query of this program sees."""
     token = tl.program_id(0)
     _, end = _request_of(token, query_start_loc, seq_lens, num_reqs)
     tl.store(ends + token, end)
@@ -69,7 +69,7 @@ def token_table_kernel(
 ):
     """The row of one query: its chosen keys in their order, without those that it does not see.
 
-    A chosen number stands for CHOSEN consecutive positions. At most `most` numbers are read and `width` pages
+    A chosen number means CHOSEN consecutive positions. At most `most` numbers are read and `width` pages
     written.
     """
     token = tl.program_id(0)
