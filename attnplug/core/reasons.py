@@ -250,7 +250,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         "phase not supported: prefill is not decode; select per phase",
         "The backend serves prefill or decode alone, and was asked to serve both.",
         (
-            "Ask for a plan by phase: `attnplug select CONFIG --per-phase`, or `attnplug.plan(..., per_phase=True)`.",
+            "Ask for a plan by phase, as `attnplug select CONFIG` and `attnplug.plan` do by default.",
             "Use a rule for the phase, such as `--backend TRITON,prefill=TORCH`.",
         ),
     ),

@@ -28,6 +28,7 @@ from attnplug.cli.arguments import (
 from attnplug.cli.output.output import console, features_in_words, layers_in_words, print_json
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.output.select_report import (
+    ASSUMES,
     LayerStrip,
     advice_as_data,
     advice_for,
@@ -35,15 +36,18 @@ from attnplug.cli.output.select_report import (
     left_out,
     print_advice,
     print_budget,
+    print_missing,
+    print_reference,
+    why_chosen,
 )
 from attnplug.core.errors import PolicyError
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.spec import Phase
 from attnplug.integrations.model_spec import NOT_READ, Client
+from attnplug.planning import decide_model, phases_alone
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.integrations.transformers import ModelSpec
-    from attnplug.registry.registry import SelectKwargs
     from attnplug.registry.selection.decision import Decision
     from attnplug.runtime.plan.plan_choice import ByPhase
 
@@ -70,11 +74,13 @@ def select(
     option: OptionTexts = None,
     phase: PhaseChoice = None,
     per_phase: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--per-phase", help="Choose a backend for each phase: one prefills, another may decode."
+            "--per-phase/--one-backend",
+            help="Choose a backend for each phase of a layer, or one for both \\[default: for each phase].",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
     tuned: TunedFile = None,
@@ -95,9 +101,9 @@ def select(
     from attnplug.runtime.plan.grouping import with_layout
     from attnplug.runtime.plan.plan_choice import has_phase_rules
 
-    if per_phase and phase is not None:
+    if per_phase is not None and phase is not None:
         limit = f"cannot be combined with --phase {phase}"
-        raise PolicyError("--per-phase", True, limit, "give one of the two")
+        raise PolicyError("--per-phase", per_phase, limit, "give one of the two")
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
@@ -108,13 +114,15 @@ def select(
     if block_size is not None:
         for name, spec in model.layers.items():
             specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
-    asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
-    by_phase: ByPhase | None = None
-    notes: tuple[str, ...] = ()
-    # A rule for one phase asks for both phases, unless the user chose one with --phase; so does latent attention.
-    has_latents = any(spec.mla is not None for spec in specs.values())
-    if per_phase or (phase is None and (has_phase_rules(backend) or has_latents)):
-        by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
+    asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned, device)
+    by_phase: ByPhase = {}
+    decisions: Mapping[str, Decision]
+    # One backend serves all calls of transformers, unless the user asks for a phase's own.
+    as_planned = client is Client.ENGINE or per_phase or has_phase_rules(backend)
+    if phase is None and as_planned:
+        each = client is Client.ENGINE if per_phase is None else per_phase
+        where = resolve_device(device)
+        decisions, by_phase, notes = decide_model(get_registry(), specs, where, asked, per_phase=each)
     else:
         decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
         if client is not Client.TRANSFORMERS:
@@ -135,7 +143,7 @@ def select(
             "kv_sharing": dict(model.kv_sharing),
             "advice": advice_as_data(advice),
         }
-        if by_phase is not None:
+        if by_phase:
             phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
             data["by_phase"] = phased
         data["notes"] = list(notes)
@@ -147,15 +155,17 @@ def select(
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
         _print(title, model, every, resolve_device(device), by_phase, notes, why)
         print_advice(advice)
+        if device == "current" and every[:1] and every[0].device.type == "cpu":
+            print_reference(every, f"attnplug select {config} --device h100")
         if memory is not None:
             print_budget(budget, model, memory)
     raise typer.Exit(0 if all(every) else 3)
 
 
-def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase | None) -> Iterator[Decision]:
+def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase) -> Iterator[Decision]:
     """The decisions as they were made: for both phases, or for each."""
-    for name, decision in decisions.items():
-        yield from (decision,) if by_phase is None else by_phase[name].values()
+    for decision in decisions.values():
+        yield from phases_alone(decision, by_phase) or (decision,)
 
 
 def _float32_note(decisions: Sequence[Decision]) -> tuple[str, ...]:
@@ -186,38 +196,32 @@ def _refuse_pages(kv_cache_dtype: str, block_size: int | None, memory: str | Non
             raise PolicyError(option, value, limit, f"leave {option} out")
 
 
-def _phase_by_phase(
-    specs: Mapping[str, LayerSpec], device: str, asked: SelectKwargs, per_phase: bool
-) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
-    """Each phase's own decisions, the joined ones that `attnplug.plan` makes, and its notes."""
-    from attnplug.planning import agree_on_pages, choose_backends
-    from attnplug.registry.default import get_registry
-    from attnplug.registry.devices import resolve_device
-
-    registry = get_registry()
-    choices = choose_backends(registry, specs, resolve_device(device), asked, per_phase=per_phase)
-    return choices.by_phase, *agree_on_pages(registry, choices)
-
-
 def _print(
     title: str,
     model: ModelSpec,
     decisions: Sequence[Decision],
     device: Device,
-    by_phase: ByPhase | None,
+    by_phase: ByPhase,
     notes: Sequence[str],
     why: bool,
 ) -> None:
     out = console()
-    out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}\n")
+    out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}")
+    if any(each.assumed == "all" for each in decisions):
+        out.print(f"{ASSUMES}.")
+    out.print()
     alike: dict[Any, list[Decision]] = {}
     for each in decisions:
         alike.setdefault((each.spec, each.phase, each.backend, each.block_size), []).append(each)
     groups = list(alike.values())
-    out.print(_table(groups, split=by_phase is not None))
+    shown = [decision for each in decisions for decision in phases_alone(each, by_phase) or (each,)]
+    out.print(_table(groups, split=any(decision.phase for decision in shown) and bool(by_phase)))
     if len(decisions) > 1:
         out.print()
         out.print(_strip(decisions))
+    out.print()
+    out.print(Paragraph(f"Why this one: {why_chosen(shown)}."))
+    print_missing(shown)
     _print_rest(model)
     for note in notes:
         out.print()
@@ -225,7 +229,7 @@ def _print(
     for members in groups:
         first = members[0]
         if why or not first:
-            alone = by_phase[str(first.layer_name)].values() if by_phase else ()
+            alone = phases_alone(first, by_phase)
             layers = layers_in_words([str(member.layer_name) for member in members])
             # A layer that no backend serves in one phase has that phase's decision as its joined one.
             for decision in (first, *(each for each in alone if each is not first)):
@@ -239,22 +243,21 @@ def _print(
 
 def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WrappedTable:
     phases = any(members[0].phase for members in groups)
-    served_by = ["prefill", "decode"] if split else ["backend", "prio"]
+    served_by = ["prefill", "decode"] if split else ["backend"]
     columns = ["layers", "which", "heads", "size", "asks for", *served_by, "block"]
     shown = WrappedTable(
         ["phase", *columns] if phases else columns,
-        right=("layers", "size", "prio", "block"),
+        right=("layers", "size", "block"),
         fixed=("phase", "layers", "heads", "backend", "prefill", "decode"),
         heading="layers {which}",
     )
     for members in groups:
         first = members[0]
-        spec, chosen = first.spec, first.chosen
-        priority = "-" if chosen is None or chosen.priority is None else str(chosen.priority)
-        served = list(first.members.values()) if split else [first.backend or "none", priority]
+        spec = first.spec
+        served = list(first.members.values()) if split else [first.backend or "none"]
         cells = [
             str(len(members)),
-            layers_in_words([str(decision.layer_name) for decision in members], 3),
+            layers_in_words([str(decision.layer_name) for decision in members], 2),
             f"{spec.num_heads}/{spec.num_kv_heads}",
             str(spec.head_size),
             features_in_words(spec),
