@@ -26,8 +26,8 @@ _LIST, _PROSE = 10, 24
 _SENTENCE = 40
 """A cell wider than this is a sentence."""
 _WORD = re.compile(r"\s*\S+\s*")
-_PART = re.compile(r"\s*(?:[^\s,-]+[,-]*|[,-]+)\s*")
-"""A word, or the part of one up to a hyphen or comma."""
+_PART = re.compile(r"\s*(?:\S*[<>=]\S*|[^\s,-]+[,-]*|[,-]+)\s*")
+"""A word, or the part of a name up to a hyphen or comma; a requirement is whole."""
 
 _STYLES = {
     "chosen": "bold green",
@@ -124,13 +124,13 @@ class WrappedTable:
             return None
         columns = list(zip(*(row for row in (self._columns, *self._rows) if row), strict=True))
         widths = list(natural)
-        # The widest columns shrink first, because they have sentences. Names are broken only if that is too little, those
-        # of narrow columns first.
+        # The widest columns shrink first, because they have sentences. Names are broken only if that is too little.
         order = sorted(range(len(natural)), key=natural.__getitem__, reverse=True)
-        for unit, indices in ((_WORD, order), (_PART, order[::-1])):
-            for index in indices:
+        for unit in (_WORD, _PART):
+            for index in order:
                 wide = natural[index]
-                least = max(min(wide, _PROSE if wide > _SENTENCE else _LIST), _longest(unit, columns[index]))
+                floor = _PROSE if wide > _SENTENCE and unit is _WORD else _LIST
+                least = max(min(wide, floor), _longest(unit, columns[index]))
                 if not self._fixed[index]:
                     widths[index] = max(least, widths[index] - max(0, sum(widths) - room))
             if sum(widths) <= room:

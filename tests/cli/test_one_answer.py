@@ -12,9 +12,11 @@ import attnplug
 from attnplug.cli.output.output import features_in_words
 from attnplug.matrix.model_page import ExampleModel, example_models, model_data
 from attnplug.registry.default import get_registry
+from attnplug.registry.devices import resolve_device
 
 ROOT = Path(__file__).parents[2]
 MODELS = {model.name: model for model in example_models()}
+GPT, LLAMA = (ROOT / "examples" / "models" / f"{name}.json" for name in ("gpt-oss-20b", "llama-3.1-8b"))
 GPUS = ("T4", "A100", "L40S", "H100", "B200", "MI300X")
 
 
@@ -98,10 +100,44 @@ def test_the_console_says_what_the_page_says(run: Any, data: dict[str, Any], mod
 def test_gpt_oss_on_an_h100_has_the_same_words_everywhere(
     run: Any, data: dict[str, Any], grid: dict[str, Any]
 ) -> None:
-    out = run("select", ROOT / "examples" / "models" / "gpt-oss-20b.json", "--device", "h100").out
+    out = run("select", GPT, "--device", "h100").out
     rows = [line.split()[-3:-1] for line in out.splitlines() if line.split()[-1:] == ["16"]]
     column = grid["GPUS"].index("H100")
     drawn = [list(row.served[column]) for row in grid["rows"]() if row.name.startswith("gpt-oss-20b")]
     _, shown = on_page(data, MODELS["gpt-oss-20b"], "H100", "auto")
     assert rows == drawn == [list(pair) for pair in dict.fromkeys(shown)]
     assert "Assumes every library that such a machine could install." in out
+
+
+def test_the_first_answer_without_a_gpu_says_what_the_reference_is(run: Any) -> None:
+    out = run("select", GPT).out
+    assert "TORCH is the reference: right and slow, on any machine." in out
+    assert out.endswith("gpt-oss-20b.json --device h100\n")
+    assert "is the reference" not in run("select", GPT, "--device", "cpu").out
+
+
+def test_libraries_of_another_machine_are_assumed_and_named(run: Any) -> None:
+    asked = ("select", LLAMA, "--device", "h100")
+    out = run(*asked).out
+    assert "Assumes every library that such a machine could install." in out
+    assert "Missing here: FLASH_ATTN_4 (pip install 'flash-attn-4<5,>=4.0.0b26')." in out
+    here = run(*asked, "--assume-installed", "here")
+    assert "Assumes" not in here.out
+    assert "Missing" not in here.out
+    assert {each["assumed"] for each in run(*asked, "--json").json["decisions"]} == {"all"}
+    joint = run(*asked, "--one-backend", "--json").json
+    assert "by_phase" not in joint
+    assert {each["backend"] for each in joint["decisions"]} == {"TRITON"}
+
+
+@pytest.mark.parametrize(("device", "same"), [("9.0", "sm90"), ("gpu", "current"), ("GPU", "cuda")])
+def test_other_words_for_a_device(device: str, same: str) -> None:
+    current, wanted = resolve_device("current"), resolve_device(same)
+    if device.lower() == "gpu":
+        wanted = resolve_device("cuda") if current.type == "cpu" else current
+    assert resolve_device(device) == wanted
+
+
+def test_memory_without_a_unit_has_a_near_value(run: Any) -> None:
+    outcome = run("select", LLAMA, "--device", "h100", "--memory", "80")
+    assert (outcome.code, "did you mean 80GiB?" in outcome.err) == (2, True)

@@ -116,8 +116,8 @@ def _each_phase(both: Decision, device: str, kwargs: SelectKwargs) -> list[Decis
         return [both]
     alone = [ask(both.spec, device, phase, **kwargs) for phase in (Phase.PREFILL, Phase.DECODE)]
     names = list(dict.fromkeys(str(each.backend) for each in alone if each))
-    is_pair = len(names) == 2 and ask(both.spec, device, **{**kwargs, "backend": "+".join(names)})
-    return alone if is_pair else [both]
+    pair: SelectKwargs = {**kwargs, "backend": "+".join(names)}
+    return alone if len(names) == 2 and ask(both.spec, device, **pair) else [both]
 
 
 _OWN_OPTION = [flag for flag in Feature if flag.ask.help is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,13 +42,14 @@ from attnplug.cli.output.select_report import (
     why_chosen,
 )
 from attnplug.core.errors import PolicyError
-from attnplug.core.spec import Phase
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.model_spec import NOT_READ, Client
 from attnplug.planning import decide_model, phases_alone
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.integrations.transformers import ModelSpec
+    from attnplug.registry.registry import SelectKwargs
     from attnplug.registry.selection.decision import Decision
     from attnplug.runtime.plan.plan_choice import ByPhase
 
@@ -98,7 +100,6 @@ def select(
     from attnplug.integrations.transformers import read_config
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
-    from attnplug.runtime.plan.grouping import with_layout
     from attnplug.runtime.plan.plan_choice import has_phase_rules
 
     if per_phase is not None and phase is not None:
@@ -115,19 +116,13 @@ def select(
         for name, spec in model.layers.items():
             specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
     asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned, device)
-    by_phase: ByPhase = {}
-    decisions: Mapping[str, Decision]
+    where = resolve_device(device)
     # One backend serves all calls of transformers, unless the user asks for a phase's own.
-    as_planned = client is Client.ENGINE or per_phase or has_phase_rules(backend)
-    if phase is None and as_planned:
-        each = client is Client.ENGINE if per_phase is None else per_phase
-        where = resolve_device(device)
+    each = client is Client.ENGINE if per_phase is None else per_phase
+    if phase is None and (each or client is Client.ENGINE or has_phase_rules(backend)):
         decisions, by_phase, notes = decide_model(get_registry(), specs, where, asked, per_phase=each)
     else:
-        decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
-        if client is not Client.TRANSFORMERS:
-            decisions = with_layout(decisions)
-        notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
+        decisions, by_phase, notes = _for_one_phase(specs, where, phase, asked, client)
     advice = advice_for(_asked(decisions, by_phase))
     budget = budget_for(decisions, model, memory) if memory is not None else None
     if dtype is None:
@@ -153,13 +148,26 @@ def select(
         print_json(data, "attnplug.select")
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
-        _print(title, model, every, resolve_device(device), by_phase, notes, why)
+        _print(title, model, every, where, by_phase, notes, why)
         print_advice(advice)
         if device == "current" and every[:1] and every[0].device.type == "cpu":
-            print_reference(every, f"attnplug select {config} --device h100")
+            print_reference(every, f"attnplug select {shlex.quote(str(config))} --device h100")
         if memory is not None:
             print_budget(budget, model, memory)
     raise typer.Exit(0 if all(every) else 3)
+
+
+def _for_one_phase(
+    specs: Mapping[str, LayerSpec], device: Device, phase: Phase | None, asked: SelectKwargs, client: Client
+) -> tuple[dict[str, Decision], ByPhase, tuple[str, ...]]:
+    """The decisions for `phase`, or for all calls of transformers, in the form of `decide_model`."""
+    from attnplug.registry.default import get_registry
+    from attnplug.runtime.plan.grouping import with_layout
+
+    decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
+    if client is Client.ENGINE:
+        decisions = with_layout(decisions)
+    return decisions, {}, tuple(dict.fromkeys(note for each in decisions.values() for note in each.notes))
 
 
 def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase) -> Iterator[Decision]:

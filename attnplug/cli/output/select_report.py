@@ -126,7 +126,7 @@ def print_reference(decisions: Sequence[Decision], command: str) -> None:
                 f"{names[0]} is the reference: right and slow, on any machine. No GPU is here; for one:"
             )
         )
-        out.print(f"  {command}")
+        out.print(f"  {command}", soft_wrap=True)  # one line, to be copied
 
 
 def why_chosen(decisions: Iterable[Decision]) -> str:
