@@ -205,7 +205,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         "MLA not supported",
         "The model uses latent attention (DeepSeek, Kimi) and the backend does not, or the other way round.",
         (
-            "Ask for a plan by phase, `attnplug select CONFIG --per-phase`: many backends serve the prefill alone.",
+            "Ask for a plan by phase, as `attnplug select CONFIG` does: many backends serve the prefill alone.",
             _OTHER_BACKEND,
         ),
     ),

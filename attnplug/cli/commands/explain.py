@@ -96,7 +96,9 @@ def explain(
     shown = _each_phase(decision, device, kwargs) if phase is None else [decision]
     advice = advice_for(shown)
     if as_json:
-        print_json({**decision.to_dict(), "advice": advice_as_data(advice)})
+        alone = {str(each.phase): each.to_dict() for each in shown if each is not decision}
+        phased = {"by_phase": alone} if alone else {}
+        print_json({**decision.to_dict(), "advice": advice_as_data(advice), **phased})
     else:
         out = console()
         if decision.assumed == "all":

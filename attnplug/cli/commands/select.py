@@ -6,7 +6,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -44,7 +44,6 @@ from attnplug.cli.output.select_report import (
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.model_spec import NOT_READ, Client
-from attnplug.planning import decide_model, phases_alone
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -54,6 +53,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.plan.plan_choice import ByPhase
 
 
+_Alone: TypeAlias = "Mapping[str, Sequence[Decision]]"
+"""By layer, the decisions of its phases where they tell more than the one for both; empty elsewhere."""
 _DTYPE_CODES = frozenset({"dtype", "kv_cache_dtype"})
 
 
@@ -98,6 +99,7 @@ def select(
 ) -> None:
     """Choose a backend for each layer of a model, and explain refusals."""
     from attnplug.integrations.transformers import read_config
+    from attnplug.planning import decide_model, phases_alone
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
     from attnplug.runtime.plan.plan_choice import has_phase_rules
@@ -123,10 +125,11 @@ def select(
         decisions, by_phase, notes = decide_model(get_registry(), specs, where, asked, per_phase=each)
     else:
         decisions, by_phase, notes = _for_one_phase(specs, where, phase, asked, client)
-    advice = advice_for(_asked(decisions, by_phase))
+    alone = {name: phases_alone(decision, by_phase) for name, decision in decisions.items()}
+    advice = advice_for(_asked(decisions, alone))
     budget = budget_for(decisions, model, memory) if memory is not None else None
     if dtype is None:
-        notes = (*notes, *_float32_note(list(_asked(decisions, by_phase))))
+        notes = (*notes, *_float32_note(list(_asked(decisions, alone))))
     notes = (*(note.removesuffix(".") for note in model.notes), *notes)
     every = list(decisions.values())
     if as_json:
@@ -148,7 +151,7 @@ def select(
         print_json(data, "attnplug.select")
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
-        _print(title, model, every, where, by_phase, notes, why)
+        _print(title, model, every, where, alone, notes, why)
         print_advice(advice)
         if device == "current" and every[:1] and every[0].device.type == "cpu":
             print_reference(every, f"attnplug select {shlex.quote(str(config))} --device h100")
@@ -170,10 +173,10 @@ def _for_one_phase(
     return decisions, {}, tuple(dict.fromkeys(note for each in decisions.values() for note in each.notes))
 
 
-def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase) -> Iterator[Decision]:
+def _asked(decisions: Mapping[str, Decision], alone: _Alone) -> Iterator[Decision]:
     """The decisions as they were made: for both phases, or for each."""
-    for decision in decisions.values():
-        yield from phases_alone(decision, by_phase) or (decision,)
+    for name, decision in decisions.items():
+        yield from alone[name] or (decision,)
 
 
 def _float32_note(decisions: Sequence[Decision]) -> tuple[str, ...]:
@@ -209,7 +212,7 @@ def _print(
     model: ModelSpec,
     decisions: Sequence[Decision],
     device: Device,
-    by_phase: ByPhase,
+    alone: _Alone,
     notes: Sequence[str],
     why: bool,
 ) -> None:
@@ -222,8 +225,8 @@ def _print(
     for each in decisions:
         alike.setdefault((each.spec, each.phase, each.backend, each.block_size), []).append(each)
     groups = list(alike.values())
-    shown = [decision for each in decisions for decision in phases_alone(each, by_phase) or (each,)]
-    out.print(_table(groups, split=any(decision.phase for decision in shown) and bool(by_phase)))
+    shown = list(_asked({str(each.layer_name): each for each in decisions}, alone))
+    out.print(_table(groups, split=any(alone.values())))
     if len(decisions) > 1:
         out.print()
         out.print(_strip(decisions))
@@ -237,10 +240,9 @@ def _print(
     for members in groups:
         first = members[0]
         if why or not first:
-            alone = phases_alone(first, by_phase)
             layers = layers_in_words([str(member.layer_name) for member in members])
             # A layer that no backend serves in one phase has that phase's decision as its joined one.
-            for decision in (first, *(each for each in alone if each is not first)):
+            for decision in (first, *(each for each in alone[str(first.layer_name)] if each is not first)):
                 phase = f", {decision.phase}" if decision.phase else ""
                 out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
                 out.print(decision.table())
