@@ -22,6 +22,7 @@ from attnplug.runtime.plan.budget import fit_kv_cache, parse_memory
 from attnplug.runtime.plan.grouping import other_pages, with_equal_pages, with_layout
 from attnplug.runtime.plan.model_plan import ModelPlan
 from attnplug.runtime.plan.plan_choice import (
+    ByPhase,
     LayerChoices,
     check_served,
     has_phase_rules,
@@ -61,7 +62,7 @@ def plan(
     specs: Mapping[str, LayerSpec] | HasLayers,
     device: DeviceLike = None,
     *,
-    per_phase: bool = False,
+    per_phase: bool = True,
     uniform: bool = False,
     kv_sharing: Mapping[str, str] | None = None,
     num_blocks: int | None = None,
@@ -78,7 +79,7 @@ def plan(
     Args:
         specs: layers by name in order, or a ModelSpec as `read_config` gives it.
         device: as in `attnplug.select`.
-        per_phase: choose for each phase alone. Where the choices differ, the layer is served by both on
+        per_phase: choose for each phase alone, as `attnplug select` shows it. Where the choices differ, the layer is served by both on
             one KV cache, as the composite "PREFILL+DECODE". Where they cannot share one, the plan notes
             the reason and one backend serves both phases.
         uniform: one backend for all layers: the highest-ranked that serves every layer and that all
@@ -215,6 +216,34 @@ def choose_backends(
     if by_phase:
         return phase_choices(registry, found[None], by_phase, kwargs, per_phase=per_phase)
     return LayerChoices(found[None])
+
+
+def decide_model(
+    registry: Registry,
+    specs: Mapping[str, LayerSpec],
+    device: Device,
+    kwargs: SelectKwargs,
+    *,
+    per_phase: bool = True,
+) -> tuple[dict[str, Decision], ByPhase, tuple[str, ...]]:
+    """The decisions that `attnplug.plan` makes, each phase's own, and its notes; no error for a layer without a backend.
+
+    The console, the pages and the pictures all ask here, so that one question has one answer.
+
+    Raises:
+        BackendUnavailableError, LayoutError, PolicyError, PluginError: as `attnplug.plan`.
+    """
+    choices = choose_backends(registry, specs, device, kwargs, per_phase=per_phase)
+    decisions, notes = agree_on_pages(registry, choices)
+    return decisions, choices.by_phase, notes
+
+
+def phases_alone(decision: Decision, by_phase: ByPhase) -> tuple[Decision, ...]:
+    """The decisions of each phase where they tell more than the one for both; empty elsewhere."""
+    prefill, decode = decision.members[Phase.PREFILL], decision.members[Phase.DECODE]
+    if prefill == decode and decision.phase is None and decision.spec.mla is None:
+        return ()
+    return tuple(by_phase.get(str(decision.layer_name), {}).values())
 
 
 def agree_on_pages(registry: Registry, choices: LayerChoices) -> tuple[dict[str, Decision], tuple[str, ...]]:

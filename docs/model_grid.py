@@ -12,10 +12,9 @@ from pathlib import Path
 
 from attnplug.cli.output.output import features_in_words
 from attnplug.core import LayerSpec, Phase
-from attnplug.planning import agree_on_pages, choose_backends
+from attnplug.planning import decide_model
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import resolve_device
-from attnplug.registry.registry import SelectKwargs
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ROOT / "benchmarks" / "model_layers.json"
@@ -67,10 +66,8 @@ def rows() -> list[Row]:
 
 
 def _served(specs: dict[str, LayerSpec], gpu: str) -> dict[str, tuple[str, str]]:
-    """By layer, the backends of prefill and decode with every library installed."""
-    registry, asked = get_registry(), SelectKwargs(assume_installed="all")
-    choices = choose_backends(registry, specs, resolve_device(gpu), asked, per_phase=True)
-    decisions, _ = agree_on_pages(registry, choices)
+    """By layer, the backends of prefill and decode with every library that such a machine could install."""
+    decisions, *_ = decide_model(get_registry(), specs, resolve_device(gpu), {"assume_installed": "all"})
     return {
         name: (decision.members[Phase.PREFILL], decision.members[Phase.DECODE])
         for name, decision in decisions.items()

@@ -26,6 +26,8 @@ _LIST, _PROSE = 10, 24
 _SENTENCE = 40
 """A cell wider than this is a sentence."""
 _WORD = re.compile(r"\s*\S+\s*")
+_PART = re.compile(r"\s*(?:\S*[<>=]\S*|[^\s,-]+[,-]*|[,-]+)\s*")
+"""A word, or the part of a name up to a hyphen or comma; a requirement is whole."""
 
 _STYLES = {
     "chosen": "bold green",
@@ -66,8 +68,8 @@ class Paragraph:
 class WrappedTable:
     """A table without a frame. Lines have no trailing blanks.
 
-    It wraps cells between words. If the width does not suffice for that, or is below 70 columns, each row becomes a
-    block: a heading, and a line for each other column.
+    It wraps cells between words, and after hyphens and commas where a column has no room for a word. If the width does
+    not suffice for that, or is below 70 columns, each row becomes a block: a heading, and a line for each other column.
 
     Args:
         columns: the headings; none is shown if all are empty.
@@ -120,23 +122,28 @@ class WrappedTable:
             return natural
         if total < _NARROW:
             return None
-        columns = zip(*(row for row in (self._columns, *self._rows) if row), strict=True)
-        least = [
-            wide
-            if is_fixed
-            else max(min(wide, _PROSE if wide > _SENTENCE else _LIST), *map(_longest_word, column))
-            for wide, is_fixed, column in zip(natural, self._fixed, columns, strict=True)
-        ]
-        # The widest columns shrink first, because they have sentences.
+        columns = list(zip(*(row for row in (self._columns, *self._rows) if row), strict=True))
         widths = list(natural)
-        for index in sorted(range(len(natural)), key=natural.__getitem__, reverse=True):
-            widths[index] = max(least[index], widths[index] - max(0, sum(widths) - room))
-        return widths if sum(widths) <= room else None
+        # The widest columns shrink first, because they have sentences. Names are broken only if that is too little.
+        order = sorted(range(len(natural)), key=natural.__getitem__, reverse=True)
+        for unit in (_WORD, _PART):
+            for index in order:
+                wide = natural[index]
+                floor = _PROSE if wide > _SENTENCE and unit is _WORD else _LIST
+                least = max(min(wide, floor), _longest(unit, columns[index]))
+                if not self._fixed[index]:
+                    widths[index] = max(least, widths[index] - max(0, sum(widths) - room))
+            if sum(widths) <= room:
+                return widths
+        return None
 
     def _lines(self, widths: Sequence[int]) -> Iterator[Text]:
         has_header = any(column.plain for column in self._columns)
         for row in ([self._columns] if has_header else []) + self._rows:
-            wrapped = [_cell(cell, width) for cell, width in zip(row, widths, strict=False)]
+            wrapped = [
+                _cell(cell, width, _WORD if _longest_word(cell) <= width else _PART)
+                for cell, width in zip(row, widths, strict=False)
+            ]
             for index in range(max(map(len, wrapped), default=1)):
                 line = Text()
                 for column, lines in enumerate(wrapped):
@@ -197,14 +204,18 @@ def _longest_word(text: Text) -> int:
     return max(map(cell_len, text.plain.split()), default=0)
 
 
-def _cell(text: Text, width: int) -> list[Text]:
-    return [line for part in text.split("\n", allow_blank=True) for line in wrapped(part, width)]
+def _longest(unit: re.Pattern[str], column: Iterable[Text]) -> int:
+    return max(cell_len(part.strip()) for cell in column for part in ("", *unit.findall(cell.plain)))
 
 
-def wrapped(line: Text, width: int) -> list[Text]:
+def _cell(text: Text, width: int, unit: re.Pattern[str] = _WORD) -> list[Text]:
+    return [line for part in text.split("\n", allow_blank=True) for line in wrapped(part, width, unit)]
+
+
+def wrapped(line: Text, width: int, unit: re.Pattern[str] = _WORD) -> list[Text]:
     """A line as lines of at most `width`, or of one longer word."""
     breaks, used = [], 0
-    for word in _WORD.finditer(line.plain):
+    for word in unit.finditer(line.plain):
         if used and used + cell_len(word[0].rstrip()) > width:
             breaks.append(word.start())
             used = 0

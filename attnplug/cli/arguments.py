@@ -18,6 +18,7 @@ from attnplug.core.dtypes import DTYPES, dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import AttnplugError, PolicyError
 from attnplug.core.features import Feature
 from attnplug.core.spec import KINDS, Phase
+from attnplug.registry.devices import is_here, resolve_device
 from attnplug.registry.plugins.installed import AssumeInstalled
 from attnplug.registry.plugins.options import parse_options
 from attnplug.registry.selection.policy import parse_rules
@@ -197,8 +198,8 @@ AssumedVersions: TypeAlias = Annotated[
     list[str] | None,
     _choice(
         "--assume-installed",
-        metavar="all|DIST=VERSION",
-        help="Choose as if these were installed; may be repeated.",
+        metavar="all|here|DIST=VERSION",
+        help="Choose as if these were installed; may be repeated \\[default: here on this machine, all for another].",
     ),
 ]
 AllowRefuted: TypeAlias = Annotated[
@@ -256,8 +257,11 @@ def settings(
     allow_refuted: Sequence[str] | None,
     tuned: str | None,
     no_tuned: bool,
+    device: str,
 ) -> SelectKwargs:
     """The settings of a selection in the options of a command.
+
+    A device that is not of this machine has every library that it could have, unless the user says which.
 
     Raises:
         PolicyError: text of another form, a distribution that no backend requires, or both `--tuned` and `--no-tuned`.
@@ -267,6 +271,8 @@ def settings(
         rules = parse_rules(backend, "--backend")
         options = parse_options(option, "--option", rules[0].backend if len(rules) == 1 else None)
     assumed = _assumed(assume_installed)
+    if not assume_installed and not is_here(resolve_device(device)):
+        assumed = "all"
     if no_tuned and tuned is not None:
         raise PolicyError("--tuned", tuned, "cannot be combined with --no-tuned", "give one of the two")
     return {
@@ -284,7 +290,7 @@ def _assumed(given: Sequence[str] | None) -> AssumeInstalled:
     Raises:
         PolicyError: text of another form, or a distribution that no backend requires and that is not installed.
     """
-    if not given:
+    if not given or list(given) == ["here"]:
         return None
     if list(given) == ["all"]:
         return "all"
@@ -292,7 +298,7 @@ def _assumed(given: Sequence[str] | None) -> AssumeInstalled:
     for part in (part for text in given for part in text.split(",")):
         name, equals, version = part.partition("=")
         if not (name and equals and version):
-            raise PolicyError("--assume-installed", part, "must be all, or DISTRIBUTION=VERSION")
+            raise PolicyError("--assume-installed", part, "must be all, here, or DISTRIBUTION=VERSION")
         versions[name.strip()] = version.lstrip("=").strip()
     _check_distributions(versions)
     return versions

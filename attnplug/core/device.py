@@ -244,7 +244,7 @@ class Device:
 
     @classmethod
     def parse(cls, text: str) -> Device:
-        """Read "cpu", "cuda", "cuda:9.0", "rocm:9.4", "sm90" (also "sm_90a"), "gfx942", "H100", or "current".
+        """Read "cpu", "cuda", "cuda:9.0", "9.0", "rocm:9.4", "sm90" (also "sm_90a"), "gfx942", "H100", or "current".
 
         The names of GPUs are those of `gpu_models`; case, blanks and dashes do not matter. Only "current"
         asks torch. SpecError for any other text, with the names that resemble it.
@@ -256,8 +256,9 @@ class Device:
             return cls.current()
         if (capability := arch_capability(word)) is not None:
             return cls("rocm" if word.startswith("gfx") else "cuda", capability)
-        if match := re.fullmatch(r"(cuda|rocm|xpu):(\d{1,4})\.(\d{1,4})", word):
-            return cls(match[1], (int(match[2]), int(match[3])))
+        # A compute capability alone is one of NVIDIA's, as in their tables.
+        if match := re.fullmatch(r"(?:(cuda|rocm|xpu):)?(\d{1,4})\.(\d{1,4})", word):
+            return cls(match[1] or "cuda", (int(match[2]), int(match[3])))
         if word in ("cpu", "cuda", "rocm", "mps", "xpu", "hpu", "tpu", "npu"):
             return cls(word)
         if (gpu := find_gpu(word)) is not None:

@@ -205,7 +205,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         "MLA not supported",
         "The model uses latent attention (DeepSeek, Kimi) and the backend does not, or the other way round.",
         (
-            "Ask for a plan by phase, `attnplug select CONFIG --per-phase`: many backends serve the prefill alone.",
+            "Ask for a plan by phase, as `attnplug select CONFIG` does: many backends serve the prefill alone.",
             _OTHER_BACKEND,
         ),
     ),
@@ -250,7 +250,7 @@ REASON_HELP: Mapping[str, CodeHelp] = {
         "phase not supported: prefill is not decode; select per phase",
         "The backend serves prefill or decode alone, and was asked to serve both.",
         (
-            "Ask for a plan by phase: `attnplug select CONFIG --per-phase`, or `attnplug.plan(..., per_phase=True)`.",
+            "Ask for a plan by phase, as `attnplug select CONFIG` and `attnplug.plan` do by default.",
             "Use a rule for the phase, such as `--backend TRITON,prefill=TORCH`.",
         ),
     ),

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
 from attnplug.core.reasons import Reason
-from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.planning import agree_on_pages, choose_backends
+from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.planning import decide_model, phases_alone
 from attnplug.runtime.plan.grouping import planned_caches
 
 if TYPE_CHECKING:
@@ -123,15 +123,7 @@ def answers_for(registry: Registry, model: ExampleModel, device: Device) -> dict
 
 def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_dtype: str) -> ModelDecision:
     specs = model.with_kv_cache_dtype(kv_cache_dtype)
-    by_phase: Mapping[str, Mapping[Phase, Decision]] = {}
-    # As `attnplug select`: latent attention is always decided phase by phase.
-    if any(spec.mla is not None for spec in specs.values()):
-        choices = choose_backends(registry, specs, device, _ASKED, per_phase=False)
-        decisions, notes = agree_on_pages(registry, choices)
-        by_phase = choices.by_phase
-    else:
-        decisions = registry.decide_layers(specs, device, (None,), **_ASKED)[None]
-        notes = tuple(dict.fromkeys(note for each in decisions.values() for note in each.notes))
+    decisions, by_phase, notes = decide_model(registry, specs, device, _ASKED)
     layers: dict[LayerSpec, list[str]] = {}
     for name, spec in specs.items():
         layers.setdefault(spec, []).append(name)
@@ -141,7 +133,7 @@ def _outcome(registry: Registry, model: ExampleModel, device: Device, kv_cache_d
             spec.kinds[0],
             tuple(names),
             decisions[names[0]],
-            tuple(by_phase.get(names[0], {}).values()),
+            phases_alone(decisions[names[0]], by_phase),
         )
         for spec, names in layers.items()
     )

@@ -34,6 +34,8 @@ def resolve_device(device: DeviceLike) -> Device:
         # No machine has a million GPUs, and Python refuses to read integers of thousands of digits.
         if kind in ("cuda", "rocm") and re.fullmatch("[0-9]{1,6}", str(index)):
             return Device.current(int(str(index)))
+        if text.strip().lower() == "gpu":
+            text = "cuda" if Device.current().type == "cpu" else "current"
         # The current GPU may change, so "current" is not cached.
         device = Device.current() if text == "current" else _parse(text)
     # Backends judge a GPU by its capability, so text such as "cuda" gets that of the current one.

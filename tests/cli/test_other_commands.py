@@ -117,7 +117,7 @@ def test_explain_asks_for_chosen_keys(run, text, sparse):
         (("--mla", "0,512,128,64,128", "--head-size", "128"), "head_size=128 must be kv_lora_rank + qk_rope_head_dim = 576 with mla"),
         (("--soft-cap", "-1"), "logits_soft_cap=-1.0 must be a finite number above 0"),
         (("--attn-type", "encoder_only", "--sliding-window", "8"), "sliding_window=8 is for causal layers"),
-        (("--assume-installed", "flash-attn"), "must be all, or DISTRIBUTION=VERSION"),
+        (("--assume-installed", "flash-attn"), "must be all, here, or DISTRIBUTION=VERSION"),
         (("--assume-installed", "flashinfer=0.6.13"), "did you mean flashinfer-python"),
         (("--assume-installed", "nosuch=1"), "a distribution that no backend requires; they require flash-attn"),
         (("--dtype", "bf16"), "must be one of float16, bfloat16, float32"),

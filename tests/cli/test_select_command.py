@@ -181,7 +181,8 @@ def test_two_backends_for_the_phases_of_a_layer_have_a_column_each(run):
     rules = ("--backend", "TRITON,prefill=TORCH", "--device", "sm90", "--assume-installed", "all")
     outcome = run("select", MODELS / "gpt-oss-20b.json", *rules)
     assert outcome.code == 0
-    title, table, strip = outcome.out.split("\n\n")
+    title, table, strip, why = outcome.out.split("\n\n")
+    assert why == "Why this one: asked for by --backend.\n"
     header, *rows = [line.split() for line in table.splitlines()]
     assert "(gpt_oss) on sm90" in title
     assert header[-3:] == ["prefill", "decode", "block"]

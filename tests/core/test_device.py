@@ -48,7 +48,9 @@ def test_a_device_is_read_from_text(text: str, device: Device) -> None:
     assert Device.parse(text) == device
 
 
-@pytest.mark.parametrize("text", ["", "gpu", "cuda:0", "cuda:9", "cpu:1.0", "sm9", "sm9000", "sm90 x", "9.0"])
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "cuda:0", "cuda:9", "cpu:1.0", "sm9", "sm9000", "sm90 x", "9", "9."]
+)
 def test_other_text_is_no_device_and_the_error_shows_the_forms(text: str) -> None:
     with pytest.raises(
         SpecError, match=r"'cpu', 'H100', 'sm90', 'cuda:9\.0', 'rocm:9\.4' or 'current'"

@@ -168,3 +168,25 @@ def test_a_scale_that_is_no_real_number_is_refused(small):
 
     assert "Gemma2Attention scales its logits by" in message
     assert "not a real number" in message
+
+
+def test_a_name_of_the_hub_is_read_from_the_local_cache(small, tmp_path, monkeypatch):
+    folder = tmp_path / "models--some-organisation--some-model"
+    small("Llama").save_pretrained(folder / "snapshots" / "0123")
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    assert read_config("some-organisation/some-model") == read_config(folder / "snapshots" / "0123")
+
+
+def test_a_name_that_is_not_cached_has_the_command_for_its_configuration_alone():
+    assert refusal("some-organisation/some-model").endswith(
+        "to get its configuration alone, run: hf download some-organisation/some-model config.json"
+    )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.gguf", "none.safetensors"])
+def test_a_file_of_weights_is_no_configuration(tmp_path, name):
+    (tmp_path / "model.safetensors").write_bytes(b"\x00" * 16)
+    assert refusal(tmp_path / name).endswith("a file of weights; give the config.json beside it")

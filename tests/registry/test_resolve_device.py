@@ -86,8 +86,8 @@ def test_anything_else_is_no_device(device: object) -> None:
 
 
 def test_text_that_names_no_device_is_an_error() -> None:
-    with pytest.raises(SpecError, match="device='gpu' is unknown"):
-        resolve_device("gpu")
+    with pytest.raises(SpecError, match="device='gpus' is unknown"):
+        resolve_device("gpus")
 
 
 def test_a_device_is_here_where_the_current_one_can_be_it(monkeypatch: pytest.MonkeyPatch) -> None:

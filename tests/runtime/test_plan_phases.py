@@ -49,7 +49,8 @@ def test_a_layer_whose_phases_choose_otherwise_is_served_by_both():
 
 def test_without_per_phase_nobody_is_split():
     with offered(decoder()):
-        assert plan(TWO_KINDS, "cpu").backends == ("TORCH",)
+        assert plan(TWO_KINDS, "cpu", per_phase=False).backends == ("TORCH",)
+        assert plan(TWO_KINDS, "cpu").backends == plan(TWO_KINDS, "cpu", per_phase=True).backends
 
 
 def test_the_decision_for_a_composite_is_asked_for_by_the_plan():

@@ -60,7 +60,7 @@ def test_a_phase_is_served_by_another_where_one_was_wrong_in_it():
     refute("LIAR", phase="decode")
     with offered(LIAR):
         assert served(plan(LAYERS, "cpu", per_phase=True)) == ["LIAR+TORCH"] * 2
-        assert served(plan(LAYERS, "cpu")) == ["TORCH"] * 2
+        assert served(plan(LAYERS, "cpu", per_phase=False)) == ["TORCH"] * 2
 
 
 def test_what_was_wrong_in_mixed_batches_does_not_serve_both_phases():

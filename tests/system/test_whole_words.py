@@ -186,3 +186,17 @@ def test_an_interrupt_while_a_value_is_shown_is_not_swallowed():
         shown_value(Interrupts())
     assert shown_value(Raises()) == "<Raises without a repr: SystemExit>"
     assert shown_value("a" * 50, 20) == f"'{'a' * 16}..."
+
+
+@pytest.mark.parametrize("package", ["acme", "acme-kernels", "acme-kernels-of-a-long-name"])
+def test_a_longer_name_of_a_plugin_costs_lines_and_not_the_table(package):
+    table = WrappedTable(("backend", "priority", "from", "devices", "needs"), ("priority",), ("backend",))
+    table.add_row("FLASHINFER", "230", "attnplug 0.1.0", "cuda", "flashinfer-python>=0.5,<0.8 (missing)")
+    table.add_row("FLASH_ATTN_4", "225", f"attnplug-{package} 0.1.0", "cuda, rocm, mps", "nothing")
+    lines = shown(table, 80)
+    assert lines[0].split() == ["backend", "priority", "from", "devices", "needs"]
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 8
+    assert any("flashinfer-python>=0.5,<0.8" in line for line in lines), (
+        "names are broken before requirements"
+    )

@@ -10,7 +10,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,11 +31,15 @@ from attnplug.cli.arguments import (
     settings,
 )
 from attnplug.cli.output.output import console, print_json
-from attnplug.cli.output.select_report import advice_as_data, advice_for, print_advice
+from attnplug.cli.output.select_report import ASSUMES, advice_as_data, advice_for, print_advice, print_missing
 from attnplug.core.errors import PolicyError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.reasons import REASON_HELP
-from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.spec import AttentionType, LayerSpec, Phase
+
+if TYPE_CHECKING:
+    from attnplug.registry.registry import SelectKwargs
+    from attnplug.registry.selection.decision import Decision
 
 _layer = functools.partial(typer.Option, rich_help_panel="The layer")
 
@@ -88,15 +92,35 @@ def explain(
         sliding_window=sliding_window,
         **asked,
     )
-    kwargs = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
+    kwargs = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned, device)
     decision = ask(spec, device, phase, **kwargs)
-    advice = advice_for([decision])
+    shown = _each_phase(decision, device, kwargs) if phase is None else [decision]
+    advice = advice_for(shown)
     if as_json:
-        print_json({**decision.to_dict(), "advice": advice_as_data(advice)})
+        alone = {str(each.phase): each.to_dict() for each in shown if each is not decision}
+        phased = {"by_phase": alone} if alone else {}
+        print_json({**decision.to_dict(), "advice": advice_as_data(advice), **phased})
     else:
-        console().print(decision)
+        out = console()
+        if decision.assumed == "all":
+            out.print(f"{ASSUMES}.")
+        for each in shown:
+            out.print(each)
+        print_missing(shown)
         print_advice(advice)
-    raise typer.Exit(0 if decision else 3)
+    raise typer.Exit(0 if all(shown) else 3)
+
+
+def _each_phase(both: Decision, device: str, kwargs: SelectKwargs) -> list[Decision]:
+    """The decisions of the two phases if their backends differ and can share one cache, as in a plan; else `both`."""
+    from attnplug.registry.default import explain as ask
+
+    if both.rule is not None:
+        return [both]
+    alone = [ask(both.spec, device, phase, **kwargs) for phase in (Phase.PREFILL, Phase.DECODE)]
+    names = list(dict.fromkeys(str(each.backend) for each in alone if each))
+    pair: SelectKwargs = {**kwargs, "backend": "+".join(names)}
+    return alone if len(names) == 2 and ask(both.spec, device, **pair) else [both]
 
 
 _OWN_OPTION = [flag for flag in Feature if flag.ask.help is not None]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -28,6 +29,7 @@ from attnplug.cli.arguments import (
 from attnplug.cli.output.output import console, features_in_words, layers_in_words, print_json
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.output.select_report import (
+    ASSUMES,
     LayerStrip,
     advice_as_data,
     advice_for,
@@ -35,6 +37,9 @@ from attnplug.cli.output.select_report import (
     left_out,
     print_advice,
     print_budget,
+    print_missing,
+    print_reference,
+    why_chosen,
 )
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
@@ -48,6 +53,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.plan.plan_choice import ByPhase
 
 
+_Alone: TypeAlias = "Mapping[str, Sequence[Decision]]"
+"""By layer, the decisions of its phases where they tell more than the one for both; empty elsewhere."""
 _DTYPE_CODES = frozenset({"dtype", "kv_cache_dtype"})
 
 
@@ -70,11 +77,13 @@ def select(
     option: OptionTexts = None,
     phase: PhaseChoice = None,
     per_phase: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--per-phase", help="Choose a backend for each phase: one prefills, another may decode."
+            "--per-phase/--one-backend",
+            help="Choose a backend for each phase of a layer, or one for both \\[default: for each phase].",
+            show_default=False,
         ),
-    ] = False,
+    ] = None,
     assume_installed: AssumedVersions = None,
     allow_refuted: AllowRefuted = None,
     tuned: TunedFile = None,
@@ -90,14 +99,14 @@ def select(
 ) -> None:
     """Choose a backend for each layer of a model, and explain refusals."""
     from attnplug.integrations.transformers import read_config
+    from attnplug.planning import decide_model, phases_alone
     from attnplug.registry.default import get_registry
     from attnplug.registry.devices import resolve_device
-    from attnplug.runtime.plan.grouping import with_layout
     from attnplug.runtime.plan.plan_choice import has_phase_rules
 
-    if per_phase and phase is not None:
+    if per_phase is not None and phase is not None:
         limit = f"cannot be combined with --phase {phase}"
-        raise PolicyError("--per-phase", True, limit, "give one of the two")
+        raise PolicyError("--per-phase", per_phase, limit, "give one of the two")
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
@@ -109,23 +118,19 @@ def select(
         for name, spec in model.layers.items():
             # Layers with direct K and V have no pages.
             specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
-    asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned)
-    by_phase: ByPhase | None = None
-    notes: tuple[str, ...] = ()
-    # A rule for one phase asks for both phases, unless the user chose one with --phase; so does latent attention.
-    has_latents = any(spec.mla is not None for spec in specs.values())
-    if per_phase or (phase is None and (has_phase_rules(backend) or has_latents)):
-        by_phase, decisions, notes = _phase_by_phase(specs, device, asked, per_phase)
+    asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned, device)
+    where = resolve_device(device)
+    # One backend serves all calls of transformers, unless the user asks for a phase's own.
+    each = client is Client.ENGINE if per_phase is None else per_phase
+    if phase is None and (each or client is Client.ENGINE or has_phase_rules(backend)):
+        decisions, by_phase, notes = decide_model(get_registry(), specs, where, asked, per_phase=each)
     else:
-        decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
-        # transformers keeps keys and values in caches of its own, which have no layout of attnplug.
-        if client is not Client.TRANSFORMERS:
-            decisions = with_layout(decisions)
-        notes = tuple(dict.fromkeys(note for decision in decisions.values() for note in decision.notes))
-    advice = advice_for(_asked(decisions, by_phase))
+        decisions, by_phase, notes = _for_one_phase(specs, where, phase, asked, client)
+    alone = {name: phases_alone(decision, by_phase) for name, decision in decisions.items()}
+    advice = advice_for(_asked(decisions, alone))
     budget = budget_for(decisions, model, memory) if memory is not None else None
     if dtype is None:
-        notes = (*notes, *_float32_note(list(_asked(decisions, by_phase))))
+        notes = (*notes, *_float32_note(list(_asked(decisions, alone))))
     notes = (*(note.removesuffix(".") for note in model.notes), *notes)
     every = list(decisions.values())
     if as_json:
@@ -137,7 +142,7 @@ def select(
             "kv_sharing": dict(model.kv_sharing),
             "advice": advice_as_data(advice),
         }
-        if by_phase is not None:
+        if by_phase:
             phased = {name: {str(p): d.to_dict() for p, d in each.items()} for name, each in by_phase.items()}
             data["by_phase"] = phased
         data["notes"] = list(notes)
@@ -147,17 +152,32 @@ def select(
         print_json(data, "attnplug.select")
     else:
         title = f"{config} ({model.model_type}){' in transformers' if client is Client.TRANSFORMERS else ''}"
-        _print(title, model, every, resolve_device(device), by_phase, notes, why)
+        _print(title, model, every, where, alone, notes, why)
         print_advice(advice)
+        if device == "current" and every[:1] and every[0].device.type == "cpu":
+            print_reference(every, f"attnplug select {shlex.quote(str(config))} --device h100")
         if memory is not None:
             print_budget(budget, model, memory)
     raise typer.Exit(0 if all(every) else 3)
 
 
-def _asked(decisions: Mapping[str, Decision], by_phase: ByPhase | None) -> Iterator[Decision]:
+def _for_one_phase(
+    specs: Mapping[str, LayerSpec], device: Device, phase: Phase | None, asked: SelectKwargs, client: Client
+) -> tuple[dict[str, Decision], ByPhase, tuple[str, ...]]:
+    """The decisions for `phase`, or for all calls of transformers, in the form of `decide_model`."""
+    from attnplug.registry.default import get_registry
+    from attnplug.runtime.plan.grouping import with_layout
+
+    decisions = get_registry().decide_layers(specs, device, (phase,), **asked)[phase]
+    if client is Client.ENGINE:
+        decisions = with_layout(decisions)
+    return decisions, {}, tuple(dict.fromkeys(note for each in decisions.values() for note in each.notes))
+
+
+def _asked(decisions: Mapping[str, Decision], alone: _Alone) -> Iterator[Decision]:
     """The decisions as they were made: for both phases, or for each."""
     for name, decision in decisions.items():
-        yield from (decision,) if by_phase is None else by_phase[name].values()
+        yield from alone[name] or (decision,)
 
 
 def _float32_note(decisions: Sequence[Decision]) -> tuple[str, ...]:
@@ -188,38 +208,32 @@ def _refuse_pages(kv_cache_dtype: str, block_size: int | None, memory: str | Non
             raise PolicyError(option, value, limit, f"leave {option} out")
 
 
-def _phase_by_phase(
-    specs: Mapping[str, LayerSpec], device: str, asked: SelectKwargs, per_phase: bool
-) -> tuple[ByPhase, Mapping[str, Decision], tuple[str, ...]]:
-    """Each phase's own decisions, the joined ones that `attnplug.plan` makes, and its notes."""
-    from attnplug.planning import agree_on_pages, choose_backends
-    from attnplug.registry.default import get_registry
-    from attnplug.registry.devices import resolve_device
-
-    registry = get_registry()
-    choices = choose_backends(registry, specs, resolve_device(device), asked, per_phase=per_phase)
-    return choices.by_phase, *agree_on_pages(registry, choices)
-
-
 def _print(
     title: str,
     model: ModelSpec,
     decisions: Sequence[Decision],
     device: Device,
-    by_phase: ByPhase | None,
+    alone: _Alone,
     notes: Sequence[str],
     why: bool,
 ) -> None:
     out = console()
-    out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}\n")
+    out.print(f"{title} on {device}{f' ({device.name})' if device.name else ''}")
+    if any(each.assumed == "all" for each in decisions):
+        out.print(f"{ASSUMES}.")
+    out.print()
     alike: dict[Any, list[Decision]] = {}
     for each in decisions:
         alike.setdefault((each.spec, each.phase, each.backend, each.block_size), []).append(each)
     groups = list(alike.values())
-    out.print(_table(groups, split=by_phase is not None))
+    shown = list(_asked({str(each.layer_name): each for each in decisions}, alone))
+    out.print(_table(groups, split=any(alone.values())))
     if len(decisions) > 1:
         out.print()
         out.print(_strip(decisions))
+    out.print()
+    out.print(Paragraph(f"Why this one: {why_chosen(shown)}."))
+    print_missing(shown)
     _print_rest(model)
     for note in notes:
         out.print()
@@ -227,10 +241,9 @@ def _print(
     for members in groups:
         first = members[0]
         if why or not first:
-            alone = by_phase[str(first.layer_name)].values() if by_phase else ()
             layers = layers_in_words([str(member.layer_name) for member in members])
             # A layer that no backend serves in one phase has that phase's decision as its joined one.
-            for decision in (first, *(each for each in alone if each is not first)):
+            for decision in (first, *(each for each in alone[str(first.layer_name)] if each is not first)):
                 phase = f", {decision.phase}" if decision.phase else ""
                 out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
                 out.print(decision.table())
@@ -241,22 +254,21 @@ def _print(
 
 def _table(groups: Sequence[Sequence[Decision]], split: bool) -> WrappedTable:
     phases = any(members[0].phase for members in groups)
-    served_by = ["prefill", "decode"] if split else ["backend", "prio"]
+    served_by = ["prefill", "decode"] if split else ["backend"]
     columns = ["layers", "which", "heads", "size", "asks for", *served_by, "block"]
     shown = WrappedTable(
         ["phase", *columns] if phases else columns,
-        right=("layers", "size", "prio", "block"),
+        right=("layers", "size", "block"),
         fixed=("phase", "layers", "heads", "backend", "prefill", "decode"),
         heading="layers {which}",
     )
     for members in groups:
         first = members[0]
-        spec, chosen = first.spec, first.chosen
-        priority = "-" if chosen is None or chosen.priority is None else str(chosen.priority)
-        served = list(first.members.values()) if split else [first.backend or "none", priority]
+        spec = first.spec
+        served = list(first.members.values()) if split else [first.backend or "none"]
         cells = [
             str(len(members)),
-            layers_in_words([str(decision.layer_name) for decision in members], 3),
+            layers_in_words([str(decision.layer_name) for decision in members], 2),
             f"{spec.num_heads}/{spec.num_kv_heads}",
             str(spec.head_size),
             features_in_words(spec),

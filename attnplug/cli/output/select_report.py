@@ -16,6 +16,7 @@ from rich.text import Text
 
 from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.output.output import console, layers_in_words
+from attnplug.core.spec import Phase
 from attnplug.matrix.words import NO_BACKEND, letters
 
 if TYPE_CHECKING:
@@ -98,6 +99,61 @@ def _which(decisions: list[Decision]) -> str:
     layers = f"layers {layers_in_words(names)}" if len(names) > 1 else "this layer"
     phase = phases.pop() if len(phases) == 1 else None
     return f"{layers} in {phase}" if phase else layers
+
+
+ASSUMES = "Assumes every library that such a machine could install"
+
+
+def print_missing(decisions: Sequence[Decision]) -> None:
+    """Print in one line the libraries of the chosen backends that are not installed here; nothing without any."""
+    from attnplug.registry.plugins.installed import missing_requirements
+
+    missing: dict[str, str] = {}
+    for decision in decisions:
+        if decision.assumed != "all" or decision.backend_cls is None:
+            continue
+        for reason in missing_requirements(decision.backend_cls.requires):
+            missing[str(reason.remedy)] = decision.members[Phase.DECODE]
+    if missing:
+        text = ", ".join(f"{name} ({remedy})" for remedy, name in missing.items())
+        console().print(Paragraph(f"Missing here: {text}."))
+
+
+def print_reference(decisions: Sequence[Decision], command: str) -> None:
+    """Print what the reference is, and the command for a GPU, if it serves a layer on a machine without a GPU."""
+    names = [c.name for d in decisions for c in (d.chosen,) if c is not None and c.priority == 0]
+    if names:
+        out = console()
+        out.print()
+        out.print(
+            Paragraph(
+                f"{names[0]} is the reference: right and slow, on any machine. No GPU is here; for one:"
+            )
+        )
+        out.print(f"  {command}", soft_wrap=True)  # one line, to be copied
+
+
+def why_chosen(decisions: Iterable[Decision]) -> str:
+    """Why these backends serve their layers, in words: "highest priority of those that serve the layer"."""
+    causes: dict[str, dict[str, None]] = {}
+    for decision in decisions:
+        accepted = sum(candidate.accepted for candidate in decision.candidates)
+        if not decision:
+            cause = "no backend serves the layer"
+        elif decision.measured is not None:
+            cause = "fastest in measured times"
+        elif decision.rule is not None and decision.chosen_by != "plan":
+            cause = f"asked for by {'--backend' if decision.chosen_by == 'backend' else decision.chosen_by}"
+        elif decision.ranked_by:
+            cause = f"ranked first by {', '.join(decision.ranked_by)}"
+        elif accepted == 1:
+            cause = "the only one that serves the layer"
+        else:
+            cause = "highest priority of those that serve the layer"
+        causes.setdefault(cause, {})[decision.backend or "none"] = None
+    if len(causes) == 1:
+        return next(iter(causes))
+    return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
 
 
 _COLOURS = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,45 @@ from attnplug._system.json_files import parse_json
 from attnplug.core.errors import ModelConfigError
 
 _MOST_BYTES = 16 << 20
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)")
+_WEIGHTS = frozenset({".safetensors", ".bin", ".gguf", ".pt", ".pth"})
 
 
 def config_path(path: Path) -> Path:
-    """`path` itself, or the config.json of a folder. ModelConfigError for a missing file."""
+    """`path` itself, the config.json of a folder, or that of a hub's id in the local cache.
+
+    ModelConfigError for a missing file, and for one of weights.
+    """
     if files.is_folder(path):
         if not files.has_name(path / "config.json"):
             raise ModelConfigError(f"{path}: the folder has no config.json", unreadable=True)
         return path / "config.json"
-    if not files.has_name(path):  # what lies behind a link is read, or named, later
+    if path.suffix in _WEIGHTS:
+        raise ModelConfigError(f"{path}: a file of weights; give the config.json beside it", unreadable=True)
+    if files.has_name(path):  # what lies behind a link is read, or named, later
+        return path
+    if not _HUB_ID.fullmatch(path.as_posix()):
         raise ModelConfigError(
             f"{path}: no such file; give the path of a config.json (nothing is downloaded)", unreadable=True
         )
-    return path
+    if (cached := _in_hub_cache(path.as_posix())) is not None:
+        return cached
+    raise ModelConfigError(
+        f"{path}: no such file, and no model of the local hub cache (nothing is downloaded); to get its "
+        f"configuration alone, run: hf download {path.as_posix()} config.json",
+        unreadable=True,
+    )
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    """The config.json that `huggingface_hub` keeps for a model; it asks no server."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(name, "config.json")
+    except (ImportError, ValueError):  # not installed, or a name that no hub takes
+        return None
+    return Path(found) if isinstance(found, str) else None
 
 
 def parse(path: Path) -> dict[str, Any]:

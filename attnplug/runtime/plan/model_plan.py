@@ -141,11 +141,12 @@ class ModelPlan:
     def table(self) -> WrappedTable:
         """A table for rich: a row for each group of layers with equal specs and decisions.
 
-        It has a column for each phase if phases were decided alone or a composite serves a layer.
+        It has a column for each phase if a composite serves a layer, and for latent attention.
         """
         from attnplug._system.terminal_tables import WrappedTable
 
-        split = bool(self.by_phase) or any("+" in name for name in self.backends)
+        latents = bool(self.by_phase) and any(decision.spec.mla for decision in self.decisions.values())
+        split = latents or any("+" in name for name in self.backends)
         who = ["prefill", "decode"] if split else ["backend"]
         alike: dict[Any, list[str]] = {}
         for name, d in self.decisions.items():
