@@ -16,7 +16,7 @@ from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, 
 
 _SCRIPTS = (
     *("data", "state", "elements", "keys", "unsampled", "filters"),
-    *("overview", "cells", "detail", "model", "main"),
+    *("overview", "cells", "detail", "config", "model", "pasted", "main"),
 )
 _STATUSES = tuple(MEANINGS)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import gpu_models
 from attnplug.core.spec import LayerSpec
+from attnplug.matrix.pasted import pasted_data
 from attnplug.matrix.which_backend import GPU, KV_CHOICES, BackendAnswer, LayerGroup, answers_for
 from attnplug.matrix.words import letters
 from attnplug.registry.devices import resolve_device
@@ -84,13 +85,13 @@ def models_text(models: Iterable[ExampleModel]) -> str:
     return "[\n" + ",\n".join(lines) + "\n]\n"
 
 
-def model_data(registry: Registry) -> dict[str, Any]:
+def model_data(registry: Registry, *, with_pasted: bool = False) -> dict[str, Any]:
     """The data as plain JSON values.
 
     `answers` has a list for each model, in it a list for each device, in it an index into `texts` for each KV
     dtype. The page puts the name of the GPU in place of "{gpu}" in the sentence and the command of a text. A kind of
-    layers has indices into `tables`: the candidates of a decision, with indices into `reasons`.
-
+    layers has indices into `tables`: the candidates of a decision, with indices into `reasons`. `with_pasted` adds what
+    the page needs to answer for a config.json that its reader pastes: 8,000 more decisions, which take seconds.
 
     Raises:
         PolicyError, PluginError: settings of the environment that no backend can follow.
@@ -105,10 +106,17 @@ def model_data(registry: Registry) -> dict[str, Any]:
         ]
         for model in example_models()
     ]
+    pasted = None
+    if with_pasted:
+        pasted = pasted_data(registry, list(map(resolve_device, devices)), numbers.text, ExampleModel)
     return {
         "start": list(START),
         "common": len(COMMON_GPUS) + 1,
         "letters": letters(registry.backends()),
+        "requires": {
+            name: [each if isinstance(each, str) else each[0] for each in backend.requires]
+            for name, backend in registry.backends().items()
+        },
         "models": [_layers(model) for model in example_models()],
         "gpus": gpus,
         "devices": devices,
@@ -117,6 +125,7 @@ def model_data(registry: Registry) -> dict[str, Any]:
             for name, meant in KV_CHOICES.items()
         ],
         "answers": answers,
+        "pasted": pasted,
         "texts": list(map(json.loads, numbers.texts)),
         "tables": list(map(json.loads, numbers.tables)),
         "reasons": list(numbers.reasons),
@@ -131,8 +140,10 @@ class _TextNumbers:
         self.tables: dict[str, int] = {}
         self.reasons: dict[str, int] = {}
 
-    def text(self, model: ExampleModel, answer: BackendAnswer, choice: str) -> int:
-        """The number of the text of an answer."""
+    def text(
+        self, model: ExampleModel, answer: BackendAnswer, choice: str, marks: Mapping[str, str] = {}
+    ) -> int:
+        """The number of the text of an answer, with the words of `marks` replaced."""
         outcome = answer.outcome
         stored = any(not spec.direct_kv for spec in model.layers.values())
         dtype = f" --kv-cache-dtype {outcome.kv_cache_dtype}" if stored and choice != "auto" else ""
@@ -145,7 +156,10 @@ class _TextNumbers:
             "notes": list(outcome.notes),
             "kinds": [self._kind(kind) for kind in outcome.kinds],
         }
-        return self.texts.setdefault(json.dumps(data), len(self.texts))
+        said = json.dumps(data)
+        for word, mark in marks.items():
+            said = said.replace(word, mark)
+        return self.texts.setdefault(said, len(self.texts))
 
     def _kind(self, kind: LayerGroup) -> dict[str, Any]:
         return {

@@ -34,7 +34,7 @@ def pages() -> dict[str, str]:
     )
     models = render_html(
         Matrix(()),
-        models=model_data(Registry()),
+        models=model_data(Registry(), with_pasted=True),
         title="Which backend for my model?",
         links={home: "index.html", "Compatibility matrix": ADDRESS},
     )

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from synthetic_matrix import HOSTILE, hostile_matrix, synthetic_matrix
@@ -21,88 +18,10 @@ from attnplug.core.device import Device
 from attnplug.matrix import Cell, Matrix, Status
 from attnplug.matrix.axes import axes_of, goes_with, own_latents
 from attnplug.matrix.design import cell_reasons, declare
-from attnplug.matrix.html import render_html
-from attnplug.matrix.model_page import model_data
 from attnplug.matrix.summary import summarise
 from attnplug.matrix.words import AXIS_NAMES, value_in_words
-from attnplug.registry import Registry
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 LAPTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    with playwright_api.sync_playwright() as playwright:
-        # Containers withhold what chromium's sandbox needs; the page is our own.
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield launched
-        launched.close()
-
-
-class Opened:
-    """A matrix's page in a tab, and everything that went wrong in it."""
-
-    def __init__(
-        self,
-        browser: Browser,
-        folder: Path,
-        matrix: Matrix,
-        hash_: str = "",
-        models: Any = None,
-        links: Any = None,
-        **options: Any,
-    ) -> None:
-        self.file = folder / "matrix.html"
-        self.file.write_text(render_html(matrix, models=models, links=links), encoding="utf-8")
-        self.wrong: list[str] = []
-        self.requests: list[str] = []
-        self.tab: Page = browser.new_page(**{"viewport": LAPTOP, **options})
-        self.tab.on("pageerror", lambda problem: self.wrong.append(str(problem)))
-        self.tab.on("console", lambda message: self.wrong.append(message.text))
-        self.tab.on("dialog", lambda dialog: self.wrong.append(dialog.message))
-        self.tab.on("request", lambda request: self.requests.append(request.url))
-        self.go(hash_)
-
-    def go(self, hash_: str) -> None:
-        self.tab.goto("about:blank")
-        self.tab.goto(f"{self.file.as_uri()}{hash_}")
-        self.tab.wait_for_selector("#main:not([hidden])")
-
-    @property
-    def hash(self) -> str:
-        return str(self.tab.evaluate("decodeURIComponent(location.hash)"))
-
-    def wait_for_hash(self, wanted: str) -> None:
-        """The browser closes a dialog first, and says so to the page afterwards."""
-        self.tab.wait_for_function("wanted => location.hash === wanted", arg=wanted)
-
-    def statuses(self) -> list[str]:
-        return self.tab.locator("#cells .open .word").all_inner_texts()
-
-    def title(self) -> str:
-        return self.tab.locator("#cells-title").inner_text()
-
-
-@pytest.fixture
-def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
-    opened: list[Opened] = []
-
-    def open_it(matrix: Matrix, hash_: str = "", **options: Any) -> Opened:
-        opened.append(Opened(browser, tmp_path, matrix, hash_, **options))
-        return opened[-1]
-
-    yield open_it
-    for each in opened:
-        each.tab.close()
-        assert each.wrong == []
-        assert {url.partition("#")[0] for url in each.requests} <= {"about:blank", each.file.as_uri()}
 
 
 def cells_of(matrix: Matrix, **values: object) -> list[Status]:
@@ -293,11 +212,6 @@ def test_ten_thousand_cells_are_filtered_in_one_page(open_page: Any) -> None:
 def test_an_empty_matrix_says_so(open_page: Any) -> None:
     page = open_page(Matrix(()))
     assert page.tab.get_by_text("The matrix is empty.").is_visible()
-
-
-@pytest.fixture(scope="module")
-def models() -> Any:
-    return model_data(Registry())
 
 
 @pytest.mark.parametrize("by", ["mouse", "keyboard"])

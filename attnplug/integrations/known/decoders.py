@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -57,27 +59,51 @@ def experts_fit(values: Values) -> bool:
     return len(counts) < 2 and values.get("num_experts_per_tok", 1) <= min(counts, default=1)
 
 
-def _decoder(
-    kinds: Callable[[Values], Kinds | None] = lambda values: [_FULL] * values["num_hidden_layers"],
-    *,
-    ropes: tuple[str, ...] = USUAL,
-    scale: Callable[[Values], float] = lambda values: head_dim_of(values) ** -0.5,
-    cap: str | None = None,
-    sinks: bool = False,
-    one_rope: bool = True,
-) -> Callable[[Values], Layers | None]:
-    """The rule of a decoder whose layers differ in their kind only."""
+def _full_layers(values: Values) -> Kinds:
+    return [_FULL] * values["num_hidden_layers"]
 
-    def read(values: Values) -> Layers | None:
+
+def _scale_of_size(values: Values) -> float:
+    scale: float = head_dim_of(values) ** -0.5
+    return scale
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decoder:
+    """The rule of a decoder whose layers differ in their kind only: it gives the layers of checked fields.
+
+    Args:
+        kinds: the kind of each layer; None for values that the rule does not know.
+        ropes: the kinds of its rotary embedding.
+        scale: of the softmax.
+        cap: the field of the soft cap.
+        sinks: whether its layers have sinks.
+        also: what else must hold, before all.
+        one_rope: whether it has one rotary embedding; else `also` checks them.
+    """
+
+    kinds: Callable[[Values], Kinds | None] = _full_layers
+    _: dataclasses.KW_ONLY
+    ropes: tuple[str, ...] = USUAL
+    scale: Callable[[Values], float] = _scale_of_size
+    cap: str | None = None
+    sinks: bool = False
+    also: Callable[[Values], bool] | None = None
+    one_rope: bool = True
+
+    def __call__(self, values: Values) -> Layers | None:
+        """The layers of checked fields; None for a combination of values that the rule does not know."""
+        if self.also is not None and not self.also(values):
+            return None
         heads, size = values["num_attention_heads"], head_dim_of(values)
         kv_heads = values["num_key_value_heads"] or heads
         if values["hidden_size"] % heads or heads % kv_heads or not experts_fit(values):
             return None
         share = values.get("partial_rotary_factor")
         rotating = size if share is None else int(size * share)
-        if one_rope and rope_of(values, rotating, ropes, share) is None:
+        if self.one_rope and rope_of(values, rotating, self.ropes, share) is None:
             return None
-        each = kinds(values)
+        each = self.kinds(values)
         if each is None or len(each) != values["num_hidden_layers"] or size % 2:
             return None
         window = values.get("sliding_window") or 0
@@ -85,7 +111,7 @@ def _decoder(
             return None
         if values.get("sliding_window_size", window) != window:
             return None  # the class does not read it, and the full reader says so
-        if (factor := scale(values)) == 1.0:
+        if (factor := self.scale(values)) == 1.0:
             return None  # the full reader looks for the other part of such a scale
         attention = {
             kind: Attention(
@@ -95,14 +121,12 @@ def _decoder(
                 scale=factor,
                 window=(window - 1, 0) if kind == _SLIDING else (-1, 0),
                 chunk_size=values["attention_chunk_size"] if kind == _CHUNKED else None,
-                logits_soft_cap=values[cap] if cap else None,
-                has_sinks=sinks,
+                logits_soft_cap=values[self.cap] if self.cap else None,
+                has_sinks=self.sinks,
             )
             for kind in set(each)
         }
         return [(f"layers.{index}.self_attn", attention[kind]) for index, kind in enumerate(each)]
-
-    return read
 
 
 def _every_layer(values: Values) -> Kinds:
@@ -120,15 +144,11 @@ def _late_layers(values: Values) -> Kinds | None:
     return [_SLIDING if index >= first else _FULL for index in range(values["num_hidden_layers"])]
 
 
-def _all_but_each(pattern: int) -> Callable[[Values], Kinds]:
+def _all_but_each(pattern: int, values: Values) -> Kinds:
     """A window on all layers but each `pattern`-th, or as the file says."""
-
-    def kinds(values: Values) -> Kinds:
-        every = values.get("sliding_window_pattern", pattern)
-        layers = range(1, values["num_hidden_layers"] + 1)
-        return values["layer_types"] or [_SLIDING if index % every else _FULL for index in layers]
-
-    return kinds
+    every = values.get("sliding_window_pattern", pattern)
+    layers = range(1, values["num_hidden_layers"] + 1)
+    return values["layer_types"] or [_SLIDING if index % every else _FULL for index in layers]
 
 
 def _scale_of_gemma(values: Values) -> float:
@@ -136,27 +156,27 @@ def _scale_of_gemma(values: Values) -> float:
     return scale
 
 
-def _gemma3(values: Values) -> Layers | None:
+def _scale_of_granite(values: Values) -> float:
+    return float(values["attention_multiplier"])
+
+
+def _gemma3(values: Values) -> bool:
     """Gemma 3: one rotary embedding for windows, another for full attention."""
     old, new = values.get("rope_scaling"), values.get("rope_parameters")
     if any(not number(2)(values.get(name, 2)) for name in ("rope_theta", "rope_local_base_freq")):
-        return None
+        return False
     if old is not None and not (old and type(old) is dict):
-        return None
+        return False
     ropes = {_FULL: old or {}, _SLIDING: {}} if new is None else new
     if type(ropes) is not dict or set(ropes) != {_FULL, _SLIDING} or (old and new):
-        return None
-    if not each_rope_is_known(ropes, head_dim_of(values), ("default", "linear")):
-        return None
-    return _decoder(_all_but_each(6), scale=_scale_of_gemma, one_rope=False)(values)
+        return False
+    return each_rope_is_known(ropes, head_dim_of(values), ("default", "linear"))
 
 
-def _cohere2(values: Values) -> Layers | None:
+def _cohere2(values: Values) -> bool:
     """Cohere 2, whose configuration class sets `head_dim`; a file may repeat it."""
-    size = values["hidden_size"] // values["num_attention_heads"]
-    if values.get("head_dim", size) != size:
-        return None
-    return _decoder(_all_but_each(4))(values)
+    size: int = values["hidden_size"] // values["num_attention_heads"]
+    return bool(values.get("head_dim", size) == size)
 
 
 def _llama4(values: Values) -> Kinds | None:
@@ -195,7 +215,7 @@ _GLM: Final = {"num_key_value_heads": 2, "head_dim": 128, "partial_rotary_factor
 DECODERS: Final[dict[str, Family]] = {
     "llama": _family(
         "Llama",
-        _decoder(),
+        Decoder(),
         {"num_key_value_heads": None, "head_dim": None},
         head_dim=optional(_HEAD),
         mlp_bias=YES_OR_NO,
@@ -204,24 +224,24 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "mistral": _family(
         "Mistral",
-        _decoder(_every_layer),
+        Decoder(_every_layer),
         {"num_key_value_heads": 8, "head_dim": None, "sliding_window": 4096},
         head_dim=optional(_HEAD),
         sliding_window=optional(WINDOW),
     ),
     "mixtral": _family(
         "Mixtral",
-        _decoder(_every_layer, ropes=("default",)),
+        Decoder(_every_layer, ropes=("default",)),
         {"num_key_value_heads": 8, "head_dim": None, "sliding_window": None}
         | {"num_local_experts": 8, "num_experts_per_tok": 2},
         head_dim=optional(_HEAD),
         sliding_window=optional(WINDOW),
         **EXPERTS,
     ),
-    "qwen2": _family("Qwen2", _decoder(_late_layers), _QWEN, **_WINDOWS, num_key_value_heads=optional(HEADS)),
+    "qwen2": _family("Qwen2", Decoder(_late_layers), _QWEN, **_WINDOWS, num_key_value_heads=optional(HEADS)),
     "qwen2_moe": _family(
         "Qwen2Moe",
-        _decoder(),
+        Decoder(),
         {"num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4},
         max_window_layers=SMALL,
         qkv_bias=YES_OR_NO,
@@ -232,7 +252,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "qwen3": _family(
         "Qwen3",
-        _decoder(_late_layers),
+        Decoder(_late_layers),
         {**_QWEN, "head_dim": 128},
         **_WINDOWS,
         head_dim=_HEAD,
@@ -240,7 +260,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "qwen3_moe": _family(
         "Qwen3Moe",
-        _decoder(_every_layer),
+        Decoder(_every_layer),
         {"num_key_value_heads": 4, "use_sliding_window": False, "sliding_window": 4096}
         | {"num_experts_per_tok": 8},
         head_dim=_HEAD,
@@ -251,7 +271,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "gemma": _family(
         "Gemma",
-        _decoder(),
+        Decoder(),
         {"num_key_value_heads": 16, "head_dim": 256},
         head_dim=_HEAD,
         hidden_activation=optional(ACTIVATION),
@@ -259,7 +279,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "gemma2": _family(
         "Gemma2",
-        _decoder(_all_but_each(2), scale=_scale_of_gemma, cap="attn_logit_softcapping"),
+        Decoder(functools.partial(_all_but_each, 2), scale=_scale_of_gemma, cap="attn_logit_softcapping"),
         {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
         | {"sliding_window": 4096, "attn_logit_softcapping": 50.0},
         **_GEMMA,
@@ -270,7 +290,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "gemma3_text": _family(
         "Gemma3",
-        _gemma3,
+        Decoder(functools.partial(_all_but_each, 6), scale=_scale_of_gemma, also=_gemma3, one_rope=False),
         {"num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "layer_types": None}
         | {"sliding_window": 4096},
         **{**_GEMMA, "attn_logit_softcapping": one_of(None)},
@@ -282,7 +302,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "gpt_oss": _family(
         "GptOss",
-        _decoder(_all_but_each(2), sinks=True),
+        Decoder(functools.partial(_all_but_each, 2), sinks=True),
         {"num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "layer_types": None}
         | {"num_local_experts": 128, "num_experts_per_tok": 4},
         experts_per_token=HEADS,
@@ -295,7 +315,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "phi3": _family(
         "Phi3",
-        _decoder(_every_layer, ropes=("default", "longrope")),
+        Decoder(_every_layer, ropes=("default", "longrope")),
         {"num_key_value_heads": None, "sliding_window": None},
         num_key_value_heads=optional(HEADS),
         original_max_position_embeddings=whole(64, 1 << 24),
@@ -303,12 +323,12 @@ DECODERS: Final[dict[str, Family]] = {
         **all_of(number(0, 1), "embd_pdrop resid_pdrop"),
         sliding_window=optional(WINDOW),
     ),
-    "glm": _family("Glm", _decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
-    "glm4": _family("Glm4", _decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
-    "olmo2": _family("Olmo2", _decoder(), {"num_key_value_heads": None}, num_key_value_heads=optional(HEADS)),
+    "glm": _family("Glm", Decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
+    "glm4": _family("Glm4", Decoder(), _GLM, head_dim=_HEAD, partial_rotary_factor=one_of(0.5)),
+    "olmo2": _family("Olmo2", Decoder(), {"num_key_value_heads": None}, num_key_value_heads=optional(HEADS)),
     "cohere2": _family(
         "Cohere2",
-        _cohere2,
+        Decoder(functools.partial(_all_but_each, 4), also=_cohere2),
         {"num_key_value_heads": None, "sliding_window": 4096, "layer_types": None},
         cache_implementation=one_of("hybrid"),
         head_dim=_HEAD,
@@ -328,7 +348,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "granite": _family(
         "Granite",
-        _decoder(scale=lambda values: float(values["attention_multiplier"])),
+        Decoder(scale=_scale_of_granite),
         {"num_key_value_heads": None, "attention_multiplier": 1.0},
         attention_multiplier=number(1e-6, 1e3),
         mlp_bias=YES_OR_NO,
@@ -337,7 +357,7 @@ DECODERS: Final[dict[str, Family]] = {
     ),
     "llama4_text": _family(
         "Llama4",
-        _decoder(_llama4),
+        Decoder(_llama4),
         {"num_key_value_heads": 8, "head_dim": 128, "attention_chunk_size": 8192, "layer_types": None}
         | {"no_rope_layers": None, "no_rope_layer_interval": 4, "num_local_experts": 16}
         | {"num_experts_per_tok": 1},

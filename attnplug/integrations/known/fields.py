@@ -16,57 +16,86 @@ from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client, make_spec
 
-Check = Callable[[Any], bool]
 _METHODS: Final = ("awq", "bitsandbytes", "compressed-tensors", "fp8", "gptq", "mxfp4")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Check:
+    """Says whether a rule understands a value. `data` says the same to a page, which runs no Python."""
+
+    data: tuple[Any, ...]
+    passes: Callable[[Any], bool]
+
+    def __call__(self, value: object) -> bool:
+        """Whether the rule understands `value`."""
+        return self.passes(value)
 
 
 def whole(least: int, most: int) -> Check:
     """An integer between `least` and `most`."""
-    return lambda value: type(value) is int and least <= value <= most
+    return Check(("whole", least, most), lambda value: type(value) is int and least <= value <= most)
 
 
 def number(least: float, most: float = 1e12) -> Check:
     """An integer or a float between `least` and `most`."""
-    return lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most
+    return Check(
+        ("number", least, most),
+        lambda value: type(value) in (int, float) and math.isfinite(value) and least <= value <= most,
+    )
 
 
 def real(least: float, most: float = 1e12) -> Check:
     """A float between `least` and `most`; transformers refuses an integer in such a field."""
-    return lambda value: type(value) is float and least <= value <= most
+    return Check(("real", least, most), lambda value: type(value) is float and least <= value <= most)
 
 
 def one_of(*values: object) -> Check:
     """One of `values`, of the same type: 1 is not True."""
-    return lambda value: any(type(value) is type(each) and value == each for each in values)
+    return Check(
+        ("one_of", *values),
+        lambda value: any(type(value) is type(each) and value == each for each in values),
+    )
 
 
 def listed(check: Check, most: int = 4096) -> Check:
     """A list of values that pass `check`."""
-    return lambda value: type(value) is list and len(value) <= most and all(map(check, value))
+    return Check(
+        ("listed", check.data, most),
+        lambda value: type(value) is list and len(value) <= most and all(map(check, value)),
+    )
 
 
 def some(check: Check) -> Check:
     """A list with at least one value, where each value passes `check`."""
-    return lambda value: bool(value) and listed(check)(value)
+    return Check(("some", check.data), lambda value: bool(value) and listed(check)(value))
 
 
 def optional(check: Check) -> Check:
     """None, or a value that passes `check`."""
-    return lambda value: value is None or check(value)
+    return Check(("optional", check.data), lambda value: value is None or check(value))
 
 
-def settings(value: object) -> bool:
-    """An object of JSON with small numbers, from which nothing is built."""
+def either(*checks: Check) -> Check:
+    """A value that passes one of `checks`."""
+    data = ("either", *(check.data for check in checks))
+    return Check(data, lambda value: any(check(value) for check in checks))
+
+
+def _is_settings(value: object) -> bool:
     if type(value) is dict:
-        return all(map(settings, value.values()))
+        return all(map(_is_settings, value.values()))
     if type(value) is list:
-        return len(value) <= 4096 and all(map(settings, value))
+        return len(value) <= 4096 and all(map(_is_settings, value))
     return type(value) in (str, bool, NoneType) or number(-1024, 1024)(value)
 
 
-def quantization(value: object) -> bool:
-    """Whether the weights are stored by a method that was tried; the full reader builds no weights."""
-    return type(value) is dict and value.get("quant_method") in _METHODS and settings(value)
+SETTINGS: Final = Check(("settings",), lambda value: type(value) is dict and _is_settings(value))
+"""An object of JSON with small numbers, from which nothing is built."""
+QUANTIZATION: Final = Check(
+    ("quantization", *_METHODS), lambda value: SETTINGS(value) and value.get("quant_method") in _METHODS
+)
+"""How the weights are stored: the full reader builds no weights. False for methods that were not tried."""
+ANYTHING: Final = Check(("anything",), lambda value: True)
 
 
 LAYERS: Final = whole(1, 512)
@@ -78,9 +107,9 @@ POSITIONS: Final = whole(64, 1 << 24)
 WINDOW: Final = whole(2, 1 << 22)
 YES_OR_NO: Final = one_of(True, False)
 SHARE: Final = number(0, 1)
-TEXT: Final[Check] = lambda value: type(value) is str  # noqa: E731
+TEXT: Final = Check(("text",), lambda value: type(value) is str)
 TOKEN: Final = whole(0, 1 << 20)
-TOKENS: Final[Check] = lambda value: value is None or TOKEN(value) or listed(TOKEN)(value)  # noqa: E731
+TOKENS: Final = optional(either(TOKEN, listed(TOKEN)))
 ACTIVATION: Final = one_of("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 DTYPES: Final = ("float16", "bfloat16", "float32")
 
@@ -100,13 +129,13 @@ COMMON: Final[Mapping[str, Check]] = MappingProxyType(
         "architectures": optional(listed(TEXT, 1)),
         "attention_dropout": SHARE,
         # The classes of remote code by the class that loads them. No such code is run.
-        "auto_map": lambda value: type(value) is dict and settings(value),
+        "auto_map": SETTINGS,
         "chunk_size_feed_forward": one_of(0),
         "eos_token_id": TOKENS,
         "initializer_range": real(0, 1),
         "max_position_embeddings": POSITIONS,
         "problem_type": one_of(None),
-        "quantization_config": quantization,
+        "quantization_config": QUANTIZATION,
         "return_dict": one_of(True),
         "vocab_size": SIZE,
     }
@@ -123,7 +152,7 @@ DECODER: Final[Mapping[str, Check]] = MappingProxyType(
         "num_hidden_layers": LAYERS,
         "rms_norm_eps": real(0, 1),
         # `rope_of` checks these together.
-        **all_of(lambda value: True, "rope_parameters rope_scaling rope_theta"),
+        **all_of(ANYTHING, "rope_parameters rope_scaling rope_theta"),
     }
 )
 """Fields of decoders with rotary embeddings."""
@@ -229,7 +258,7 @@ class Family:
 _FACTOR: Final = number(1, 1e6)
 _POSITIONS: Final = whole(2, 1 << 24)
 _SOME: Final = number(0.01, 1e3)
-_KINDS: Final[dict[str, tuple[str, dict[str, Check]]]] = {
+ROPE_KINDS: Final[dict[str, tuple[str, dict[str, Check]]]] = {
     "default": ("", {}),
     "linear": ("factor", {}),
     "dynamic": ("factor", {}),
@@ -295,16 +324,21 @@ def each_rope_is_known(ropes: Mapping[str, Any], rotary_size: int, kinds: tuple[
     return all(type(rope) is dict and _is_known(dict(rope), rotary_size, kinds) for rope in ropes.values())
 
 
+def rope_checks(kind: str) -> tuple[list[str], dict[str, Check]]:
+    """The values that a kind of `ROPE_KINDS` requires, and the checks of all that it can have."""
+    required, own = ROPE_KINDS[kind]
+    plain = {} if kind == "default" else {"factor": _FACTOR}
+    return required.split(), {"rope_theta": number(2), **plain, **own}
+
+
 def _is_known(rope: dict[str, Any], rotary_size: int, kinds: tuple[str, ...]) -> bool:
     """Whether transformers can build an embedding of `rope`; sets its `rope_type`."""
     legacy = rope.pop("type", None)
     kind = rope.setdefault("rope_type", legacy or "default")
     if kind not in kinds or legacy not in (None, kind):
         return False
-    required, own = _KINDS[kind]
-    plain = {} if kind == "default" else {"factor": _FACTOR}
-    checks = {"rope_theta": number(2), **plain, **own}
-    if any(name not in rope for name in required.split()):
+    required, checks = rope_checks(kind)
+    if any(name not in rope for name in required):
         return False
     if not all(name in checks and checks[name](value) for name, value in rope.items() if name != "rope_type"):
         return False

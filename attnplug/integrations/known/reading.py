@@ -13,7 +13,7 @@ from attnplug.integrations.model_spec import Client, ModelSpec, family_note
 
 FAMILIES: Final[Mapping[str, Family]] = {**DECODERS, **OTHERS}
 """The rules by model type."""
-_ALIKE: Final = {"kimi_k2": "deepseek_v3"}
+ALIKE: Final = {"kimi_k2": "deepseek_v3"}
 """Model types that transformers does not have, by the type whose class their `architectures` name."""
 # The transformers whose classes the rules follow. The tests compare the installed one with every rule.
 _VERSION: Final = "5."
@@ -34,7 +34,7 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
     model_type = data.get("model_type")
     if not isinstance(model_type, str):
         return None
-    known = _ALIKE.get(model_type, model_type)
+    known = ALIKE.get(model_type, model_type)
     family = FAMILIES.get(known)
     if known != model_type and not data.get("architectures"):
         return None  # without the name of a class, nothing says that it is alike

@@ -1,7 +1,10 @@
-// The answer to "Which backend for my model?", chosen from the data: nothing is computed here.
+// The answer to "Which backend for my model?", looked up in the data for a model of the list or a pasted configuration.
 
 const models = data.models;
 const asked = { model: 0, gpu: 0, dtype: 0 };
+/** The address's name for a pasted configuration, which itself never becomes part of an address. */
+const OWN = "config.json";
+const isOwn = () => asked.model === models.models.length;
 
 /** Build the three choices once. */
 function buildModel() {
@@ -19,12 +22,16 @@ function buildModel() {
   });
   const option = (words) => (each, number) => make("option", { value: number }, each[words]);
   byId("choose").append(
-    choice("model", "Model", models.models.map(option("name"))),
+    choice("model", "Model", [
+      ...(pasted ? [option("name")({ name: "my own config.json" }, models.models.length)] : []),
+      ...models.models.map(option("name")),
+    ]),
     choice("gpu", "GPU", groups),
     choice("dtype", "KV cache dtype", models.dtypes.map(option("words"))),
   );
   byId("choose").addEventListener("submit", (event) => event.preventDefault());
   byId("copy").addEventListener("click", copyCommand);
+  byId("config").addEventListener("input", drawModel);
 }
 
 function choice(key, label, options) {
@@ -46,13 +53,14 @@ function readModelAddress(given) {
   const key = (text) => (text ?? "").toLowerCase().replace(/[\s_-]/g, "");
   const named = key(given.get("gpu"));
   asked.model = place(models.models, (each) => each.name === given.get("model"), (each) => each.name === model);
+  if (pasted && given.get("model") === OWN) asked.model = models.models.length;
   asked.gpu = place(models.gpus, (each) => named === each.key || named === each.device, (each) => each.key === gpu);
   asked.dtype = place(models.dtypes, (each) => each.key === given.get("kv"), (each) => each.key === dtype);
 }
 
 function writeModelAddress() {
   const given = new URLSearchParams();
-  given.set("model", models.models[asked.model].name);
+  given.set("model", isOwn() ? OWN : models.models[asked.model].name);
   given.set("gpu", models.gpus[asked.gpu].key);
   given.set("kv", models.dtypes[asked.dtype].key);
   history.replaceState(null, "", `#${given}`);
@@ -63,19 +71,29 @@ function drawModel() {
   for (const [key, value] of Object.entries(asked)) byId(`choose-${key}`).value = value;
   const gpu = models.gpus[asked.gpu];
   const device = models.devices.indexOf(gpu.device);
-  const text = models.texts[models.answers[asked.model][device][asked.dtype]];
+  byId("own").hidden = !isOwn();
+  const found = isOwn() ? pastedAnswer(byId("config").value, device) : null;
+  const { layers } = found ?? models.models[asked.model];
+  const text = found?.text ?? models.texts[models.answers[asked.model][device][asked.dtype]];
   byId("sentence").textContent = text.sentence.replace("{gpu}", gpu.said);
   byId("sentence").className = text.served || !gpu.arch ? "sentence" : "sentence warns";
   byId("command").textContent = text.command.replace("{gpu}", gpu.key);
   byId("copied").textContent = "";
-  drawStrip(text);
-  const lines = [...text.notes];
+  drawStrip(text, layers);
+  const lines = [...text.notes, ...toInstall(text)];
   if (text.bytes) lines.push(`The KV cache takes at most ${sizeOf(text.bytes)} for each token, in all layers together.`);
-  if (models.dtypes[asked.dtype].key === "fp8" && text.bytes !== 0) {
+  if (models.dtypes[asked.dtype].key === "fp8" && text.bytes !== 0 && text.dtype) {
     lines.push(`--kv-cache-dtype fp8 means fp8_e4m3, so the command names the format: ${text.dtype}.`);
   }
   byId("model-notes").replaceChildren(...lines.map((line) => make("li", {}, line)));
   byId("candidates").replaceChildren(...text.kinds.flatMap(candidateTables));
+}
+
+/** What to install for the backends of an answer. */
+function toInstall(text) {
+  const names = [...new Set(text.kinds.flatMap((kind) => kind.backends))];
+  const needed = [...new Set(names.flatMap((name) => models.requires[name] ?? []))];
+  return needed.length ? [`To install beside attnplug: pip install ${needed.map((each) => `'${each}'`).join(" ")}`] : [];
 }
 
 /** 49,152 as "48 KiB". */
@@ -91,10 +109,10 @@ function sizeOf(bytes) {
 }
 
 /** One cell for each layer; two rows where prefill and decode have different backends. */
-function drawStrip(text) {
-  const layers = models.models[asked.model].layers;
+function drawStrip(text, layers) {
   const split = text.kinds.some((kind) => kind.backends[0] !== kind.backends[1]);
-  const rowsOf = split ? ["prefill", "decode"] : [""];
+  const phases = split ? ["prefill", "decode"] : [""];
+  const rowsOf = text.kinds.length ? phases : [];
   const strips = rowsOf.map((phase, place) => {
     const cells = layers.map((kind, layer) => {
       const backend = text.kinds[kind].backends[place] ?? null;

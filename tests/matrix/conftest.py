@@ -1,0 +1,97 @@
+"""A matrix's page opened in chromium."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from attnplug.matrix import Matrix
+from attnplug.matrix.html import render_html
+from attnplug.matrix.model_page import model_data
+from attnplug.registry import Registry
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+LAPTOP = {"width": 1280, "height": 900}
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright_api.sync_playwright() as playwright:
+        # Containers withhold what chromium's sandbox needs; the page is our own.
+        launched = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+class Opened:
+    """A matrix's page in a tab, and everything that went wrong in it."""
+
+    def __init__(
+        self,
+        browser: Browser,
+        folder: Path,
+        matrix: Matrix,
+        hash_: str = "",
+        models: Any = None,
+        links: Any = None,
+        **options: Any,
+    ) -> None:
+        self.file = folder / "matrix.html"
+        self.file.write_text(render_html(matrix, models=models, links=links), encoding="utf-8")
+        self.wrong: list[str] = []
+        self.requests: list[str] = []
+        self.tab: Page = browser.new_page(**{"viewport": LAPTOP, **options})
+        self.tab.on("pageerror", lambda problem: self.wrong.append(str(problem)))
+        self.tab.on("console", lambda message: self.wrong.append(message.text))
+        self.tab.on("dialog", lambda dialog: self.wrong.append(dialog.message))
+        self.tab.on("request", lambda request: self.requests.append(request.url))
+        self.go(hash_)
+
+    def go(self, hash_: str) -> None:
+        self.tab.goto("about:blank")
+        self.tab.goto(f"{self.file.as_uri()}{hash_}")
+        self.tab.wait_for_selector("#main:not([hidden])")
+
+    @property
+    def hash(self) -> str:
+        return str(self.tab.evaluate("decodeURIComponent(location.hash)"))
+
+    def wait_for_hash(self, wanted: str) -> None:
+        """The browser closes a dialog first, and says so to the page afterwards."""
+        self.tab.wait_for_function("wanted => location.hash === wanted", arg=wanted)
+
+    def statuses(self) -> list[str]:
+        return self.tab.locator("#cells .open .word").all_inner_texts()
+
+    def title(self) -> str:
+        return self.tab.locator("#cells-title").inner_text()
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
+    opened: list[Opened] = []
+
+    def open_it(matrix: Matrix, hash_: str = "", **options: Any) -> Opened:
+        opened.append(Opened(browser, tmp_path, matrix, hash_, **options))
+        return opened[-1]
+
+    yield open_it
+    for each in opened:
+        each.tab.close()
+        assert each.wrong == []
+        assert {url.partition("#")[0] for url in each.requests} <= {"about:blank", each.file.as_uri()}
+
+
+@pytest.fixture(scope="session")
+def models() -> Any:
+    return model_data(Registry())
