@@ -49,6 +49,7 @@ from attnplug.core.errors import (
     PolicyError,
     SpecError,
 )
+from attnplug.registry.plugins.project import read_from_here
 
 FAILED, BAD_USAGE, NO_BACKEND = 1, 2, 3
 # 128 plus SIGINT, the code that shells give to an interrupted program.
@@ -156,8 +157,9 @@ def _program() -> None:
             stream.reconfigure(errors="backslashreplace")
     arguments, to_stdout = with_json(sys.argv[1:])
     try:
-        # With JSON, errors of usage are printed below too.
-        ended = app(arguments, prog_name="attnplug", standalone_mode=not to_stdout)
+        with read_from_here():
+            # With JSON, errors of usage are printed below too.
+            ended = app(arguments, prog_name="attnplug", standalone_mode=not to_stdout)
         sys.exit(ended if isinstance(ended, int) else 0)
     except (AttnplugError, USAGE_ERROR) as problem:
         code = exit_code(problem)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from attnplug.cli.output.output import echo
+from attnplug.cli.output.own_output import set_quiet
 from attnplug.core import kv_format
 from attnplug.core.dtypes import DTYPES, dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import AttnplugError, PolicyError
@@ -224,6 +225,9 @@ OptionTexts: TypeAlias = Annotated[
         metavar="NAME.OPTION=VALUE",
         help="Set an option of a backend; may be repeated. NAME. is not needed with one --backend.",
     ),
+]
+Quiet: TypeAlias = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=set_quiet, help="Print only the result and errors.")
 ]
 AsJson: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

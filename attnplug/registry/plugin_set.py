@@ -17,7 +17,7 @@ from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, plain_text
 from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
-from attnplug.registry.plugins.switches import Switches
+from attnplug.registry.plugins.switches import ALLOW_REFUTED, STRICT, Switches
 from attnplug.registry.selection.gates import PartImports, conflicting, not_loaded
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class PluginSet:
         self._switches = Switches.read()
         self.allow_refuted = self._switches.allow_refuted
         """The names in ATTNPLUG_ALLOW_REFUTED."""
+        self.allow_refuted_source = self._switches.source(ALLOW_REFUTED)
         if plugins is None:
             self._discover()
         elif isinstance(plugins, Mapping):
@@ -64,7 +65,9 @@ class PluginSet:
         kept = (PluginStatus.LOADED, PluginStatus.BLOCKED)
         bad = [record.reason or record.name for record in self.records if record.status not in kept]
         if bad and self._switches.strict:
-            raise PluginError("ATTNPLUG_STRICT is set and plugins did not load: " + "; ".join(bad))
+            source = self._switches.source(STRICT)
+            where = f"{STRICT} is set" if source == STRICT else f"{source} sets strict"
+            raise PluginError(f"{where} and plugins did not load: " + "; ".join(bad))
 
     def _discover(self) -> None:
         found = installed_plugins()

@@ -24,6 +24,7 @@ from attnplug.registry.plugins.installed import AssumeInstalled, freeze_assumed
 from attnplug.registry.plugins.option_values import types_within
 from attnplug.registry.plugins.options import VARIABLE as OPTIONS
 from attnplug.registry.plugins.options import by_backend, check_options, freeze, parse_options, split_options
+from attnplug.registry.plugins.project import PROJECT, Search, project_value
 from attnplug.registry.plugins.switches import BACKEND as ENVIRONMENT
 from attnplug.registry.plugins.waiting import waited
 from attnplug.registry.selection.decision import Decision, Placement
@@ -297,7 +298,7 @@ class Registry:
             raise PolicyError(lone.source, str(lone), limit)
         if is_whole and phase is None:
             _refuse_phase_rule(sets, spec, layer_name)
-        merged = self.environment_options(sets[-1])
+        merged = self.environment_options(sets[-2])
         asked_here = ((sets[0], options), *USE_BLOCKS.get())
         # The argument comes last, so that its options replace those of the blocks around it.
         for rules, given in reversed(asked_here):
@@ -311,14 +312,15 @@ class Registry:
         return Policy(rule, frozen, assumed, allowed, option_types=types_within(frozen))
 
     def environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
-        """The options in ATTNPLUG_OPTIONS, by backend; `rules` are those of ATTNPLUG_BACKEND."""
+        """The options in ATTNPLUG_OPTIONS, else in the project's file, by backend; `rules` are those of ATTNPLUG_BACKEND."""
         only = rules[0].backend if len(rules) == 1 else None
-        found: dict[str, Any] = dict(parse_options(split_options(os.environ.get(OPTIONS, "")), OPTIONS, only))
-        for name in found:
+        found = parse_options(split_options(os.environ.get(OPTIONS, "")), OPTIONS, only)
+        of_project = project_value("options") or {}
+        for name in (*found, *of_project):
             if not self.plugins.find(name):
-                there = ", ".join(self.plugins.names) or "none"
-                raise PolicyError(OPTIONS, name, f"is not a backend; there are: {there}")
-        return found
+                there, source = ", ".join(self.plugins.names) or "none", OPTIONS if name in found else PROJECT
+                raise PolicyError(source, name, f"is not a backend; there are: {there}")
+        return {**of_project, **found}
 
     def _decision(
         self,
@@ -343,6 +345,8 @@ class Registry:
         policy = AUTOMATIC if tuned is None else Policy(tuned=tuned)
         # Callers may pass every setting on, unset ones as None.
         is_set = kwargs and not kwargs.items() <= _UNSET.items()
+        # An attribute, because a call takes more of this path, which libraries follow without a project.
+        is_set = is_set or Search.folder is not None
         if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT) or os.environ.get(OPTIONS):
             if unknown := kwargs.keys() - _UNSET:
                 known = ", ".join(_UNSET)
@@ -405,6 +409,6 @@ def _check_matches(rule: Rule, specs: Mapping[str, LayerSpec]) -> None:
     kinds = sorted({kind for spec in specs.values() for kind in spec.kinds})
     limit = f"matches none of {len(specs)} layers (kinds here: {', '.join(kinds) or 'none'})"
     error = PolicyError(rule.source, str(rule), limit, remedy)
-    if rule.source != ENVIRONMENT:
+    if rule.source not in (ENVIRONMENT, PROJECT):
         raise error
     _log.warning("%s", error)

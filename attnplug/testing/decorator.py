@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.backend import AttentionBackend
@@ -109,10 +110,24 @@ def _run(check: Check, rerun: Callable[[str], str | None]) -> None:
 
     __tracebackhide__ = True
     try:
-        check()
+        with _one_thread():
+            check()
     except CheckSkipped as why:
         pytest.skip(why.text)
     except Exception as problem:
         if line := rerun(check.id):
             problem.add_note(f"rerun: {line}")
         raise
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One thread of torch: tensors of the kit are small, and more threads only wait for those of other processes."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

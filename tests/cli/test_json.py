@@ -6,7 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from json_page import check_document, described
+from json_page import DOCS, check_document, described, json_schemas
+from jsonschema import Draft202012Validator
+
+import attnplug
+from attnplug.core import ContextParallel
+from attnplug.integrations.transformers import read_config
+from attnplug.registry.selection.evidence import record
 
 MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
 GPT = MODELS / "gpt-oss-20b.json"
@@ -60,6 +66,7 @@ def test_the_json_of_a_command_is_as_described(run, few_heads, tmp_path, monkeyp
 def test_the_json_of_a_family_is_a_list(run):
     data = run("show", "FLASH_ATTN", "--json").json
     assert (data["schema"], data["version"]) == ("attnplug.show", 1)
+    check_document(data)
     for each in data["backends"]:
         check_document({"schema": "attnplug.show", "version": 1, **each})
 
@@ -160,12 +167,60 @@ def test_an_error_is_json_too(run, arguments, expected):
         assert error["limit"]
 
 
-def test_every_described_schema_is_printed_by_a_command():
+def test_every_described_schema_is_tested():
     tested = {
         *DOCUMENTS.values(),
         *SLOW.values(),
         "attnplug.new-backend",
         "attnplug.error",
         "attnplug.matrix-changes",
+        "attnplug.plan",
+        "attnplug.refuted",
     }
     assert {name for name in described() if name.startswith("attnplug.")} == tested
+
+
+@pytest.mark.parametrize("name", json_schemas.documents())
+def test_the_schema_in_the_package_is_written_from_the_page(name):
+    file = json_schemas.FOLDER / f"{name}.json"
+    text = file.read_text(encoding="utf-8")
+    assert text == json_schemas.text_of(json_schemas.schema_of(name)), "python docs/json_schemas.py writes it"
+    Draft202012Validator.check_schema(json.loads(text))
+
+
+def test_the_package_has_no_other_schema():
+    assert {file.stem for file in json_schemas.FOLDER.iterdir()} == set(json_schemas.documents())
+    assert json_schemas.PAGE.is_relative_to(DOCS)
+
+
+def test_a_schema_allows_new_fields_and_no_other_types(run):
+    data = run("list", "--json").json
+    validator = Draft202012Validator(json.loads((json_schemas.FOLDER / "attnplug.list.json").read_text()))
+    assert validator.is_valid({**data, "new": 1})
+    assert not validator.is_valid({**data, "backends": {}})
+    assert not validator.is_valid({**data, "version": 2})
+    with pytest.raises(AssertionError, match="new"):
+        check_document({**data, "new": 1})
+
+
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        ("gpt-oss-20b.json", {"per_phase": True, "memory": "80GiB"}),
+        ("deepseek-v3.json", {"num_blocks": 64}),
+        ("qwen3-8b.json", {"context_parallel": ContextParallel(2, 0)}),
+    ],
+)
+def test_a_plan_is_as_described(model, settings):
+    plan = attnplug.plan(read_config(MODELS / model), "h100", assume_installed="all", **settings)
+    check_document(json.loads(plan.to_json()))
+
+
+def test_the_file_of_refuted_cells_is_as_described(tmp_path, monkeypatch, run):
+    file = tmp_path / "evidence.json"
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(file))
+    matrix = run("matrix", *CELLS, "--json", "-").json["runs"][0]
+    for cell in matrix["cells"]:
+        cell |= {"status": "refuted", "why": ["its numbers are wrong"]}
+    assert record(matrix).refuted
+    check_document(json.loads(file.read_text()))

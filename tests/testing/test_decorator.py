@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from few_checks import ACME, few_checks
 
 from attnplug.core.errors import BackendUnavailableError, PolicyError, SpecError
 from attnplug.testing import conformance_checks, parametrize_with_checks
 from attnplug.testing.conformance import listing
+from attnplug.testing.conformance.check import Check
+from attnplug.testing.decorator import as_parameters
 
 pytest_plugins = ["pytester"]
 
@@ -99,3 +102,15 @@ def test_without_a_device_asked_for_the_test_is_skipped_with_the_reasons():
     (skip,) = only.marks
     assert skip.name == "skip"
     assert "ACME does not run here on" in skip.kwargs["reason"]
+
+
+def test_a_check_has_one_thread_of_torch_and_the_test_its_own_again():
+    seen = []
+    (parameter,) = as_parameters([Check("one/thread", lambda: seen.append(torch.get_num_threads()), "")], {})
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        parameter.values[0]()
+        assert (seen, torch.get_num_threads()) == ([1], 3)
+    finally:
+        torch.set_num_threads(before)

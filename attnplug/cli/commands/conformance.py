@@ -15,6 +15,7 @@ import typer
 from attnplug._system import files
 from attnplug.cli.arguments import (
     AsJson,
+    Quiet,
     complete_backends,
     complete_devices,
     jobs_option,
@@ -96,6 +97,7 @@ def conformance(
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show each check, and failures in full.")
     ] = False,
+    _quiet: Quiet = False,
 ) -> None:
     """Check that a backend does what it declares, on this machine with the installed versions.
 

@@ -26,6 +26,7 @@ from attnplug.cli.arguments import (
     NoTuned,
     OptionTexts,
     PhaseChoice,
+    Quiet,
     TunedFile,
     complete_dtypes,
     settings,
@@ -70,6 +71,7 @@ def explain(
     tuned: TunedFile = None,
     no_tuned: NoTuned = False,
     as_json: AsJson = False,
+    _quiet: Quiet = False,
     **features: Any,
 ) -> None:
     """Explain which backend serves one layer, and why the others do not. Options describe the layer. Imports no kernels."""

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug._system.terminal_tables import WrappedTable
-from attnplug.cli.arguments import AsJson, complete_backends
+from attnplug.cli.arguments import AsJson, Quiet, complete_backends
 from attnplug.cli.output.output import console, print_json, verdict
+from attnplug.cli.output.own_output import is_quiet
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ def list_backends(
     no_load: Annotated[
         bool, typer.Option("--no-load", help="List the installed plugins without running their code.")
     ] = False,
+    _quiet: Quiet = False,
 ) -> None:
     """List the backends, their distributions, and whether their requirements are installed."""
     # This path runs no plugin code, so it also lists a plugin that fails to load.
@@ -55,7 +57,8 @@ def list_backends(
     out.print(shown)
     reports = WrappedTable(("status", "plugin problem"), fixed=("status",))
     for record in registry.records:
-        if record.reason:
+        # A loaded plugin's reason is a note.
+        if record.reason and not (is_quiet() and record.status == "loaded"):
             reports.add_row(verdict(str(record.status)), record.reason)
     if reports.row_count:
         out.print()

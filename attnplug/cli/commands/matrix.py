@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from attnplug.cli.arguments import (
+    Quiet,
     complete_backends,
     complete_devices,
     complete_features,
@@ -24,7 +25,7 @@ from attnplug.cli.commands.conformance import require_the_extra
 from attnplug.cli.commands.matrix_files import Outputs, diff, merge, show
 from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
 from attnplug.cli.output.output import echo, error
-from attnplug.cli.output.own_output import apart_from_plugins
+from attnplug.cli.output.own_output import apart_from_plugins, is_quiet
 from attnplug.core.errors import PolicyError
 from attnplug.matrix.model import Cell, Matrix, Run
 
@@ -111,6 +112,7 @@ def matrix(
         str | None, _out(metavar="SHA", help="Commit of the results \\[default: that of attnplug's checkout]")
     ] = None,
     verbose: Annotated[bool, _out("--verbose", "-v", help="Show each cell that is run.")] = False,
+    _quiet: Quiet = False,
 ) -> None:
     """Show the cells that backends claim to serve, for any device; with --verify, run them here.
 
@@ -134,7 +136,7 @@ def matrix(
         outputs.write(found, with_models=True)
         if not outputs.to_stdout:
             show(found)
-        for note in notes:
+        for note in () if is_quiet() else notes:
             echo(f"attnplug: {note}", err=True)
         return
     # Only a run needs the extra `testing`; a display of the cells does not.

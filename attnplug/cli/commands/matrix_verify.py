@@ -61,7 +61,7 @@ def run_cells(
         interrupted = True
     matrix = found()
     outputs.write(matrix, with_models=True)
-    report.say("")
+    report.tell("")
     if not outputs.to_stdout:
         show(matrix)
     if interrupted:
@@ -98,7 +98,7 @@ class MatrixReport(RunReport):
         parts = [counted(self._total, "cell"), counted(limits.jobs, "worker")]
         parts += [counted(verification.compile_keys, "compile key")] if verification.compile_keys else []
         parts += [f"{len(self._verdicts)} kept from the run before"] if self._verdicts else []
-        self.say(f"{what}: {', '.join(parts)}")
+        self.tell(f"{what}: {', '.join(parts)}")
         with self.bar():
             yield
 
@@ -106,7 +106,7 @@ class MatrixReport(RunReport):
         """A cell ended."""
         status = self._verdicts[result.id] = self._status_of(result)
         self._under_way.pop(result.id, None)
-        if self._verbose or status is Status.REFUTED:
+        if self._verbose or (status is Status.REFUTED and not self._quiet):
             style = "red" if status is Status.REFUTED else None
             self._say_verdict(status, 9, result.id, result.seconds, style)
             # The tables that follow have the whole evidence.
@@ -124,13 +124,13 @@ class MatrixReport(RunReport):
     def end(self, what: str, run: Run, problem: str | None = None) -> None:
         """Sum up one backend."""
         words = counts_in_words(Counter(finding.status for finding in run.findings)) or "no cells"
-        self.say(f"{what}: {words} in {time.monotonic() - self._start:.0f} s")
+        self.tell(f"{what}: {words} in {time.monotonic() - self._start:.0f} s")
         not_run = [each for each in run.findings if each.status is Status.NOT_RUN and each.why]
         why = Counter(finding.why[0] for finding in not_run)
         for text, number in why.most_common(CAUSE_LINES):
-            self.say(f"  {number} not run: {text.splitlines()[0]}")
+            self.tell(f"  {number} not run: {text.splitlines()[0]}")
         if len(why) > CAUSE_LINES:
-            self.say(f"  ... and {counted(len(why) - CAUSE_LINES, 'other reason')}")
+            self.tell(f"  ... and {counted(len(why) - CAUSE_LINES, 'other reason')}")
         if problem:
             self.say(f"the run stopped:\n{problem}")
 
@@ -139,7 +139,7 @@ class MatrixReport(RunReport):
         super()._tell_how_far()
         if not self._live and time.monotonic() - self._told > _SECONDS:
             self._told = time.monotonic()
-            self.say(f"  {len(self._verdicts)} of {self._total}: {self._counts()}{self._time_left()}")
+            self.tell(f"  {len(self._verdicts)} of {self._total}: {self._counts()}{self._time_left()}")
 
 
 def _run_one(pair: Pair, verification: Verification, options: RunOptions, report: MatrixReport) -> str | None:
@@ -178,6 +178,6 @@ def _record_refuted(found: Matrix, report: MatrixReport) -> None:
             return
         about = f"{run.backend} on {run.device}"
         if recorded.refuted:
-            report.say(f"{about}: attnplug select refuses what was refuted ({recorded.path})")
+            report.tell(f"{about}: attnplug select refuses what was refuted ({recorded.path})")
         if recorded.cleared:
-            report.say(f"{about}: {recorded.cleared} refuted before and right now, no longer refused")
+            report.tell(f"{about}: {recorded.cleared} refuted before and right now, no longer refused")

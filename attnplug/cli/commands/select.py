@@ -23,10 +23,12 @@ from attnplug.cli.arguments import (
     NoTuned,
     OptionTexts,
     PhaseChoice,
+    Quiet,
     TunedFile,
     settings,
 )
 from attnplug.cli.output.output import console, features_in_words, layers_in_words, print_json
+from attnplug.cli.output.own_output import is_quiet
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.output.select_report import (
     ASSUMES,
@@ -96,6 +98,7 @@ def select(
     ] = None,
     why: Annotated[bool, typer.Option("--why", help="Show the reasons of each refused backend.")] = False,
     as_json: AsJson = False,
+    _quiet: Quiet = False,
 ) -> None:
     """Choose a backend for each layer of a model, and explain refusals."""
     from attnplug.integrations.transformers import read_config
@@ -235,7 +238,7 @@ def _print(
     out.print(Paragraph(f"Why this one: {why_chosen(shown)}."))
     print_missing(shown)
     _print_rest(model)
-    for note in notes:
+    for note in () if is_quiet() else notes:
         out.print()
         out.print(Paragraph(f"{note}."))
     for members in groups:

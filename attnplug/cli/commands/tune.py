@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnplug.cli.arguments import AsJson, BlockSize, DeviceText, KVCacheDtype, ModelDtype, complete_backends
+from attnplug.cli.arguments import (
+    AsJson,
+    BlockSize,
+    DeviceText,
+    KVCacheDtype,
+    ModelDtype,
+    Quiet,
+    complete_backends,
+)
 from attnplug.cli.output.output import check_output, print_json
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.own_process import interrupt_on_sigterm
@@ -87,6 +95,7 @@ def tune(
         ),
     ] = None,
     as_json: AsJson = False,
+    _quiet: Quiet = False,
 ) -> None:
     """Measure which backend is fastest for each layer of a model on this machine.
 
@@ -119,7 +128,7 @@ def tune(
         raise NoBackendError(f"no backend serves a layer that can be measured with this workload{why}")
     report = TuneReport()
     for note in model.notes:
-        report.say(note)
+        report.tell(note)
     with interrupt_on_sigterm():
         try:
             left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
@@ -144,7 +153,7 @@ def _tune(
         print_json(outcome.table.to_dict())
     else:
         print_outcome(tuner, outcome, report)
-    report.say(f"wrote {path} ({outcome.table.digest})")
+    report.tell(f"wrote {path} ({outcome.table.digest})")
 
 
 def _regret(

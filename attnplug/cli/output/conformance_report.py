@@ -93,9 +93,9 @@ class Report(RunReport):
         if self._total < len(listing.ids) and listing.request.only == ("*",):
             checks = f"{self._total} of {counted(len(listing.ids), 'check')}"
         parts = [checks, f"level {listing.request.level}", *([f"shard {shard}"] if shard else [])]
-        self.say(f"{_subject(listing)}: {', '.join([*parts, counted(limits.jobs, 'worker')])}")
+        self.tell(f"{_subject(listing)}: {', '.join([*parts, counted(limits.jobs, 'worker')])}")
         if earlier:
-            self.say(f"{counted(len(earlier), 'result')} kept from the run before")
+            self.tell(f"{counted(len(earlier), 'result')} kept from the run before")
 
     def save_to(self, saved: SavedResults, ids: Sequence[str]) -> None:
         """Save each result of `ids` for `--resume`."""
@@ -123,7 +123,7 @@ class Report(RunReport):
         self._tell_how_far()
         if self._verbose:
             self._show(result)
-        elif result.outcome is CheckOutcome.FAILED:
+        elif result.outcome is CheckOutcome.FAILED and not self._quiet:
             self._show_name(result)
         self._print_progress()
 
@@ -145,7 +145,7 @@ class Report(RunReport):
             self.say("\nfailed:")
             for result in sorted(failed, key=lambda each: each.id):
                 self._show(result)
-        self.say("")
+        self.tell("")
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
             self.say(f"{_subject(self._listing)} with {versions}")
@@ -179,7 +179,7 @@ class Report(RunReport):
         tenth = len(self._results) * 10 // max(self._total, 1)
         if not self._live and not self._verbose and tenth > self._tenths_printed and self._total >= 20:
             self._tenths_printed = tenth
-            self.say(f"{len(self._results)} of {self._total}: {self._counts()}{self._time_left()}")
+            self.tell(f"{len(self._results)} of {self._total}: {self._counts()}{self._time_left()}")
 
     def _sum(self) -> str:
         counts = Counter(self._verdicts.values())

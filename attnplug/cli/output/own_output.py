@@ -19,11 +19,23 @@ class _Streams:
 
     own: TextIO | None = None
     of_plugins: TextIO | None = None
+    quiet: bool = False
 
 
 def own_stream() -> TextIO:
     """Standard output of the command, which plugins do not see."""
     return _Streams.own or sys.stdout
+
+
+def set_quiet(wanted: bool) -> bool:
+    """Say whether the command that begins prints its result and errors alone; gives `wanted`."""
+    _Streams.quiet = wanted
+    return wanted
+
+
+def is_quiet() -> bool:
+    """Whether the command prints its result and errors alone: no progress, notes and advice."""
+    return _Streams.quiet
 
 
 def apart_from_plugins(command: Callable[_P, _R]) -> Callable[_P, _R]:

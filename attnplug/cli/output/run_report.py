@@ -21,6 +21,7 @@ from rich.text import Text
 
 from attnplug._system.terminal_tables import SafeConsole
 from attnplug.cli.output.output import console
+from attnplug.cli.output.own_output import is_quiet
 
 CAUSE_LINES = 3
 """The lines of a failure's cause that are shown."""
@@ -30,17 +31,18 @@ class RunReport:
     """Prints a run: with a progress bar if standard error is a terminal, in plain lines elsewhere.
 
     Args:
-        verbose: print every check or cell.
+        verbose: print every check or cell, unless the command is quiet.
         err: print to standard error, because standard output has JSON.
     """
 
     def __init__(self, verbose: bool, *, err: bool = False) -> None:
-        self._verbose = verbose
+        self._quiet = is_quiet()
+        self._verbose = verbose and not self._quiet
         self._out = console(err=err)
         self._progress = console(err=True)
         # FORCE_COLOR makes rich see a terminal in a file, and a bar there is only noise.
         is_terminal = sys.stderr.isatty() or os.environ.get("TTY_COMPATIBLE") == "1"
-        self._live = is_terminal and not self._progress.is_dumb_terminal
+        self._live = is_terminal and not (self._progress.is_dumb_terminal or self._quiet)
         self._verdicts: dict[str, enum.StrEnum] = {}
         self._total = self._kept = 0
         self._under_way: dict[str, None] = {}
@@ -94,6 +96,11 @@ class RunReport:
         if self._bar is not None:
             self._bar.start()
 
+    def tell(self, text: str, style: str | None = None) -> None:
+        """Print a line about progress or what to do, unless the command is quiet."""
+        if not self._quiet:
+            self.say(text, style)
+
     def _say_verdict(
         self, verdict: str, width: int, check_id: str, seconds: float, style: str | None
     ) -> None:
@@ -145,7 +152,7 @@ AFTER = 0.5
 def waiting(words: str, after: float = AFTER, console: Console | None = None) -> Iterator[None]:
     """Inside the block, a spinner with `words` from `after` seconds on; nothing where no one reads a terminal."""
     console = console or SafeConsole(file=sys.stderr)
-    if not console.is_terminal or console.is_dumb_terminal:
+    if is_quiet() or not console.is_terminal or console.is_dumb_terminal:
         yield
         return
     status = console.status(words)

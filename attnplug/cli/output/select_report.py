@@ -16,6 +16,7 @@ from rich.text import Text
 
 from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.output.output import console, layers_in_words
+from attnplug.cli.output.own_output import is_quiet
 from attnplug.core.spec import Phase
 from attnplug.matrix.words import NO_BACKEND, letters
 
@@ -49,9 +50,9 @@ def advice_for(decisions: Iterable[Decision]) -> Advice:
 
 
 def print_advice(advice: Mapping[tuple[NearMiss, ...], list[Decision]]) -> None:
-    """Print the advice below a blank line; nothing without any."""
+    """Print the advice below a blank line; nothing without any, or if the command is quiet."""
     out = console()
-    for index, line in enumerate(advice_in_words(advice)):
+    for index, line in enumerate(() if is_quiet() else advice_in_words(advice)):
         if index == 0 or line.startswith("warning"):
             out.print()
         out.print(Paragraph(line, "yellow" if line.startswith("warning") else ""))

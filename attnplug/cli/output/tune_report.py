@@ -39,19 +39,19 @@ class TuneReport(RunReport):
         if self._bar is not None:
             self._bar.update(self._task, total=self._total)
         more = f", {kept} kept from an earlier run" if kept else ""
-        self.say(f"{counted(pending, 'cell')} to measure{more}")
+        self.tell(f"{counted(pending, 'cell')} to measure{more}")
 
     def checking(self, backend: str, cells: int) -> None:
         """A backend is about to be compared with the oracle."""
-        self.say(f"checking {backend} in {counted(cells, 'cell')}")
+        self.tell(f"checking {backend} in {counted(cells, 'cell')}")
 
     def machine(self, environment: Mapping[str, str]) -> None:
         """Print the ceilings of the device, and who else uses it."""
         self._environment = environment
         if COPY in environment:
-            self.say(f"copy {environment[COPY]} GB/s, matmul {environment[MATMUL]} TFLOP/s")
+            self.tell(f"copy {environment[COPY]} GB/s, matmul {environment[MATMUL]} TFLOP/s")
         if others := environment.get("held by other processes"):
-            self.say(f"other processes hold {others} of the device: times may be noisy", "red")
+            self.tell(f"other processes hold {others} of the device: times may be noisy", "red")
 
     def started(self, cell: TuneCell) -> None:  # type: ignore[override]
         """A cell is about to be measured."""
@@ -71,9 +71,9 @@ class TuneReport(RunReport):
             share = "" if found is None else f" ({100 * found[1]:.0f} % of {found[0]})"
             words.append(f"{row.subject.backend} {row.us:.1f} us{share}")
         words += [f"{row.subject.backend} {row.status}" for row in rows if not row.is_measured]
-        self.say(f"{_id(cell)}: {', '.join(words)}{self._time_left()}")
+        self.tell(f"{_id(cell)}: {', '.join(words)}{self._time_left()}")
         for why in dict.fromkeys(row.why for row in timed if row.why):
-            self.say(f"{_id(cell)}: {why}")
+            self.tell(f"{_id(cell)}: {why}")
         self._tell_how_far()
 
     def wrong(self, contender: Contender, spec: LayerSpec, row: TimedRow, feature: str | None) -> None:
@@ -92,7 +92,7 @@ class TuneReport(RunReport):
             self.say(f"attnplug select will not refuse it: {problem}", "red")
             return
         if recorded.refuted:
-            self.say(f"attnplug select refuses what was refuted ({recorded.path})")
+            self.tell(f"attnplug select refuses what was refuted ({recorded.path})")
 
 
 def _id(cell: TuneCell) -> str:
@@ -123,7 +123,7 @@ def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
         report.say(f"layer {name} {why}")
     if outcome.compiled:
         slow = ", ".join(f"{name} {in_words(seconds)}" for name, seconds in outcome.compiled.items())
-        report.say(f"first calls, with compilation: {slow}")
+        report.tell(f"first calls, with compilation: {slow}")
     # The file may have layers of other models too.
     layers = [outcome.table.by_key.get(layer_key(kind.spec)) for kind in tuner.kinds]
     rows = [row for layer in layers if layer is not None for row in layer.rows]

@@ -12,6 +12,7 @@ from attnplug._system import files
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.registry.measured.tuned import TunedTable, device_slug
 from attnplug.registry.measured.tuned_files import read_table
+from attnplug.registry.plugins.project import setting
 from attnplug.registry.plugins.switches import TUNED
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ class Tables:
 
 
 NO_TABLES = Tables()
-_OTHER_VALUE = f"name files of attnplug tune in {TUNED}, or leave it empty"
 PACKAGED = Path(__file__).with_name("tuned_tables")
 """The folder of the tables that attnplug ships, one for each device."""
 
@@ -94,7 +94,7 @@ class TableLookup:
             return self._named[path]
 
     def for_device(self, device: Device) -> Tables:
-        """The tables without an argument: those of ATTNPLUG_TUNED, else the user's and the packaged one for a device.
+        """The tables without an argument: those of ATTNPLUG_TUNED or the project, else the user's and the packaged one for a device.
 
         The variable is read once. If it is set and empty, there are no tables.
 
@@ -103,11 +103,15 @@ class TableLookup:
         """
         with self._lock:
             if not self._variable:
-                given = os.environ.get(TUNED)
+                given, source = setting(TUNED)
                 # os.path, because pathlib raises where a home cannot be looked up.
                 names = (os.path.expanduser(each) for each in (given or "").split(os.pathsep) if each)  # noqa: PTH111
                 paths = list(map(Path, names))
-                self._variable.append(None if given is None else _asked_for(paths, _OTHER_VALUE))
+                self._variable.append(
+                    None
+                    if given is None
+                    else _asked_for(paths, f"name files of attnplug tune in {source}, or leave it empty")
+                )
             if self._variable[0] is not None:
                 return self._variable[0]
             key = f"{device.type} {device.name}"

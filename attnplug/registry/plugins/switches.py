@@ -1,4 +1,7 @@
-"""The environment variables for discovery and selection, and the reading of all those that are on or off."""
+"""The environment variables for discovery and selection, and the reading of all those that are on or off.
+
+The command line takes those that are unset from the project's file.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Self
 
 from attnplug.core.errors import PolicyError
+from attnplug.registry.plugins.project import PROJECT, setting
 
 if TYPE_CHECKING:
     from attnplug.registry.plugins.records import PluginRecord
@@ -27,6 +31,8 @@ DEBUG = "ATTNPLUG_DEBUG"
 class Switches:
     """The variables for plugins and backends, read once when a registry is built.
 
+    `of_project` has those that the project's file sets in their place.
+
     `allow` is None where ATTNPLUG_PLUGINS is unset, so that every plugin may load. An empty value lets
     only the built-in backends load.
     """
@@ -36,11 +42,14 @@ class Switches:
     rank: tuple[str, ...] = ()
     strict: bool = False
     allow_refuted: tuple[str, ...] = ()
+    of_project: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None) -> Self:
         """Read the variables; PolicyError names one whose value is not valid."""
-        env = os.environ if environ is None else environ
+        names = (ALLOW, BLOCK, RANK, STRICT, ALLOW_REFUTED)
+        found = {name: setting(name) if environ is None else (environ.get(name), name) for name in names}
+        env = {name: text for name, (text, _) in found.items() if text is not None}
         allow = env.get(ALLOW)
         return cls(
             allow=None if allow is None else _names(ALLOW, allow),
@@ -48,14 +57,19 @@ class Switches:
             rank=_names(RANK, env.get(RANK, "")),
             strict=is_on(STRICT, env),
             allow_refuted=_names(ALLOW_REFUTED, env.get(ALLOW_REFUTED, ""), "backend"),
+            of_project=frozenset(name for name, (_, source) in found.items() if source == PROJECT),
         )
 
+    def source(self, variable: str) -> str:
+        """Where the value of a variable is from: the variable itself, or the project's file."""
+        return PROJECT if variable in self.of_project else variable
+
     def blocked_by(self, plugin: PluginRecord, is_builtin: bool = False) -> str | None:
-        """The variable that blocks a plugin, or None; the allow list does not apply to built-in plugins."""
+        """The variable or file that blocks a plugin, or None; the allow list does not apply to built-in plugins."""
         if any(map(plugin.answers_to, self.block)):
-            return BLOCK
+            return self.source(BLOCK)
         allowed = self.allow is None or is_builtin or any(map(plugin.answers_to, self.allow))
-        return None if allowed else ALLOW
+        return None if allowed else self.source(ALLOW)
 
     def check_names(self, plugins: Iterable[PluginRecord]) -> None:
         """PolicyError for a name of no installed plugin, and for one that two distributions answer to."""
@@ -66,11 +80,13 @@ class Switches:
                 # A block list may name plugins that are not installed.
                 if not found and variable != BLOCK:
                     every = ", ".join(plugin.name for plugin in known) or "none"
-                    raise PolicyError(variable, name, f"names no installed plugin; there are: {every}")
+                    raise PolicyError(
+                        self.source(variable), name, f"names no installed plugin; there are: {every}"
+                    )
                 if len({plugin.owner for plugin in found}) > 1:
                     choices = " or ".join(plugin.name for plugin in found)
                     limit = "names plugins of two distributions"
-                    raise PolicyError(variable, name, limit, f"write {choices}")
+                    raise PolicyError(self.source(variable), name, limit, f"write {choices}")
 
 
 def _names(variable: str, text: str, of: str = "plugin") -> tuple[str, ...]:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.errors import LayoutError, PolicyError
 from attnplug.registry.plugins.records import Offer
-from attnplug.registry.plugins.switches import ALLOW_REFUTED
 from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement
 from attnplug.registry.selection.evidence import Evidence, reason_of
 from attnplug.registry.selection.gates import preferred_pages
@@ -62,7 +61,7 @@ class EvidenceGate:
         self._plugins = plugins
         self._evidence = evidence
         self._assumed: Assumed = assumed
-        self._source = ALLOW_REFUTED if allowed is None else _ARGUMENT
+        self._source = plugins.allow_refuted_source if allowed is None else _ARGUMENT
         self.allowed = plugins.allow_refuted if allowed is None else allowed
         """The names in force."""
         names = (name for name in self.allowed if name != _ALL)

@@ -14,6 +14,7 @@ from typing import Any, Self
 from attnplug._system.scopes import Scopes
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import KINDS, LayerSpec, Phase
+from attnplug.registry.plugins.project import PROJECT, project_value
 from attnplug.registry.plugins.switches import BACKEND as ENVIRONMENT
 
 ARGUMENT = "backend"
@@ -32,7 +33,7 @@ class Rule:
         backend: a backend or family name, or `name@distribution`.
         scope: "layer", "kind", "phase", or "default" for everything.
         pattern: the layer-name glob, kind or phase; "*" for the default.
-        source: "backend" (the argument), "attnplug.use" or "ATTNPLUG_BACKEND".
+        source: "backend" (the argument), "attnplug.use", "ATTNPLUG_BACKEND" or "pyproject.toml".
     """
 
     backend: str
@@ -113,7 +114,7 @@ def _scope(pattern: str) -> str:
 def rule_for(
     rule_sets: Sequence[tuple[Rule, ...]], spec: LayerSpec, phase: Phase | None, layer_name: str | None
 ) -> Rule | None:
-    """The first rule that matches, looking through the sets in order: argument, `use`, environment."""
+    """The first rule that matches, looking through the sets in order: argument, `use`, environment, project."""
     every = (rule for rules in rule_sets for rule in rules)
     return next((rule for rule in every if rule.matches(spec, phase, layer_name)), None)
 
@@ -133,7 +134,7 @@ USE_BLOCKS: Scopes[tuple[tuple[Rule, ...], Any]] = Scopes("attnplug_use")
 
 
 def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rule, ...], ...]:
-    """The rules in force here, in order: the argument's, those of `use` blocks, the environment's.
+    """The rules in force here, in order: the argument's, of `use` blocks, the environment's, the project's.
 
     Raises:
         PolicyError: rules that cannot be parsed.
@@ -142,6 +143,7 @@ def rule_sets(backend: str | Mapping[str, str] | None = None) -> tuple[tuple[Rul
         parse_rules(backend, ARGUMENT),
         *(rules for rules, _ in USE_BLOCKS.get()),
         parse_rules(os.environ.get(ENVIRONMENT), ENVIRONMENT),
+        parse_rules(project_value("backend"), PROJECT),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias, TypeGuard
@@ -26,6 +25,7 @@ from attnplug.core.kv_cache_spec import (
 )
 from attnplug.core.spec import LayerSpec
 from attnplug.core.validation import reads_blocks
+from attnplug.registry.plugins.project import setting
 from attnplug.registry.selection.decision import Decision
 
 # Latents of 576 elements beside ordinary heads need 9 of their pages: blocks of 144 tokens for 16, still small.
@@ -217,8 +217,8 @@ def requested_kv_cache_layout() -> KVCacheLayoutType | None:
     override = _override
     if override is not None:
         return override
-    environment = os.environ.get(_VARIABLE)
-    return check_kv_cache_layout(_VARIABLE, environment) if environment else None
+    environment, source = setting(_VARIABLE)
+    return check_kv_cache_layout(source, environment) if environment else None
 
 
 def get_kv_cache_layout(required: str | None = None) -> KVCacheLayoutType:

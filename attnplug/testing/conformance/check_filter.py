@@ -6,12 +6,11 @@ import dataclasses
 import difflib
 import fnmatch
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from attnplug._system import files
 from attnplug.core.errors import PolicyError
+from attnplug.registry.plugins.project import read_toml, read_toml_text
 
 _TABLE = "known_failures"
 
@@ -82,16 +81,7 @@ def read_known_failures(path: Path) -> dict[str, str]:
         PolicyError: the file cannot be read, is not TOML, or has anything but this table.
     """
     source = "--known-failures"
-    try:
-        text = files.read_text(path)
-    except (OSError, UnicodeDecodeError) as problem:
-        why = getattr(problem, "strerror", None) or "it is not UTF-8 text"
-        raise PolicyError(source, str(path), f"cannot be read: {why}") from None
-    try:
-        data = tomllib.loads(text)
-    # tomllib raises these too, for too long integers and too deep nesting.
-    except (ValueError, RecursionError) as problem:
-        raise PolicyError(source, str(path), f"is not TOML: {problem}") from None
+    data = read_toml(path, source, read_toml_text(path, source))
     for key in data:
         if key != _TABLE:
             limit = f"has a key {key!r}; the only one known is the table [{_TABLE}]"

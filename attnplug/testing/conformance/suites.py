@@ -24,12 +24,13 @@ from attnplug.registry.plugins.options import (
     options_of,
     parse_options,
 )
+from attnplug.registry.plugins.project import PROJECT, project_value
 from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.registry.selection.gates import import_parts
 from attnplug.registry.selection.policy import Rule
 from attnplug.testing.conformance.cases.designed_cases import Designs
 from attnplug.testing.conformance.check import Check, Level
-from attnplug.testing.conformance.check_filter import known_reasons, read_known_failures
+from attnplug.testing.conformance.check_filter import checked_reasons, known_reasons, read_known_failures
 from attnplug.testing.conformance.listing import target_checks
 from attnplug.testing.conformance.target import Target
 
@@ -94,7 +95,8 @@ def load_suite(
         raise BackendUnavailableError(f"{offer.name} does not run here on {where}: {'; '.join(reasons)}")
     _make_current(device)
     # A known failure may belong to any check.
-    wanted = tuple(only) if known_failures is None else ("*",)
+    of_project = (project_value("known-failures") or {}).get(offer.name) if checks_of is None else None
+    wanted = tuple(only) if known_failures is None and not of_project else ("*",)
     # Other checks, such as cells of the matrix, are of the defaults.
     given = _options_of(offer, name, options) if checks_of is None or options else None
     checks_at = _checks_function(
@@ -103,12 +105,14 @@ def load_suite(
     checks = checks_at(level)
     chosen = Level(level)
     known: dict[str, str] = {}
-    if known_failures is not None:
+    if known_failures is not None or of_project:
         other = Level.FULL if chosen is Level.SMOKE else Level.SMOKE
         known = known_reasons(
-            read_known_failures(known_failures),
+            checked_reasons(of_project or {}, f"{PROJECT}: known-failures")
+            if known_failures is None
+            else read_known_failures(known_failures),
             [check.id for check in checks],
-            source=f"--known-failures {known_failures}",
+            source=PROJECT if known_failures is None else f"--known-failures {known_failures}",
             elsewhere=lambda: [check.id for check in checks_at(other)],
         )
     return Suite(offer, where, chosen, tuple(checks), known, given)
