@@ -75,7 +75,9 @@ def test_what_users_are_shown_imports_from_public_modules_only() -> None:
 def test_every_variable_is_on_its_page() -> None:
     source = "".join(path.read_text() for path in (ROOT / "attnplug").rglob("*.py"))
     read = set(re.findall(r'"(ATTNPLUG_[A-Z_]+)"', source)) - {"ATTNPLUG_API"}
-    assert {cell.strip("`") for cell in rows("reference/environment.md")} == read
+    # The page has a table of the project's keys too, which tests of these read.
+    named = {cell.strip("`") for cell in rows("reference/environment.md")}
+    assert {name for name in named if name.startswith("ATTNPLUG_")} == read
 
 
 def test_every_logger_is_on_its_page() -> None:
