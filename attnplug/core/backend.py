@@ -1,4 +1,7 @@
-"""The class that declares one backend. It imports no torch; its impl and builder are imported on demand."""
+"""The class that declares one backend. It imports no torch; its impl and builder are imported on demand.
+
+Also finds the backend of an impl, for engines that do not name it.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name, stored_dtype_name
-from attnplug.core.errors import LayoutError
+from attnplug.core.errors import LayoutError, PluginError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.interface.answers import answer, declared, serving_class
+from attnplug.core.interface.guarded import class_name, guarded_call
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from attnplug.core.impl import AttentionImpl
     from attnplug.core.metadata import AttentionMetadataBuilder
     from attnplug.core.reasons import Reason
+
 
 # No kernel reads larger pages, so a search for a block size ends here.
 _LARGEST_BLOCK = 1024
@@ -337,3 +342,31 @@ def subclass_attention_backend_with_overrides(
         if callable(value) and not isinstance(value, (type, staticmethod, classmethod)):
             namespace[name] = staticmethod(value)
     return type(name_prefix + attention_backend_cls.__name__, (attention_backend_cls,), namespace)
+
+
+def backend_of(impl: type) -> type[AttentionBackend]:
+    """The one backend whose `get_impl_cls` gives `impl`, of the nearest package around it that has such a backend.
+
+    Raises:
+        PluginError: no backend there gives it, or several do.
+    """
+    backends: list[type[AttentionBackend]] = [AttentionBackend]  # type: ignore[type-abstract]
+    for each in backends:
+        backends += each.__subclasses__()
+    parts = impl.__module__.split(".")
+    found: set[type[AttentionBackend]] = set()
+    while parts and not found:
+        near = [each for each in backends if each.__module__.split(".")[: len(parts)] == parts]
+        found = {each for each in near if guarded_call(each.get_impl_cls)[0] is impl}
+        parts.pop()
+    if len(found) == 1:
+        return found.pop()
+    several = ", ".join(sorted(map(class_name, found)))
+    why = (
+        f"several backends give this impl ({several})"
+        if found
+        else "no backend in its package gives this impl"
+    )
+    raise PluginError(
+        f"{class_name(impl)}.from_spec cannot know the backend: {why}; write from_spec(spec, backend=backend, ...)"
+    )

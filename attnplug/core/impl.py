@@ -10,11 +10,10 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_chec
 
 import torch
 
-from attnplug.core.backend import AttentionBackend
+from attnplug.core.backend import AttentionBackend, backend_of
 from attnplug.core.checks import check_positive
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, PluginError, SpecError
-from attnplug.core.interface.backend_of_impl import backend_of
 from attnplug.core.interface.interface import constructor_faults, impl_faults, in_lines
 from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.kv_format import kv_format

@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.composite.agreement import common_block_sizes, common_layouts, disagreements
-from attnplug.core.composite.options import composite_options
+from attnplug.core.composite.agreement import (
+    common_block_sizes,
+    common_layouts,
+    composite_options,
+    disagreements,
+)
 from attnplug.core.composite.pair import in_both, make_pair, of_both, said_by
 from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnplug.core.composite.options import member_options
+from attnplug.core.composite.agreement import member_options
 from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.dtypes import output_quant_key
 from attnplug.core.errors import BatchError
