@@ -22,6 +22,7 @@ from attnplug.registry.plugins.waiting import watch_plugins
 
 _FAILED, _INTERRUPTED = 1, 130
 _SIZE = 1024
+_SECONDS_FOR_THREADS = 0.5
 _SECONDS_TO_END = 10.0
 # Marks the code of an orderly end; no name of a plugin has this character.
 _ENDED = b"\n"
@@ -104,7 +105,12 @@ def leave_threads(code: object) -> None:
                 stream.flush()
         os._exit((code or 0) & 0xFF)
 
-    if any(not each.daemon and each is not threading.current_thread() for each in threading.enumerate()):
+    others = [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]
+    # Threads that are about to end do so, and the exit is then an orderly one.
+    until = time.monotonic() + _SECONDS_FOR_THREADS
+    for each in others:
+        each.join(max(0, until - time.monotonic()))
+    if any(each.is_alive() for each in others):
         end()
     last = threading.Timer(_SECONDS_TO_END, end)
     last.daemon = True

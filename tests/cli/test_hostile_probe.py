@@ -28,7 +28,10 @@ ATTACKS = {
         "report.write_text(json.dumps({'backends': 3, 'step': []}) + '\\n')",
         "damaged the report",
     ),
-    "forged": ("report.write_text(json.dumps({'step': 'done'}) + '\\n')\nos._exit(0)", "its report lacks"),
+    "forged": (
+        "report.write_text(json.dumps({'step': 'loaded attack-forged:forged'}) + '\\n')\nos._exit(0)",
+        "its report lacks",
+    ),
     "deleted": ("shutil.rmtree(report.parent)\nos._exit(0)", "left the process starting"),
     "folder": ("report.unlink()\nreport.mkdir()\nos._exit(3)", "raised starting: exit code 3"),
     "fifo": ("report.unlink()\nos.mkfifo(report)\nos._exit(0)", "left the process starting"),
