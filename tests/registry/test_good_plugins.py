@@ -19,7 +19,7 @@ See = Callable[..., None]
 def test_explain_lists_every_reason_against_a_backend_from_the_command_line(
     run_with_plugins: RunWithPlugins,
 ) -> None:
-    layer = "--head-size 80 --kv-cache-dtype fp8 --sinks --soft-cap 30 --device sm75 --json"
+    layer = "--head-size 80 --kv-cache-dtype fp8 --sinks --soft-cap 30 --device sm75 --assume-installed here --json"
     done = run_with_plugins(GOOD, ["-m", "attnplug", "explain", *layer.split()])
     candidates = {each["name"]: each for each in json.loads(done.stdout)["candidates"]}
     sm80 = candidates["ACME_SM80"]

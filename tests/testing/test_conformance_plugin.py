@@ -120,7 +120,7 @@ def test_a_check_without_memory_says_so(suite, monkeypatch):
         ),
         (("--attn-backend", "RUDE"), "*validate_configuration raised ZeroDivisionError*"),
         (("--attn-backend", "ACME", "--attn-device", "hpu"), "*on hpu: this machine has no hpu*"),
-        (("--attn-backend", "ACME", "--attn-device", "gpu"), "device='gpu' is unknown*"),
+        (("--attn-backend", "ACME", "--attn-device", "nowhere"), "device='nowhere' is unknown*"),
         (("--attn-backend", "ACME", "--shard", "3/2"), "--shard='3/2' must be I/N*"),
         (("--attn-backend", "ACME", "--known-failures", "none.toml"), "*none.toml' cannot be read*"),
     ],
