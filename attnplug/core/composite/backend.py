@@ -260,9 +260,11 @@ def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -
         "Options": composite_options(name, members),
     }
     if any(map(depends_on_capability, pair)):
-        attributes["supports_compute_capability"] = classmethod(
-            lambda cls, capability: cls._both_answer("supports_compute_capability", capability)
-        )
+
+        def supports(cls: type[CompositeBackend], capability: Any) -> bool:
+            return cls._both_answer("supports_compute_capability", capability)
+
+        attributes["supports_compute_capability"] = classmethod(supports)
     doc = "Prefills on {prefill} and decodes on {decode}."
     made: type[CompositeBackend] = make_pair(_composed, *pair, CompositeBackend, name, doc, **attributes)
     return made

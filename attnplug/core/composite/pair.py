@@ -56,7 +56,7 @@ def make_pair(
         "step_safe": all(of_both("step_safe", prefill, decode)),
         **attributes,
     }
-    made = type(f"{prefill.__name__}And{decode.__name__}", (base,), namespace)
+    made: Any = type(f"{prefill.__name__}And{decode.__name__}", (base,), namespace)
     _PAIRS[made] = pair, prefill, decode
     return made
 

@@ -210,7 +210,7 @@ def _declarations(backend: Any) -> Iterator[str]:
         if any("__get__" in vars(each) for each in type(raw).__mro__):
             yield f"{title}.{field} is a method; attnplug reads a class attribute: write {field} = ..."
             continue
-        value: Any = getattr(backend, field)
+        value = values = getattr(backend, field)
         if field == "features" and type(value) is not Feature:
             yield f"{title}.features is {shown(value)}; it must be a Feature, such as Feature.SINKS | Feature.ALIBI"
         elif field in _FLAGS and type(value) is not bool:
@@ -221,11 +221,11 @@ def _declarations(backend: Any) -> Iterator[str]:
         elif field in _SEQUENCES and isinstance(value, str):
             yield f"{title}.{field} is text; it must be a sequence: a comma is missing"
         # A sequence of another type may be endless, or change.
-        elif field in _SEQUENCES and (type(value) not in _PLAIN or len(value) > _MOST_VALUES):
+        elif field in _SEQUENCES and (type(value) not in _PLAIN or len(values) > _MOST_VALUES):
             limit = f"it must be a sequence: a tuple or list of at most {_MOST_VALUES} values"
             yield f"{title}.{field} is {shown(value)}; {limit}"
         elif field in _SEQUENCES:
-            found = ((each, _entry(field, each)) for each in value)
+            found = ((each, _entry(field, each)) for each in values)
             yield from (f"{title}.{field} has {shown(each)}, {why}" for each, why in found if why)
 
 
