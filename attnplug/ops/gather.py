@@ -65,7 +65,7 @@ def keys_into(
     v_out: torch.Tensor,
 ) -> None:
     """`gather_keys` without its checks of types, for tensors that the caller made itself."""
-    kernels = triton_ops("gather") if k_out.is_cuda else None
+    kernels = triton_ops("pages") if k_out.is_cuda else None
     if kernels is not None:
         kernels.gather_keys(k_cache, v_cache, block_table, cu_lens, k_out, v_out)
         return
@@ -242,7 +242,7 @@ def gather_page_indices(
         raise BatchError("rows", (0,), f"must name the requests of {count} pages")
     if count > out.shape[0]:
         raise BatchError("count", count, f"must be at most {out.shape[0]}, the size of out")
-    kernels = triton_ops("page_indices") if out.is_cuda else None
+    kernels = triton_ops("pages") if out.is_cuda else None
     if kernels is not None:
         kernels.gather_page_indices(block_table, seq_lens, page_size, rows, out, count)
         return out
