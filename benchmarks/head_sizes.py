@@ -116,7 +116,7 @@ def check_cell(target: Target, cell: Cell) -> None:
 def check_step(target: Target, spec: Any, step: Step, options: Any) -> None:
     """Compare one step with the oracle."""
     from attnplug.testing import paged_batch, run_batch
-    from attnplug.testing.conformance.harness import Answer
+    from attnplug.testing.conformance.harness import Output
     from attnplug.testing.conformance.mistakes.expectations import difference
 
     serving = target.backend.for_layer(spec)
@@ -124,7 +124,7 @@ def check_step(target: Target, spec: Any, step: Step, options: Any) -> None:
     batch = paged_batch(
         spec, step.new, step.tokens, device=target.torch_device, backend=serving, padding=3, **scales
     )
-    if wrong := difference(batch, Answer(*run_batch(serving, batch, options=options))):
+    if wrong := difference(batch, Output(*run_batch(serving, batch, options=options))):
         raise ConformanceError(wrong)
 
 
@@ -187,7 +187,7 @@ def run(name: str, device: Device, jobs: int, minutes: float, most: int | None) 
     if why := verification.prepare():
         print(why, flush=True)
         return verification.outcome()
-    limits = Limits.here(device.type, len(verification.rest), 240.0, jobs, None)
+    limits = Limits.here(device.type, len(verification.remaining), 240.0, jobs, None)
     print(f"{name} on {device}: {len(verification.ids)} cells, {limits.jobs} workers", flush=True)
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.setitimer(signal.ITIMER_REAL, minutes * 60)

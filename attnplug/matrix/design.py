@@ -212,7 +212,6 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
         backend: an offer of a plugin, which names the distribution too, or only the class.
         device: a Device or "sm90", "rocm:9.4", "cpu", ... as for `attnplug.select`.
 
-
     Raises:
         SpecError: the text names no device.
     """

@@ -117,7 +117,6 @@ def made_inputs(
     With `copies` there are as many caches as the L2 cannot hold; a check of the output needs one. The backends of one
     step share caches of equal form by `made`.
 
-
     Raises:
         RuntimeError: the device has too little memory.
     """

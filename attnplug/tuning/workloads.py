@@ -63,7 +63,6 @@ def workload_from_lists(batch: str | None, context: str | None, prefill: str | N
 
     Without `batch` it is "1,8,64" and without `context` "8k", if the other one is given.
 
-
     Raises:
         PolicyError: text of another form, or a shape twice.
     """

@@ -96,8 +96,8 @@ def test_a_type_of_remote_code_is_read_as_the_class_that_it_names(client: Client
 )
 def test_each_example_reads_as_by_the_full_reader(path: Path, client: Client, tmp_path: Path) -> None:
     data = json.loads(path.read_text())
-    if data["model_type"] in reading._ALIKE:  # transformers does not have the type, but the class
-        data["model_type"] = reading._ALIKE[data["model_type"]]
+    if data["model_type"] in reading.ALIKE:  # transformers does not have the type, but the class
+        data["model_type"] = reading.ALIKE[data["model_type"]]
     assert_same(tmp_path / "config.json", data, 2, client)
 
 

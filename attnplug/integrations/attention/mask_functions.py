@@ -45,8 +45,8 @@ def read_mask_function(
     transformers' own functions are read once for each window and chunk. Other functions are also evaluated at
     every given position.
 
-
-    UnknownMaskError: it is neither full, causal, a window nor chunks, with spans or without.
+    Raises:
+        UnknownMaskError: it is neither full, causal, a window nor chunks, with spans or without.
     """
     walk = _Walk()
     key, plain = walk.visit(function, "mask_function")

@@ -215,8 +215,8 @@ def watch(model: PreTrainedModel) -> None:
 
     Its layers decide again.
 
-
-    ModelConfigError: the configuration asks for attention weights.
+    Raises:
+        ModelConfigError: the configuration asks for attention weights.
     """
     if getattr(model.config, "output_attentions", False):
         raise ModelConfigError(

@@ -154,8 +154,8 @@ def read_spans(
     None if all queries see the keys of `pattern`. A query that sees more has one range, with the keys of `pattern`
     in it: an image's tokens see the image, or the part of it that a window leaves.
 
-
-    UnknownMaskError: a query sees fewer keys, or keys that are not one range, or ranges are out of order.
+    Raises:
+        UnknownMaskError: a query sees fewer keys, or keys that are not one range, or ranges are out of order.
     """
     keys = range(keys.start, min(keys.stop, queries.stop))
     if not keys or not queries:

@@ -44,8 +44,8 @@ def check_pages(pages: Pages, lengths: Lengths, given: tuple[torch.Tensor | None
     Only the pages of the first `lengths` tokens are read. The others may have any number. Inside of `one_step` layers
     that give the same tensors `given` are checked once.
 
-
-    BatchError: it names the request and its page.
+    Raises:
+        BatchError: it names the request and its page.
     """
     if not must_check(pages.table.device):
         return

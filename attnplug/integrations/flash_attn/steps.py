@@ -88,8 +88,8 @@ def lengths_of(name: str, starts: torch.Tensor, rows: int | None) -> Ints:
 
     A tensor on a device is copied, which waits for it.
 
-
-    BatchError: another dtype or shape, or starts that decrease or end past the rows.
+    Raises:
+        BatchError: another dtype or shape, or starts that decrease or end past the rows.
     """
     if (
         not isinstance(starts, torch.Tensor)

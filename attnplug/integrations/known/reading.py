@@ -28,8 +28,8 @@ def read_known(data: Mapping[str, Any], ranks: int, kv_cache_dtype: str, client:
         kv_cache_dtype: storage of paged KV caches.
         client: the program that runs the model.
 
-
-    ModelConfigError: the ranks do not divide the heads.
+    Raises:
+        ModelConfigError: the ranks do not divide the heads.
     """
     model_type = data.get("model_type")
     if not isinstance(model_type, str):
