@@ -79,9 +79,9 @@ def plan(
     Args:
         specs: layers by name in order, or a ModelSpec as `read_config` gives it.
         device: as in `attnplug.select`.
-        per_phase: choose for each phase alone, as `attnplug select` shows it. Where the choices differ, the layer is served by both on
-            one KV cache, as the composite "PREFILL+DECODE". Where they cannot share one, the plan notes
-            the reason and one backend serves both phases.
+        per_phase: choose for each phase alone, as `attnplug select` shows it. Where the choices differ, the layer is served
+            by both on one KV cache, as the composite "PREFILL+DECODE". Where they cannot share one, the plan notes the
+            reason and one backend serves both phases.
         uniform: one backend for all layers: the highest-ranked that serves every layer and that all
             rules allow.
         kv_sharing: layers that read another layer's pages; by default those of the ModelSpec.
