@@ -16,7 +16,7 @@ from attnplug.cli.app import app
 
 __all__ = ["REASONS", "check_command"]
 
-REASONS = ("installs from a package index", "needs a GPU", "takes minutes")
+REASONS = ("installs from a package index", "needs a GPU", "takes some 15 s")
 """Why a block may be left unrun; `data-not-run` names one."""
 
 _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
