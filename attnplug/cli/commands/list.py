@@ -164,7 +164,7 @@ def _list_known(as_json: bool) -> None:
     if not is_quiet():
         console().print(
             Paragraph(
-                "\nRun a path such as ./examples in a clone of attnplug. The list is no review: a plugin runs its code in your process."
+                "\nRun these commands in a clone of attnplug. A plugin runs its code in your process, and the project does not review it."
             )
         )
 
