@@ -95,10 +95,7 @@ def picture(found: list[Row], theme: str) -> str:
         lines.append(_text(0, top + 16, row.name, ink, 'text-anchor="start"'))
         for column, pair in enumerate(row.served):
             lines += _cell(LEFT + column * (WIDTH + GAP), top, pair)
-    words = (
-        "One name: the backend prefills and decodes. Two names: the first prefills, the second decodes. "
-        "Letters: its layers in a strip."
-    )
+    words = "One name: the backend prefills and decodes. Two names: the first prefills, the second decodes."
     lines.append(_text(0, bottom + 18, words, note, 'text-anchor="start"'))
     at = 0
     for name, (label, colour) in BACKENDS.items():
@@ -106,7 +103,7 @@ def picture(found: list[Row], theme: str) -> str:
             lines += _box(at, bottom + 28, 52, label, colour)
             said = f"{letters(BACKENDS)[name]} = {name}"
             lines.append(_text(at + 58, bottom + 44, said, ink, 'text-anchor="start" font-size="12"'))
-            at += 68 + 8 * len(said)
+            at += 70 + 7 * len(said)
     return "\n".join([*lines, "</svg>\n"])
 
 
