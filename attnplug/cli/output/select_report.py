@@ -269,12 +269,12 @@ def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) ->
     if not budget.groups:
         out.print(f"\nNo estimate for {memory}: no layer keeps a KV cache.")
         return
-    longest = "a sequence of any length fits"
+    longest = "A sequence of any length fits."
     if budget.max_tokens is not None:
-        longest = f"the longest sequence that fits has {budget.max_tokens:,} tokens"
+        longest = f"The longest sequence that fits has {budget.max_tokens:,} tokens."
     out.print(
         f"\nKV cache in {memory}: {budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes "
-        f"(one is the null block);\n{longest}.\n"
+        f"(one is the null block).\n{longest}\n"
     )
     if budget.prefill_workspace:
         out.print(
