@@ -1,4 +1,4 @@
-"""What FLASHINFER's builder costs the host for 256 requests: without FlashInfer's `plan()`, with it, and for two groups.
+"""The host's cost of FLASHINFER's builder for 256 requests: without FlashInfer's `plan()`, with it, and for two groups.
 
 Run as `python benchmarks/flashinfer_builder.py [--requests N] [--json FILE]`. Needs a GPU and FlashInfer; without
 them `plan()` and the gathering of pages are left out, so that only the figures without `plan()` mean anything.
@@ -118,7 +118,7 @@ def measure(
 
 
 def waits(builder: AttentionMetadataBuilder[Any], batches: list[CommonAttentionMetadata]) -> int:
-    """How often torch makes the host wait in a build of each step, and whether the GPU's work is waited for."""
+    """The number of times that torch makes the host wait in a build of each step, and whether the GPU's work is waited for."""
     if not torch.cuda.is_available():
         return 0
     found = 0
