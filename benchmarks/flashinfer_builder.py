@@ -129,7 +129,7 @@ def waits(builder: AttentionMetadataBuilder[Any], batches: list[CommonAttentionM
             torch.cuda.set_sync_debug_mode("warn")
             builder.build(0, before)
             torch.cuda.set_sync_debug_mode("default")
-        # Turning it on says, once, that not all "synchronizing operations" are found: that is no wait.
+        # Turning it on says, once, that not all "synchronizing operations" are found: that does not count as a wait.
         found += sum("called a synchronizing" in str(each.message) for each in caught)
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The host's time in calls, in turn; what a call launches, launched bare; and no kernels where there is no GPU."""
+"""The host's time in calls, in turn; what a call launches, launched bare; and without a GPU no kernels."""
 
 from __future__ import annotations
 

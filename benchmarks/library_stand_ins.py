@@ -1,4 +1,4 @@
-"""Replacements of the kernel libraries where there is no GPU: they take what the real ones take, and do nothing."""
+"""Replacements of the kernel libraries for machines without a GPU: they take what the real ones take, and do nothing."""
 
 from __future__ import annotations
 
