@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,6 +31,25 @@ from attnplug.testing.pages import (
     rows_of_spans,
 )
 
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.target import Target
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepArguments:
+    """The arguments of `Target.batch` that make a batch, and the fields of BuilderConfig that it is run with."""
+
+    target: Target
+    spec: LayerSpec
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    options: Mapping[str, Any]
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def batch(self) -> Batch:
+        """A batch of these arguments; CheckSkipped if the backend serves another phase."""
+        return self.target.batch(self.spec, self.query_lens, self.seq_lens, exact=True, **self.options)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Batch:
@@ -50,6 +70,7 @@ class Batch:
         spans: for layers with mm_prefix, the multimodal spans of each request, as positions `[start, stop)`.
         numbers: the sizes of the numbers.
         strange: requests with keys of NaN or large ones, whose own results are not compared.
+        made_of: the arguments that made it, if `Target.batch` did. Some checks change the batch afterwards.
     """
 
     spec: LayerSpec
@@ -66,6 +87,7 @@ class Batch:
     spans: list[Spans] | None = None
     numbers: Numbers = Numbers.PLAIN
     strange: frozenset[int] = frozenset()
+    made_of: StepArguments | None = None
 
     def compared(self, rows: torch.Tensor) -> torch.Tensor:
         """The batch's own rows `[T, ...]`, with zeros in those that are not compared: of strange requests."""

@@ -24,6 +24,7 @@ from attnplug._system.scopes import Scopes
 from attnplug.core.errors import AttnplugError, SpecError
 
 if TYPE_CHECKING:
+    from attnplug.testing.batches import StepArguments
     from attnplug.testing.conformance.target import Target
 
 
@@ -92,11 +93,12 @@ class ConformanceError(AssertionError):
     Args:
         message: what was expected and what was found.
         named: the known mistake that gives the same numbers, such as "window off by one", if there is one.
+        step: the step with the wrong answer, if the message is about numbers.
     """
 
-    def __init__(self, message: str, named: str | None = None) -> None:
+    def __init__(self, message: str, named: str | None = None, step: StepArguments | None = None) -> None:
         super().__init__(message)
-        self.named = named
+        self.named, self.step = named, step
 
 
 class SkipKind(enum.StrEnum):

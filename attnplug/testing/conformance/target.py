@@ -21,7 +21,7 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.mla import MLADims
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.testing.batches import Batch, direct_batch, paged_batch
+from attnplug.testing.batches import Batch, StepArguments, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
 from attnplug.testing.design.search import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
 from attnplug.testing.drawn_values import layer_tensors
@@ -330,12 +330,13 @@ class Target:
             for name in ("block_size", "layout", "drop_window"):
                 options.pop(name, None)
             drawn = direct_batch(spec, query_lens, seq_lens, device=self.torch_device, **options)
-            return _with_tensors_of_layer(drawn)
-        options.setdefault("block_size", self.block_size(spec))
-        options.setdefault("layout", self.backend.supported_kv_cache_layouts()[0])
-        drawn = paged_batch(
-            spec, query_lens, seq_lens, device=self.torch_device, backend=self.backend, **options
-        )
+        else:
+            options.setdefault("block_size", self.block_size(spec))
+            options.setdefault("layout", self.backend.supported_kv_cache_layouts()[0])
+            drawn = paged_batch(
+                spec, query_lens, seq_lens, device=self.torch_device, backend=self.backend, **options
+            )
+        drawn.made_of = StepArguments(self, spec, tuple(query_lens), tuple(seq_lens), options)
         return _with_tensors_of_layer(drawn)
 
     def paged_spec(self, **fields: Any) -> LayerSpec:

@@ -116,6 +116,8 @@ class Case:
                 min(count + reach, every) for count, every in zip(new, tokens, strict=True)
             ]
         batch = target.batch(spec, new, tokens, **options)
+        if batch.made_of is not None:
+            batch.made_of = dataclasses.replace(batch.made_of, config=self.config)
         batch = _with_blocks_apart(batch) if self.apart else batch
         return joint_weights(batch) if self.joint else batch
 

@@ -44,7 +44,8 @@ def wrong_answer(problem: str, mistake: str | None, wrong: Deviation | None = No
             lines.append(f"time was over after {found.tried} of {found.of} known mistakes: none of them fits")
     if mistake is not None:
         hint = f"; these are the numbers of a known mistake: {mistake}"
-    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake)
+    step = None if wrong is None else wrong.batch.made_of
+    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake, step)
 
 
 def expect_correct(
