@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -14,6 +15,7 @@ import typer
 
 from attnplug._system import files
 from attnplug.cli.arguments import (
+    MOST_SECONDS,
     AsJson,
     Quiet,
     complete_backends,
@@ -26,6 +28,7 @@ from attnplug.cli.output.conformance_report import CHECK_SECONDS
 from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, write_text
 from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import PolicyError
+from attnplug.testing.conformance.check import SHRINK_SECONDS
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 # 130 is 128 plus SIGINT, the code that shells give to an interrupted program.
@@ -85,8 +88,22 @@ def conformance(
         ),
     ] = None,
     timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = CHECK_SECONDS,
+    shrink: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=MOST_SECONDS,
+            metavar="SECONDS",
+            help="Time to shrink wrong answers to their smallest failing steps; 0 shrinks none.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = SHRINK_SECONDS,
     jobs: Annotated[int | None, jobs_option(_LIMITS)] = None,
     memory: Annotated[str | None, memory_option(_LIMITS)] = None,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Also show the kinds of mistakes that were tried, and those not."),
+    ] = False,
     show_ids: Annotated[
         bool, typer.Option("--list", help="Print the ids of the checks, and run none.")
     ] = False,
@@ -107,7 +124,7 @@ def conformance(
     """
     # Before the imports below, which need these packages.
     require_the_extra()
-    from attnplug.cli.output.conformance_report import Report
+    from attnplug.cli.output.conformance_report import Report, SmallestSteps
     from attnplug.runtime.plan.budget import parse_memory
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
@@ -158,10 +175,15 @@ def conformance(
                 before = list(earlier.values())
                 with interrupt_on_sigterm(), _as_file(junit) as file:
                     problem = run_checks(listing, rest, limits, report, earlier=before, junit=file)
+        if shrink and problem is None and (wrong := report.to_shrink):
+            # In new workers, because a smaller step may crash them: the results above are then complete.
+            within = dataclasses.replace(limits, shrink=shrink, jobs=min(limits.jobs, len(wrong)))
+            with interrupt_on_sigterm(), report.waiting("shrinking wrong answers to their smallest steps"):
+                run_checks(listing, wrong, within, SmallestSteps(report))
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
-    report.end(rest, problem)
+    report.end(rest, problem, summary=summary)
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)

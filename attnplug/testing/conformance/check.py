@@ -25,8 +25,12 @@ from attnplug.core.errors import AttnplugError, SpecError
 
 if TYPE_CHECKING:
     from attnplug.testing.batches import StepArguments
+    from attnplug.testing.conformance.mistakes.smallest_step import SmallestStep
     from attnplug.testing.conformance.target import Target
 
+
+SHRINK_SECONDS = 20.0
+"""The time to shrink all wrong answers of a run to their smallest failing steps if none is given."""
 
 _TESTING = str(Path(attnplug.__file__).parent / "testing")
 _CORE = str(Path(attnplug.__file__).parent / "core")
@@ -94,11 +98,22 @@ class ConformanceError(AssertionError):
         message: what was expected and what was found.
         named: the known mistake that gives the same numbers, such as "window off by one", if there is one.
         step: the step with the wrong answer, if the message is about numbers.
+        says: text that errors of the same mistake share; default the name, else the first line of the message.
     """
 
-    def __init__(self, message: str, named: str | None = None, step: StepArguments | None = None) -> None:
+    smallest: SmallestStep | None = None
+    """The smallest step that fails in the same way, once it is found."""
+
+    def __init__(
+        self,
+        message: str,
+        named: str | None = None,
+        step: StepArguments | None = None,
+        says: str | None = None,
+    ) -> None:
         super().__init__(message)
         self.named, self.step = named, step
+        self.says = named or (message.partition("\n")[0] if says is None else says)
 
 
 class SkipKind(enum.StrEnum):
@@ -193,8 +208,10 @@ def error_context(what: str) -> Iterator[None]:
     except (CheckSkipped, ConformanceError):
         raise
     except Exception as error:
-        text = f"{what}: raised {type(error).__name__}: {error}"
-        raise ConformanceError("\n".join([text, *origin(error)])) from error
+        kind, lines = type(error).__name__, origin(error)
+        text = "\n".join([f"{what}: raised {kind}: {error}", *lines])
+        # Errors of one line are of one mistake, whatever the check was doing.
+        raise ConformanceError(text, says=f"{kind} {lines[-1].strip() if lines else error}") from error
 
 
 # Part of the time left that naming may take, so that the failure itself is always reported.

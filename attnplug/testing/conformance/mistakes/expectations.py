@@ -45,7 +45,8 @@ def wrong_answer(problem: str, mistake: str | None, wrong: Deviation | None = No
     if mistake is not None:
         hint = f"; these are the numbers of a known mistake: {mistake}"
     step = None if wrong is None else wrong.batch.made_of
-    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake, step)
+    pattern = next((line for line in lines if line.startswith("pattern: ")), "")
+    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake, step, pattern)
 
 
 def expect_correct(

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 from attnplug.core.errors import SpecError
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.batches import StepArguments
+from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.mistakes.deviation import Deviation
 from attnplug.testing.conformance.mistakes.mistake_recognition import recognise
 from attnplug.testing.conformance.mistakes.single_step import SPEC_DEFAULTS, step_test, wrong_step
@@ -81,6 +82,26 @@ def smallest_step(step: StepArguments, mistake: str | None, seconds: float) -> S
     return SmallestStep(step, step_test(step, mistake), is_least=True)
 
 
+class Shrinker:
+    """Shrinks the first failure of each mistake, within `seconds` for all; each takes at most half of what is left."""
+
+    def __init__(self, seconds: float) -> None:
+        self._left, self._known = seconds, set[str]()
+
+    def shrink(self, problem: Exception) -> None:
+        """Add the smallest failing step, and a note with its test, to an error of a wrong answer."""
+        if not isinstance(problem, ConformanceError) or problem.step is None or self._left <= 0:
+            return
+        if problem.says in self._known:
+            return
+        self._known.add(problem.says)
+        start = time.monotonic()
+        problem.smallest = smallest_step(problem.step, problem.named, self._left / 2)
+        self._left -= time.monotonic() - start
+        if problem.smallest is not None:
+            problem.add_note(f"smallest failing step, {problem.smallest.words}:\n\n{problem.smallest.test}\n")
+
+
 def _wrong(step: StepArguments, mistake: str | None) -> Deviation | None:
     """The wrong answer of a step; None if it is right, of another mistake, refused, or an error."""
     if step.target.reasons(step.spec):
@@ -126,7 +147,9 @@ def _of_requests(step: StepArguments, kept: Sequence[int]) -> StepArguments:
         if options.get(name) is not None:
             options[name] = [options[name][index] for index in kept]
     lens = (tuple(values[index] for index in kept) for values in (step.query_lens, step.seq_lens))
-    return dataclasses.replace(step, **dict(zip(("query_lens", "seq_lens"), lens, strict=True)), options=options)
+    return dataclasses.replace(
+        step, **dict(zip(("query_lens", "seq_lens"), lens, strict=True)), options=options
+    )
 
 
 def _tokens(step: StepArguments, wrong: Deviation) -> Iterator[StepArguments]:
