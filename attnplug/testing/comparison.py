@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Generic, TypeVar, overload
 
+import numpy as np
 import torch
 
 from attnplug.core.kv_format import kv_format
@@ -113,7 +114,8 @@ def assert_close(
     worst = error - allowed
     # The negated comparison also fails for NaN.
     if not bool((worst <= 0).all()):
-        place = tuple(int(index) for index in torch.unravel_index(worst.argmax(), worst.shape))
+        # torch's own unravel_index imports sympy, which takes a second.
+        place = tuple(int(index) for index in np.unravel_index(int(worst.argmax()), worst.shape))
         values = f"{found[place].item():.6g} is not {expected[place].item():.6g}"
         within = f"within {float(bounds[place[:-1]]):.3g} of its row's magnitude"
         row = float(magnitude[place[:-1]])

@@ -33,6 +33,9 @@ from attnplug.testing.conformance.serving import context_parallel
 from attnplug.testing.conformance.target import Target
 
 OF_REFERENCE = mutants_of("masks", "sinks", "sizes", "softmax", "steps", "storage")
+NUMERIC = OF_REFERENCE + mutants_of(
+    "accidents", "small_sizes", "crossings", "inputs", "combinations", "latents"
+)
 # Large batches take most of the time, and packed cases come after many others.
 LARGE = ("correct/long-", "correct/many-", "correct/far-", "correct/*-", "builder/common-prefix-")
 

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,6 +29,11 @@ from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo,
 from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import PolicyError
 from attnplug.testing.conformance.check import SHRINK_SECONDS
+
+if TYPE_CHECKING:
+    from attnplug.cli.output.conformance_report import Report
+    from attnplug.testing.isolation.listing import Listing
+    from attnplug.testing.isolation.run import Limits
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 # 130 is 128 plus SIGINT, the code that shells give to an interrupted program.
@@ -124,7 +129,7 @@ def conformance(
     """
     # Before the imports below, which need these packages.
     require_the_extra()
-    from attnplug.cli.output.conformance_report import Report, SmallestSteps
+    from attnplug.cli.output.conformance_report import Report
     from attnplug.runtime.plan.budget import parse_memory
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
@@ -175,11 +180,7 @@ def conformance(
                 before = list(earlier.values())
                 with interrupt_on_sigterm(), _as_file(junit) as file:
                     problem = run_checks(listing, rest, limits, report, earlier=before, junit=file)
-        if shrink and problem is None and (wrong := report.to_shrink):
-            # In new workers, because a smaller step may crash them: the results above are then complete.
-            within = dataclasses.replace(limits, shrink=shrink, jobs=min(limits.jobs, len(wrong)))
-            with interrupt_on_sigterm(), report.waiting("shrinking wrong answers to their smallest steps"):
-                run_checks(listing, wrong, within, SmallestSteps(report))
+        _shrink_steps(listing, dataclasses.replace(limits, shrink=0 if problem else shrink), report)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
@@ -187,6 +188,18 @@ def conformance(
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)
+
+
+def _shrink_steps(listing: Listing, limits: Limits, report: Report) -> None:
+    """Run the first failed check of each mistake again, to find the smallest step that gives its wrong answer."""
+    from attnplug.cli.output.conformance_report import SmallestSteps
+    from attnplug.testing.isolation.run import run_checks
+
+    # In new workers, because a smaller step may crash them: the results so far are complete.
+    if limits.shrink and (wrong := report.to_shrink):
+        within = dataclasses.replace(limits, jobs=min(limits.jobs, len(wrong)))
+        with interrupt_on_sigterm(), report.waiting("shrinking wrong answers to their smallest steps"):
+            run_checks(listing, wrong, within, SmallestSteps(report))
 
 
 @contextlib.contextmanager

@@ -173,8 +173,10 @@ class Report(RunReport):
             self._show_group(first, [each.id for each in others])
         self.tell("")
         if summary and self._listing is not None:
-            self._out.print(_kinds_table(proven_kinds(self.results, self._listing.ids)))
-            self.say("")
+            kinds = proven_kinds(self.results, self._listing.ids)
+            self._out.print(_kinds_table(kinds))
+            passed = sum(each.verdict == "passed" for each in kinds)
+            self.say(f"\n{passed} of {len(kinds)} kinds of mistakes were tried, and none was found\n")
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
             self.say(f"{_subject(self._listing)} with {versions}")

@@ -59,7 +59,7 @@ class Result:
     seconds: float = 0.0
     cause: str = ""
     detail: str = ""
-    failure: Failure = Failure()
+    failure: Failure = dataclasses.field(default_factory=Failure)
 
 
 class CheckObserver(Protocol):

@@ -208,7 +208,10 @@ def _proven(kind: MistakeKind, results: Sequence[Result], ids: Sequence[str]) ->
     counts = Counter(str(each.outcome) for each in results)
     passed, failed = counts["passed"], counts["failed"] + counts["known"]
     verdict = "failed" if failed else "passed" if passed else "untested"
-    return ProvenKind(kind.name, verdict, passed, failed, tuple(_untested(kind, results, ids)))
+    untested = tuple(_untested(kind, results, ids))
+    if verdict == "untested" and not untested:
+        untested = ("no check applies to what is declared",)
+    return ProvenKind(kind.name, verdict, passed, failed, untested)
 
 
 def _untested(kind: MistakeKind, results: Sequence[Result], ids: Sequence[str]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from attnplug.testing.conformance.harness import Output, run_batch
 from attnplug.testing.conformance.mistakes.deviation import Deviation, deviation
 from attnplug.testing.conformance.mistakes.expectations import wrong_answer
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.drawn_values import Numbers
 
 _FEW = 4
 """Equal lengths of more requests are one number."""
@@ -66,6 +67,8 @@ def assert_step_correct(
         ConformanceError: the numbers are wrong; the text names the rows, and the known mistake if there is one.
         CheckSkipped: the backend refuses the layer, or serves no such step; the text has the reasons.
     """
+    # A test names the size of the numbers by its text.
+    drawn |= {"numbers": Numbers(drawn.get("numbers", Numbers.PLAIN))}
     chosen = None if options is None else build_options(backend, options)
     target = Target(backend, resolve_device(device), options=chosen)
     target.require(spec, "on this device")
@@ -90,7 +93,7 @@ def step_test(step: StepArguments, mistake: str | None) -> str:
     plain = _defaults(direct_batch if spec.direct_kv else paged_batch)
     plain |= {"block_size": target.block_size(spec), "layout": target.backend.supported_kv_cache_layouts()[0]}
     plain["key_lens"] = list(step.seq_lens) if step.query_lens != step.seq_lens else None
-    given = {"query_lens": list(step.query_lens), "seq_lens": list(step.seq_lens)}
+    given: dict[str, Any] = {"query_lens": list(step.query_lens), "seq_lens": list(step.seq_lens)}
     given |= {name: each for name, each in step.options.items() if plain.get(name) != each}
     given |= {"config": dict(step.config)} if step.config else {}
     given |= {"device": target.device.type} if target.device != Device.current() else {}

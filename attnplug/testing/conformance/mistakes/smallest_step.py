@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from attnplug.core.errors import SpecError
-from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.spec import AttentionType
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import StepArguments
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.mistakes.deviation import Deviation
@@ -46,7 +47,7 @@ class SmallestStep(NamedTuple):
         requests, tokens = len(self.step.seq_lens), sum(self.step.seq_lens)
         nouns = ("request" if requests == 1 else "requests", "token" if tokens == 1 else "tokens")
         least = "" if self.is_least else ", when the time to shrink it ended"
-        return f"{requests} {nouns[0]}, {tokens} {nouns[1]}{least}"
+        return f"{requests} {nouns[0]} of {tokens} {nouns[1]}{least}"
 
 
 def smallest_step(step: StepArguments, mistake: str | None, seconds: float) -> SmallestStep | None:
@@ -106,11 +107,8 @@ def _wrong(step: StepArguments, mistake: str | None) -> Deviation | None:
     """The wrong answer of a step; None if it is right, of another mistake, refused, or an error."""
     if step.target.reasons(step.spec):
         return None
-    try:
-        wrong = wrong_step(step)
-    except Exception:
-        # An error is another failure than a wrong answer.
-        return None
+    # An error is another failure than a wrong answer.
+    wrong, _ = guarded_call(wrong_step, step)
     if wrong is None or mistake is None or recognise(wrong, only=mistake).name == mistake:
         return wrong
     return None
@@ -146,10 +144,8 @@ def _of_requests(step: StepArguments, kept: Sequence[int]) -> StepArguments:
     for name in _OF_REQUESTS:
         if options.get(name) is not None:
             options[name] = [options[name][index] for index in kept]
-    lens = (tuple(values[index] for index in kept) for values in (step.query_lens, step.seq_lens))
-    return dataclasses.replace(
-        step, **dict(zip(("query_lens", "seq_lens"), lens, strict=True)), options=options
-    )
+    new, tokens = (tuple(values[index] for index in kept) for values in (step.query_lens, step.seq_lens))
+    return dataclasses.replace(step, query_lens=new, seq_lens=tokens, options=options)
 
 
 def _tokens(step: StepArguments, wrong: Deviation) -> Iterator[StepArguments]:
