@@ -103,10 +103,14 @@ def step_test(step: StepArguments, mistake: str | None) -> str:
         given["options"] = {name: each for name, each in values.items() if each != getattr(usual, name)}
     parts = {"LayerSpec": True, "MLADims": spec.mla is not None, "SparseSpec": spec.sparse is not None}
     names = ", ".join(name for name, is_needed in parts.items() if is_needed)
+    lines = [
+        imports,
+        f"from attnplug.core import {names}",
+        "from attnplug.testing import assert_step_correct",
+    ]
     return "\n".join(
         [
-            *sorted([imports, f"from attnplug.core import {names}"]),
-            "from attnplug.testing import assert_step_correct",
+            *sorted(lines, key=lambda line: (line.startswith("from"), line)),
             "",
             f"def test_{words}():",
             f"    layer = LayerSpec({_words(_spec_arguments(spec))})",
