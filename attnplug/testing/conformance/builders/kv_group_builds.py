@@ -185,6 +185,10 @@ def _key(group: _Group) -> Hashable:
 
 def _expect_served(first: _Group, second: _Group, name: str) -> None:
     """Run the layer of the second group with a copy of the metadata that the first group built."""
+    # Groups of one step share its selection.
+    if first.batch.spec.sparse == second.batch.spec.sparse:
+        shared = dataclasses.replace(second.batch.common, selection=first.batch.common.selection)
+        second = dataclasses.replace(second, batch=dataclasses.replace(second.batch, common=shared))
     one, other = first.batch.common, second.batch.common
     both = dataclasses.replace(
         one,

@@ -51,7 +51,7 @@ def _served_by_another(target: Target, feature: Feature) -> bool:
     if target.is_latent:
         return False
     try:
-        spec = asking_for(plainest(target), feature)
+        spec = asking_for(target, plainest(target), feature)
     except SpecError:
         return False  # no layer of the kind that it serves can ask for it
     serving = target.backend.for_layer(spec)
@@ -108,7 +108,7 @@ def expect_refused(
 def _asking(target: Target, feature: Feature) -> LayerSpec:
     name, kind = feature.names()[0], f"no layer of the kind that {target.name} serves"
     try:
-        spec = asking_for(plainest(target), feature)
+        spec = asking_for(target, plainest(target), feature)
     except SpecError as problem:
         raise CheckSkipped(f"{kind} can ask for {name}: {problem}", SkipKind.LAYER) from None
     if feature not in spec.required_features():

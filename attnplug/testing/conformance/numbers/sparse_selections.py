@@ -103,7 +103,7 @@ def _check_all(target: Target, kind: str) -> None:
     spec, size = with_pages(target, target.spec(sparse=_SPARSE[kind]))
     lengths = _lengths(size)
     sparse = dataclasses.replace(_SPARSE[kind], topk=max(lengths[1]))
-    batch = step_factory(target, spec.replace(sparse=sparse), lengths)()
+    batch = step_factory(target, target.changed(spec, sparse=sparse), lengths)()
     selection, block = _selection_of(batch), sparse.block
     row = 0
     for new, length in zip(batch.common.query_start_loc_cpu.diff().tolist(), batch.seq_lens, strict=True):

@@ -83,7 +83,7 @@ def _layer(
     """The layer, the same without a causal mask, the block size, and how tokens are shared."""
     # Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
     spec, size = layer_to_divide(target, has_sinks)
-    free = target.require(spec.replace(causal=spec.mla is not None), "without a causal mask")
+    free = target.changed(spec, causal=spec.mla is not None)
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
 
 
@@ -103,8 +103,8 @@ def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
 
 def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool) -> None:
     spec, free, size, sharing = _layer(target, has_sinks, runs, ranks)
-    direct = target.require(spec.replace(direct_kv=True), "with direct K and V")
-    context, new = [3 * size + 2, 0, 1, 2 * size], [3, size + 5, 4, 2]
+    direct = target.changed(spec, direct_kv=True)
+    context, new = [2 * size, 3 * size + 2, 1, 0], [2, 3, 4, size + 5]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
     parts = []
