@@ -29,7 +29,7 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.harness import Harness, Output, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
-from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake
+from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake, without_mask
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.pages import block_table, poisoned_cache, put
@@ -83,7 +83,7 @@ def _layer(
     """The layer, the same without a causal mask, the block size, and how tokens are shared."""
     # Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
     spec, size = layer_to_divide(target, has_sinks)
-    free = target.changed(spec, causal=spec.mla is not None)
+    free = spec if spec.mla else without_mask(target, spec)
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
 
 
