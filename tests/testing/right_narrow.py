@@ -37,7 +37,9 @@ def alone(feature: Feature) -> type[AttentionBackend]:
 def always(feature: Feature) -> type[AttentionBackend]:
     """TORCH with all features that a layer can have beside this one, without which it serves none."""
     served = feature
-    for other in TorchBackend.features:
+    # The kit has no cross layers whose keys come with the call.
+    unlike = {Feature.CROSS: Feature.DIRECT_KV, Feature.DIRECT_KV: Feature.CROSS}.get(feature, Feature(0))
+    for other in TorchBackend.features & ~unlike:
         # Both orders, because one value of a field may ask for both features.
         for first, last in ((feature, other), (other, feature)):
             try:
@@ -132,7 +134,11 @@ NARROW: dict[str, dict[str, Any]] = {
     "HALF": {"supported_dtypes": ("float16",)},
     "BFLOAT": {"supported_dtypes": ("bfloat16",)},
     "SINGLE": {"supported_dtypes": ("float32",)},
-    "SINGLE_OVER_BFLOAT": {"supported_dtypes": ("float32",), "supported_kv_cache_dtypes": ("bfloat16",)},
+    "SINGLE_OVER_BFLOAT": {
+        "supported_dtypes": ("float32",),
+        "supported_kv_cache_dtypes": ("bfloat16",),
+        "features": TorchBackend.features & ~Feature.FP8_KV,
+    },
     "DECODES_FIRST": {"builder": DecodesFirst},
     "FP8_BY_ALIAS": {"supported_kv_cache_dtypes": ("fp8",)},
     "FP8_E5M2": {"supported_kv_cache_dtypes": ("fp8_e5m2",)},
