@@ -137,7 +137,7 @@ NARROW: dict[str, dict[str, Any]] = {
     "SINGLE_OVER_BFLOAT": {
         "supported_dtypes": ("float32",),
         "supported_kv_cache_dtypes": ("bfloat16",),
-        "features": TorchBackend.features & ~Feature.FP8_KV,
+        "features": TorchBackend.features & ~Feature.FP8_KV & ~Feature.DIRECT_KV & ~Feature.ENCODER,
     },
     "DECODES_FIRST": {"builder": DecodesFirst},
     "FP8_BY_ALIAS": {"supported_kv_cache_dtypes": ("fp8",)},
