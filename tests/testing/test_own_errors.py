@@ -18,7 +18,13 @@ from attnplug.testing.conformance.cases.steps import step_factory
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.declared import declared_values, refusals
 from attnplug.testing.conformance.harness import Harness
-from attnplug.testing.conformance.numbers import cache_layouts, cache_reads, cache_writes, merging
+from attnplug.testing.conformance.numbers import (
+    cache_layouts,
+    cache_reads,
+    cache_writes,
+    merging,
+    sparse_selections,
+)
 from attnplug.testing.conformance.process import process_state
 from attnplug.testing.conformance.serving import context_parallel, runtimes
 from attnplug.testing.conformance.target import Target
@@ -86,13 +92,16 @@ def test_a_builder_that_refuses_an_order_is_asked_for_its_own() -> None:
         ("ALWAYS_SLIDING_WINDOW", cache_writes.checks, ("cache/sharing-writes-none",)),
         ("ALWAYS_SLIDING_WINDOW", merging.checks, ("merge/context-and-new",)),
         ("ALWAYS_SLIDING_WINDOW", context_parallel.checks, ("context_parallel/decode-2-ranks-runs-of-1",)),
-        ("SPARSE_ONLY", kv_group_builds.checks, ("builder/build_key",)),
+        pytest.param("SPARSE_ONLY", kv_group_builds.checks, ("builder/build_key",), marks=pytest.mark.slow),
+        pytest.param("ALWAYS_SPARSE", kv_group_builds.checks, ("builder/build_key",), marks=pytest.mark.slow),
         ("LATENT_ALIAS", declared_values.checks, ("declared/feature-fp8_kv",)),
         ("DECODES_FIRST", declared_values.checks, ("declared/phase-prefill", "declared/any-layer")),
         ("BLOCKS_OF_1", cache_reads.checks, ("cache/null-block-decode", "cache/null-block-mixed")),
-        ("BLOCKS_OF_1", runtimes.checks, ("runtime/drafts",)),
-        ("FP8_E5M2", refusals.checks, ("refused/withdrawn-fp8_kv",)),
+        pytest.param("BLOCKS_OF_1", runtimes.checks, ("runtime/drafts",), marks=pytest.mark.slow),
+        pytest.param("FP8_E5M2", refusals.checks, ("refused/withdrawn-fp8_kv",), marks=pytest.mark.slow),
         ("SINGLE_OVER_BFLOAT", cache_layouts.checks, ("cache/layout-NHD-decode",)),
+        ("ALWAYS_CROSS", sparse_selections.checks, ("selection/all-token_topk", "selection/all-block")),
+        ("ALWAYS_MM_PREFIX", sparse_selections.checks, ("selection/all-token_topk",)),
         ("LATENT_SPARSE", cache_writes.checks, ("cache/sharing-writes-none",)),
         ("LATENT_SPARSE", process_state.checks, ("state/settings-kept-decode",)),
     ],
