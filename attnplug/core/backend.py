@@ -60,6 +60,9 @@ class AttentionBackend(ABC):
     because kernels that read a selection usually need one."""
     step_safe: ClassVar[bool] = False
     """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
+    quantizes_queries: ClassVar[bool] = False
+    """Whether kernels round queries, or weights, to 8 bits for layers whose pages have 8 bits. By default the
+    conformance kit compares such layers as closely as others, since its oracle reads the values as stored."""
     Options: ClassVar[type[Any] | None] = None
     """A frozen dataclass of the options that a user may set, or None."""
     accept_output_buffer: ClassVar[bool] = True

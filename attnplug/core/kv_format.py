@@ -30,7 +30,6 @@ class KVFormat:
         rounding: "module:function" that rounds float32 values, already divided by the scale, to a torch dtype; None if
             nothing knows the numbers, so that the kit has no case and TORCH no pages. The function may write into
             its argument.
-        output_error: the kit's bound for outputs; None for that of the layer's dtype.
         is_common: the matrix has it for every backend, and pages and help texts show it.
         article: before its name in a sentence.
     """
@@ -44,7 +43,6 @@ class KVFormat:
     layer_scales: bool = False
     feature: str | None = None
     rounding: str | None = None
-    output_error: float | None = None
     is_common: bool = False
     article: str = "an"
 
@@ -90,9 +88,7 @@ class KVFormats:
 
 
 _float = functools.partial(KVFormat, is_quantized=False, rounding=_ROUNDS_FLOATS, article="a")
-_fp8 = functools.partial(
-    KVFormat, family="fp8", size=1, layer_scales=True, feature="fp8_kv", output_error=5e-2
-)
+_fp8 = functools.partial(KVFormat, family="fp8", size=1, layer_scales=True, feature="fp8_kv")
 _known_fp8 = functools.partial(_fp8, rounding=_ROUNDS_FLOATS)
 
 TABLE = KVFormats(

@@ -14,6 +14,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.testing.comparison import Tolerance, tolerance
 from attnplug.testing.drawn_values import (
     Numbers,
     draw_tokens,
@@ -71,6 +72,7 @@ class Batch:
         numbers: the sizes of the numbers.
         strange: requests with keys of NaN or large ones, whose own results are not compared.
         made_of: the arguments that made it, if `Target.batch` did. Some checks change the batch afterwards.
+        quantized_queries: whether the backend rounds queries to 8 bits, as it declares.
     """
 
     spec: LayerSpec
@@ -88,6 +90,16 @@ class Batch:
     numbers: Numbers = Numbers.PLAIN
     strange: frozenset[int] = frozenset()
     made_of: StepArguments | None = None
+    quantized_queries: bool = False
+
+    def row_bounds(self, expected: OracleResult) -> Tolerance[torch.Tensor]:
+        """The bounds of each row of an answer."""
+        return tolerance(self.spec, expected.logit_size, quantized_queries=self.quantized_queries)
+
+    @property
+    def bound(self) -> float:
+        """The bound of outputs for about the largest logits."""
+        return tolerance(self.spec, quantized_queries=self.quantized_queries).output
 
     def compared(self, rows: torch.Tensor) -> torch.Tensor:
         """The batch's own rows `[T, ...]`, with zeros in those that are not compared: of strange requests."""
@@ -232,6 +244,7 @@ def paged_batch(
         spans=chosen,
         numbers=numbers,
         strange=frozenset(strange_requests(numbers, query_lens, seq_lens)),
+        quantized_queries=backend.quantizes_queries,
     )
 
 

@@ -35,6 +35,11 @@ SHRINK_SECONDS = 20.0
 _TESTING = str(Path(attnplug.__file__).parent / "testing")
 _CORE = str(Path(attnplug.__file__).parent / "core")
 _MOST_FRAMES = 3
+# Code that only takes values of layers and steps, so an error of a call by the kit is the kit's own.
+_TAKERS = tuple(
+    str(Path(attnplug.__file__).parent / each)
+    for each in ("core/spec.py", "core/sparse.py", "core/mla.py", "core/batch", "runtime/batch")
+)
 
 
 @contextlib.contextmanager
@@ -65,6 +70,15 @@ def _frames(error: Exception) -> list[traceback.FrameSummary]:
         (place for place, each in enumerate(frames) if each.filename.startswith(_TESTING)), default=-1
     )
     return list(frames[after + 1 :])
+
+
+def own_skip(error: Exception) -> CheckSkipped | None:
+    """The skip in place of an error that no line of the backend caused: the kit asked for a layer or step that cannot be."""
+    called = [frame.filename for frame in _frames(error) if not frame.filename.startswith("<")]
+    is_own = isinstance(error, AttnplugError) and (not called or called[0].startswith(_TAKERS))
+    return (
+        CheckSkipped(f"the kit can make no such layer or step: {error}", SkipKind.LAYER) if is_own else None
+    )
 
 
 def _is_of_others(path: str) -> bool:
@@ -186,8 +200,17 @@ class Check:
         return cls(check_id, functools.partial(run, *given, **options), summary)
 
     def __call__(self) -> None:
-        """Run the check."""
-        self.run()
+        """Run the check.
+
+        Raises:
+            CheckSkipped: also for an error of the kit's own making.
+        """
+        try:
+            self.run()
+        except (CheckSkipped, ConformanceError):
+            raise
+        except AttnplugError as error:
+            raise own_skip(error) or error from error
 
 
 CheckTable: TypeAlias = Mapping[str, tuple[Callable[..., None], str]]
@@ -202,12 +225,17 @@ def checks_from(table: CheckTable, prefix: str, target: Target, *variant: str) -
 
 @contextlib.contextmanager
 def error_context(what: str) -> Iterator[None]:
-    """Raise a backend's errors as a ConformanceError that begins with `what`, the operation under way."""
+    """Raise a backend's errors as a ConformanceError that begins with `what`, the operation under way.
+
+    Errors of the kit's own making become CheckSkipped.
+    """
     try:
         yield
     except (CheckSkipped, ConformanceError):
         raise
     except Exception as error:
+        if skip := own_skip(error):
+            raise skip from error
         kind, lines = type(error).__name__, origin(error)
         text = "\n".join([f"{what}: raised {kind}: {error}", *lines])
         # Errors of one line are of one mistake, whatever the check was doing.

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import types
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind, calling, error_context
-from attnplug.testing.conformance.target import Target
+
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.target import Target
 
 _MOST_RANGES = 4
 
@@ -105,7 +107,7 @@ class HarnessLayer:
         self._k_scale = torch.tensor(self._k_scale_float, **form)
         self._v_scale = torch.tensor(self._v_scale_float, **form)
         self.words = f"{name} ({layer_words(batch.spec)})"
-        self.impl = make_impl(target.backend.for_layer(batch.spec), batch.spec, batch.tensors, name, **shared)
+        self.impl = make_impl(target.backend, batch.spec, batch.tensors, name, **shared)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +132,10 @@ class Harness:
 
         Raises:
             ConformanceError: the backend raises.
-            CheckSkipped: from_spec refuses the options for this layer.
+            CheckSkipped: the backend refuses a layer, or from_spec the options for it.
         """
+        for batch in batches:
+            target.require(batch.spec)
         options = target.own_options if options is None else options
         with error_context("from_spec, of a layer that validate_configuration accepts"):
             # An impl of its own from_spec need not know the argument.
@@ -218,12 +222,12 @@ def make_impl(
 ) -> AttentionImpl[Any]:
     """The impl of a layer, ready to run; `shared` has further arguments of `from_spec`.
 
-    Without `options` among them they are the backend's defaults.
+    Without `options` among them they are the backend's defaults. The class is that which serves the layer.
 
     Raises:
         CheckSkipped: from_spec refuses the options that were given. No declaration says which layers they serve.
     """
-    given = shared.get("options")
+    backend, given = backend.for_layer(spec), shared.get("options")
     if given is None:
         shared["options"] = None if backend.Options is None else backend.Options()
     words = f"{name} ({layer_words(spec)})"

@@ -111,7 +111,7 @@ def _check_dropped(target: Target, scenario: str) -> None:
     base = scenario_layer(target, scenario)
     for number in range(_ROUNDS):
         # Python and torch give the memory of what was dropped in the last round to this one.
-        spec = base.replace(scale=base.scale * (1 + number % 3))
+        spec = target.changed(base, scale=base.scale * (1 + number % 3))
         batch = scenario_steps(target, scenario, spec, number)()
         what = f"layer {number + 1}, made after a layer of its shape was dropped"
         found = Harness.of(target, batch).forward(batch, what=what)

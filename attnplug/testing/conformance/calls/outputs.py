@@ -16,7 +16,6 @@ from attnplug.core.features import Feature
 from attnplug.ops.storage import FP8_OUTPUTS, STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.cases.cases import single_cases
 from attnplug.testing.conformance.cases.steps import (
     BatchFactory,
@@ -348,7 +347,7 @@ def _expect_quantised(
     size = expected.abs()
     # torch gives the eps of float8_e5m2fnuz as that of a type with three bits of mantissa.
     step = 2.0**-2 if "e5m2" in str(dtype) else 2.0**-3
-    bound = tolerance(batch.spec).output * size.amax(-1, keepdim=True)
+    bound = batch.bound * size.amax(-1, keepdim=True)
     # Half a step of the type around a value that has an error of its own.
     least = torch.finfo(dtype).smallest_normal * scale
     allowed = bound + step / 2 * torch.clamp(size + bound, min=least)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
@@ -214,12 +215,15 @@ def axes(target: Target) -> dict[str, list[Any]]:
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
     """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages.
 
-    Sparse samples are of the served kinds, if there are any.
+    Sparse samples are of the served kinds, and stored types those that are declared, if there are any.
     """
     # Kernels that read chunks as requests of their own begin each at a page.
     samples, size = flag.ask.values, target.block_sizes[0]
     if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
         return (size, *samples)
+    if flag is Feature.FP8_KV:
+        own = [name for name in target.scaled_kv_dtypes if kv_format(name).feature == flag.names()[0]]
+        return tuple(own) or samples
     if flag is Feature.MLA:
         return tuple(target.latents) or samples
     if flag is Feature.SPARSE:

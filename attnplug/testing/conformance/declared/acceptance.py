@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import direct_batch
-from attnplug.testing.comparison import assert_close, tolerance
+from attnplug.testing.comparison import assert_close
 from attnplug.testing.conformance.cases.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.check import (
     Check,
@@ -134,7 +134,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
         # Rounding errors are relative to a row's magnitude, and a row of one element may be near 0.
         numbers, expected = found.output[:tokens].flatten(1), batch.oracle().output.flatten(1)
         try:
-            assert_close(numbers[:, None], expected[:, None], tolerance(spec).output)
+            assert_close(numbers[:, None], expected[:, None], batch.bound)
         except AssertionError as problem:
             raise ConformanceError(f"{what}: {problem}") from None
         return

@@ -12,14 +12,14 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import PAD_SLOT_ID
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import decode_lengths, layer_without_limits, with_lengths
 from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
 from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, of_phase
 
 Span: TypeAlias = tuple[int, int]
 
@@ -72,6 +72,12 @@ def layer_to_divide(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
     return spec, size
 
 
+def without_mask(target: Target, spec: LayerSpec) -> LayerSpec:
+    """The layer without a causal mask; CheckSkipped if the backend serves none such."""
+    # A window of a causal layer says nothing of later keys, which these queries see.
+    return target.changed(spec, causal=False, window=(spec.window[0], -1))
+
+
 def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False) -> None:
     spec, size = layer_to_divide(target, has_sinks)
     seq_lens = [4 * size + 1, 3 * size, 5 * size - 1] + ([1, size] if short else [])
@@ -90,8 +96,9 @@ def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = Fals
 
 def _check_context(target: Target, has_sinks: bool) -> None:
     spec, size = layer_to_divide(target, has_sinks)
-    free = target.require(spec.replace(causal=False), "without a causal mask")
-    context, new = [2 * size, 3 * size, 0, size], [3, 5, 4, 1]
+    free = without_mask(target, spec)
+    # Short queries come first, but in a step that must begin with a long one.
+    new, context = of_phase(target.phase and Phase.PREFILL, [1, 3, 4, 5], [size, 2 * size, 0, 3 * size])
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
     older = _part(whole, [(0, old) for old in context], free, size)
@@ -155,7 +162,7 @@ def part_mistake(part: Batch, answer: Output, use_sinks: bool) -> str | None:
 def _check_without_sinks(target: Target) -> None:
     plain, size = layer_to_divide(target, True)
     steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decode_lengths(size)
-    for fields, spec in target.variants(plain, ({}, *_BESIDE_SINKS), set()):
+    for fields, spec in target.variants(plain, [{}, *map(target.storing, _BESIDE_SINKS)], set()):
         # Kernels that split long contexts count the sinks where they merge the parts.
         for lengths in steps if fields else (*steps, ([1, 5], [1100, 600])):
             _expect_without_sinks(target, target.batch(spec, *lengths))

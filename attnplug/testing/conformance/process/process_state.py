@@ -68,7 +68,8 @@ def _check_kept(target: Target, scenario: str) -> None:
 
 def _life(target: Target, make: BatchFactory) -> Generator[str, None, None]:
     """Run the methods of a layer and its builder; yields the name of each after it ran."""
-    backend, batch = target.backend, make()
+    batch = make()
+    backend = target.backend.for_layer(batch.spec)
     target.reasons(batch.spec)
     yield "validate_configuration"
     impl_cls, _ = backend.get_impl_cls(), backend.get_builder_cls()

@@ -29,7 +29,7 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.harness import Harness, Output, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
-from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake
+from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake, without_mask
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.pages import block_table, poisoned_cache, put
@@ -83,7 +83,7 @@ def _layer(
     """The layer, the same without a causal mask, the block size, and how tokens are shared."""
     # Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
     spec, size = layer_to_divide(target, has_sinks)
-    free = target.require(spec.replace(causal=spec.mla is not None), "without a causal mask")
+    free = spec if spec.mla else without_mask(target, spec)
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
 
 
@@ -103,8 +103,8 @@ def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
 
 def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool) -> None:
     spec, free, size, sharing = _layer(target, has_sinks, runs, ranks)
-    direct = target.require(spec.replace(direct_kv=True), "with direct K and V")
-    context, new = [3 * size + 2, 0, 1, 2 * size], [3, size + 5, 4, 2]
+    direct = target.changed(spec, direct_kv=True)
+    context, new = [2 * size, 3 * size + 2, 1, 0], [2, 3, 4, size + 5]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
     parts = []

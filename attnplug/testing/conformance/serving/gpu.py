@@ -26,7 +26,7 @@ from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.graph_state import GraphState
 from attnplug.testing.batches import Batch
 from attnplug.testing.captures import captured
-from attnplug.testing.comparison import assert_close, tolerance
+from attnplug.testing.comparison import assert_close
 from attnplug.testing.conformance.cases.steps import (
     decode_lengths,
     layer_of_kind,
@@ -343,7 +343,7 @@ class _Graphs:
         for name, call in calls.items():
             output = self._outputs[name][: call.expected.shape[0]]
             try:
-                assert_close(output, call.expected, tolerance(self._served.plan.specs[name]).output, name)
+                assert_close(output, call.expected, self._served.bound(name), name)
             except AssertionError as problem:
                 return str(problem)
         return None

@@ -26,6 +26,7 @@ from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import with_equal_pages
 from attnplug.runtime.plan.model_plan import ModelPlan
 from attnplug.testing.batches import Batch
+from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.cases.steps import with_lengths, with_pages
 from attnplug.testing.conformance.check import Check, error_context
 from attnplug.testing.conformance.harness import Harness, Output
@@ -114,7 +115,7 @@ class ServedModel:
         **config: Any,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.seed = seed
+        self.seed, self._quantized = seed, target.backend.quantizes_queries
         plan = plan_on(target, specs, kv_sharing)
         groups = plan.kv_cache_config.kv_cache_groups
         self.block_size = max(group.kv_cache_spec.block_size for group in groups)
@@ -202,6 +203,10 @@ class ServedModel:
             return LayerCall(query.to(device), None, None, expected)
         return LayerCall(query.to(device), key.to(device), value.to(device), expected)
 
+    def bound(self, layer: str) -> float:
+        """The bound of the errors of a layer's outputs."""
+        return tolerance(self.plan.specs[layer], quantized_queries=self._quantized).output
+
     def run(self, layer: str, call: LayerCall) -> torch.Tensor:
         """The layer's answer, written to an output of NaN."""
         output = torch.full_like(call.expected, torch.nan, dtype=call.query.dtype, device=call.query.device)
@@ -253,7 +258,7 @@ def checks(target: Target) -> Iterator[Check]:
                 summary = (
                     "a prompt in pieces, then decodes and verified drafts, give the result of one prefill"
                 )
-                yield Check.of(f"batch/chain-{name}", summary, _check_chain, target, **fields)
+                yield Check.of(f"batch/chain-{name}", summary, _check_chain, target, **target.storing(fields))
         for dtype in target.dtypes[1:]:
             summary = f"so do those of a {dtype} layer"
             yield Check.of(f"batch/chain-{dtype}", summary, _check_chain, target, dtype=dtype)
@@ -267,7 +272,7 @@ def _check_chain(target: Target, **fields: Any) -> None:
         fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
     spec, size = with_pages(target, target.paged_spec(attn_type="decoder", causal=True, **fields))
     # Pieces around the ends of pages, single decodes across one, and steps that verify two or three tokens.
-    counts = [size - 1, 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
+    counts = [max(size - 1, 1), 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
     ends = list(itertools.accumulate(counts))
     scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_quantized_kv_cache else {}
     # A span is computed as a whole, so these pieces have none.
@@ -295,15 +300,15 @@ def _check_chain(target: Target, **fields: Any) -> None:
 def _check_cross(target: Target) -> None:
     spec = target.spec(attn_type="encoder_decoder")
     size = target.block_size(spec)
-    encoder = [size + 3, 9, 2 * size, 5]
-    # Requests by step: those that write their encoder's tokens now, and the queries of all.
+    encoder = [5, 2 * size, 9, size + 3]
+    # Requests by step: those that write their encoder's tokens now, and the queries of all, short ones first.
     steps: tuple[tuple[Sequence[int], list[int]], ...] = (
-        ((0, 1), [4, 1, 0, 0]),
-        ((2,), [1, 1, 7, 0]),
-        ((), [1, 1, 1, 0]),
-        ((3,), [2, 1, 1, 1]),
+        ((2, 3), [0, 0, 1, 4]),
+        ((1,), [0, 2, 3, 7]),
+        ((), [0, 1, 1, 1]),
+        ((0,), [1, 1, 1, 2]),
         ((), [1, 1, 1, 1]),
-        ((), [3, 1, 5, 1]),
+        ((), [1, 1, 3, 5]),
     )
     first = target.batch(spec, steps[0][1], encoder)
     harness = Harness.of(target, first)
