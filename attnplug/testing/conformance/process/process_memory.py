@@ -38,7 +38,7 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceE
 from attnplug.testing.conformance.harness import Harness, layer_words
 from attnplug.testing.conformance.target import Target
 
-_WARM, _ROUND, _LONG_ROUND = 2, 6, 128
+_WARM, _ROUND, _LONG_ROUND = 2, 6, 160
 """Calls before the first count, and calls of the first round, in which C code may leak unnoticed or may not.
 
 Each further round has twice as many.
@@ -90,12 +90,10 @@ class _Alive(NamedTuple):
 
     def since(self, before: _Alive, count: int) -> dict[str, int]:
         """What each of `count` calls has left behind since `before`, on average, by its name; empty if none did."""
-        slack = {"native": _SLACK, "device": _SLACK}
         grown = {name: after - old for name, after, old in zip(self._fields, self, before, strict=True)}
-        # One in two calls may do the work of the other one too.
-        return {
-            name: -(-more // count) for name, more in grown.items() if 2 * more >= count * slack.get(name, 1)
-        }
+        # One of two calls may keep something.
+        least = dict.fromkeys(grown, count // 2) | {"native": max(_SLACK, 24 * count), "device": 32 * count}
+        return {name: -(-more // count) for name, more in grown.items() if more >= least[name]}
 
 
 def _containers() -> list[Any]:
@@ -239,8 +237,8 @@ def _expect_bounded(works: dict[str, _Work], what: str, most: int, first: int = 
 def _kept(work: _Work, most: int, older: list[Any], count: int) -> dict[str, int]:
     """What each call keeps in each of ever longer rounds, until `most` calls; empty once a round keeps nothing."""
     # Time of this process, because other processes must not change what is tried.
-    begin = time.process_time()
-    for _ in range(_WARM):  # first calls import, compile and allocate
+    for _ in range(max(_WARM, count // 4)):  # first calls import, compile and allocate
+        begin = time.process_time()
         work()
     if time.process_time() - begin > _SLOW:
         count = _ROUND
@@ -284,12 +282,12 @@ def _sizes_and_line(work: _Work) -> tuple[list[str], str]:
             for _ in range(count):
                 work()
             gc.collect()
-            found.append((tracemalloc.take_snapshot().filter_traces(_OWN), _tensor_bytes()))
+            found.append((tracemalloc.take_snapshot(), _tensor_bytes()))
     finally:
         if not was_tracing:
             tracemalloc.stop()
     (before, tensors), (after, more) = found
-    lines = after.compare_to(before, "lineno")
+    lines = after.filter_traces(_OWN).compare_to(before.filter_traces(_OWN), "lineno")
     sizes = {"Python objects and arrays": sum(line.size_diff for line in lines), "tensors": more - tensors}
     told = [f"{size // _ROUND:,} bytes of {name}" for name, size in sizes.items() if size >= _ROUND]
     if not lines or lines[0].size_diff <= 0:

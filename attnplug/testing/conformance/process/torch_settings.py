@@ -77,7 +77,7 @@ class Functions:
 
     def __init__(self, owners: Mapping[str, Any]) -> None:
         self._owners = owners
-        self._found = {name: dict(vars(owner)) for name, owner in owners.items()}
+        self._found = {name: _names(owner) for name, owner in owners.items()}
 
     def replaced(self, later: Functions) -> list[str]:
         """The names with another value later."""
@@ -92,16 +92,27 @@ class Functions:
 
     def restore(self) -> None:
         """Give replaced names their values again."""
-        for owner, found in self._found.items():
-            now = vars(self._owners[owner])
-            for name, value in found.items():
-                if now.get(name, value) is not value and callable(value):
-                    setattr(self._owners[owner], name, value)
+        for full in self.replaced(Functions(self._owners)):
+            title, _, name = full.rpartition(".")
+            owner, value = self._owners[title], self._found[title][name]
+            setattr(owner, name, value)
+            if isinstance(owner, type) and any(vars(base).get(name) is value for base in owner.__mro__[1:]):
+                delattr(owner, name)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Functions) and not self.replaced(other)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _names(owner: Any) -> dict[str, Any]:
+    """The names of a module or a class; of torch.Tensor, with those that it inherits."""
+    found: dict[str, Any] = {}
+    # Classes in Python hide few functions of their bases, and there are many such classes.
+    bases = reversed(owner.__mro__) if owner is torch.Tensor else (owner,)
+    for each in bases:
+        found |= vars(each)
+    return found
 
 
 class _Unset:
@@ -369,7 +380,7 @@ TORCH_SETTINGS = (
     Setting(
         "print options of numpy", np.get_printoptions, lambda it: np.set_printoptions(**it), by_imports=True
     ),
-    Setting("public functions of torch:", _functions, Functions.restore, by_imports=True),
+    Setting("function of torch or numpy", _functions, Functions.restore, by_imports=True),
     Setting("kernels of operators of torch:", _operators, lasts=True),
     Setting("configuration", _configs, _set_configs, by_imports=True),
     Setting("process group of torch", lambda: distributed.is_available() and distributed.is_initialized()),
