@@ -25,17 +25,6 @@ GROUPS = (process_state, layer_state, process_memory, serving, common_prefix, ru
 
 
 @pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right caches are small."""
-    monkeypatch.setattr(process_memory, "_STEPS", 100)
-    monkeypatch.setattr(process_memory, "_LAYERS", 20)
-    monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 3)
-    # A busy machine must not try fewer steps or lengths than these.
-    monkeypatch.setattr(process_memory, "_SECONDS", 60.0)
-    monkeypatch.setattr(process_memory, "_SLOW", 60.0)
-
-
-@pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
     """Wrong backends change the process outside of the check of settings too."""
     before, softmax = read_settings(), torch.softmax

@@ -42,6 +42,7 @@ from attnplug.testing.conformance.target import Target, latent_dims, layer_field
 
 GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     # The first, because a backend may change the process once, when its parts are first asked for.
+    process_state.kept_checks: True,
     process_state.checks: False,
     attributes.checks: False,
     stable_answers.checks: False,
@@ -75,7 +76,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     builder_inputs.checks: True,
     builder_inputs.host_copy_checks: False,
     layer_state.checks: False,
-    process_memory.checks: False,
+    process_memory.checks: True,
     process_memory.output_checks: False,
     common_prefix.checks: False,
     sparse_selections.checks: True,

@@ -19,6 +19,7 @@ from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import AttentionImpl, MLAAttentionImpl
+from attnplug.core.interface.answers import HookError, serving_class
 from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, Phase
@@ -312,9 +313,21 @@ def _check_compile_key(target: Target) -> None:
             hash(target.backend.compile_key(spec))
 
 
+def _check_for_layer(target: Target) -> None:
+    for what, spec in grid(target, pairs=False).items():
+        try:
+            serving_class(target.backend, spec)
+        except HookError as problem:
+            raise ConformanceError(f"for a layer with {what}: {problem}") from problem
+
+
 _INTERFACE_CHECKS: CheckTable = {
     "impl-class": (_check_impl_class, "get_impl_cls returns an AttentionImpl without abstract methods"),
     "builder-class": (_check_builder_class, "get_builder_cls returns a builder without abstract methods"),
     "stable": (_check_stable, "declarations do not change between calls"),
     "compile-key": (_check_compile_key, "compile_key returns hashable keys"),
+    "for-layer": (
+        _check_for_layer,
+        "for_layer returns classes of the same plugin and name, the same each time",
+    ),
 }
