@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
 from attnplug.testing.oracle import Spans
 from attnplug.testing.pages import rows_of_spans
+from attnplug.testing.views import between, column, scales_in_a_table, shard
 
 # No powers of two, and neither is the inverse of the other, so that each confusion of them changes the result.
 FP8_SCALES: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9}
@@ -73,19 +75,28 @@ def layer_tensors(
     numbers: Numbers = Numbers.PLAIN,
     device: str = "cpu",
 ) -> LayerTensors:
-    """The tensors that `spec` needs: sinks around 1, slopes from 0.001 to 2 in no order, scales of fp8, W_UK and W_UV."""
+    """The tensors that `spec` needs: sinks around 1, slopes from 0.001 to 2 in no order, scales of fp8, W_UK and W_UV.
+
+    Each is a part of a larger tensor, whose other numbers are far from its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     heads = spec.num_heads
     # Sinks near 1 are different for each head, so swapped heads change the result.
     sinks = torch.randn(heads, generator=generator) + 1 + _sink_offsets(spec, numbers)
     # Slopes of models are geometric, and a backend that computes them itself must not pass.
     steps = (torch.randperm(heads, generator=generator) + torch.rand(heads, generator=generator)) / heads
+    # Each layer has one form in all processes, and layers of all kinds have both.
+    is_shard, is_table = (zlib.crc32(f"{way} {spec}".encode()) % 2 for way in ("shard", "table"))
+    part = shard if is_shard else column
+    scales: list[Any] = [k_scale, v_scale] if spec.has_quantized_kv_cache else [1.0, 1.0]
+    if spec.has_quantized_kv_cache and is_table:
+        scales = scales_in_a_table(*scales, device=device)
     return LayerTensors(
         **_latent_weights(spec, device),
-        sinks=sinks.to(device) if spec.has_sinks else None,
-        alibi_slopes=(2.0 ** (1 - 11 * steps)).to(device) if spec.has_alibi else None,
-        k_scale=k_scale if spec.has_quantized_kv_cache else 1.0,
-        v_scale=v_scale if spec.has_quantized_kv_cache else 1.0,
+        sinks=part(sinks.to(device)) if spec.has_sinks else None,
+        alibi_slopes=part((2.0 ** (1 - 11 * steps)).to(device)) if spec.has_alibi else None,
+        k_scale=scales[0],
+        v_scale=scales[1],
     )
 
 
@@ -111,9 +122,11 @@ def _latent_weights(spec: LayerSpec, device: str) -> dict[str, torch.Tensor]:
     fixed = torch.Generator().manual_seed(1)
     # Expanded keys and values then have elements near 1, as the rotated parts of keys have.
     return {
-        name: (torch.randn(spec.num_heads, *shape, generator=fixed) / _latent_size(spec) / rank**0.5)
-        .to(dtype)
-        .to(device)
+        name: shard(
+            (torch.randn(spec.num_heads, *shape, generator=fixed) / _latent_size(spec) / rank**0.5)
+            .to(dtype)
+            .to(device)
+        )
         for name, shape in shapes.items()
     }
 
@@ -219,4 +232,4 @@ def random_selection(
             chosen.positions[token, :count] = torch.randperm(among, generator=generator)[:count].int()
             chosen.counts[token] = count
             token += 1
-    return Selection(chosen.positions.to(device), chosen.counts.to(device))
+    return Selection(between(chosen.positions.to(device)), between(chosen.counts.to(device)))

@@ -27,6 +27,7 @@ from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind, calling, error_context
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.views import between, scales_in_a_table
 
 _MOST_RANGES = 4
 
@@ -99,11 +100,9 @@ class HarnessLayer:
     def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
         self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
-        # The default dtype belongs to the process, and checks change it.
-        form: dict[str, Any] = {"dtype": torch.float32, "device": batch.query.device}
-        self._q_scale = self._prob_scale = torch.ones((), **form)
-        self._k_scale = torch.tensor(self._k_scale_float, **form)
-        self._v_scale = torch.tensor(self._v_scale_float, **form)
+        scales = (1.0, self._k_scale_float, self._v_scale_float, 1.0)
+        table = scales_in_a_table(*scales, device=batch.query.device)
+        self._q_scale, self._k_scale, self._v_scale, self._prob_scale = table
         self.words = f"{name} ({layer_words(batch.spec)})"
         self.impl = make_impl(target.backend.for_layer(batch.spec), batch.spec, batch.tensors, name, **shared)
 
@@ -279,12 +278,12 @@ def _make_builder(
 
 
 def blank_output(batch: Batch, fill: float = torch.nan) -> Output:
-    """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`."""
+    """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`: rows of longer ones."""
     spec, query = batch.spec, batch.query
     output = query.new_full((query.shape[0], spec.num_heads, spec.output_size), fill)
     form: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse = torch.full(output.shape[:2], fill, **form) if spec.needs_lse else None
-    return Output(output, lse)
+    return Output(between(output), None if lse is None else between(lse))
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
