@@ -94,15 +94,22 @@ class Output(NamedTuple):
     lse: torch.Tensor | None
 
 
-class HarnessLayer:
-    """A layer as its impl sees it, the AttentionLayer protocol, with the spec and tensors of a batch."""
+class EngineLayer:
+    """The scales that an engine's layer has for its impl, of the AttentionLayer protocol."""
 
-    def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
+    def __init__(self, batch: Batch) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
         self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
         scales = (1.0, self._k_scale_float, self._v_scale_float, 1.0)
         table = scales_in_a_table(*scales, device=batch.query.device)
         self._q_scale, self._k_scale, self._v_scale, self._prob_scale = table
+
+
+class HarnessLayer(EngineLayer):
+    """A layer as its impl sees it, the AttentionLayer protocol, with the spec and tensors of a batch."""
+
+    def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
+        super().__init__(batch)
         self.words = f"{name} ({layer_words(batch.spec)})"
         self.impl = make_impl(target.backend.for_layer(batch.spec), batch.spec, batch.tensors, name, **shared)
 
@@ -247,9 +254,12 @@ def run_batch(
     use_sinks: bool = True,
     layer: Any = None,
     options: Any = None,
+    into: Output | None = None,
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Build the metadata, write the cache and attend; `config` has fields of BuilderConfig, `options` those of the impl.
+
+    Without `into` the rows are new.
 
     Returns:
         Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
@@ -259,7 +269,7 @@ def run_batch(
     impl = make_impl(backend, batch.spec, batch.tensors, options=options)
     # Builders that plan read the features to plan for from the impl of their layers.
     builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)
-    into = blank_output(batch)
+    into = into or blank_output(batch)
     given = _arguments(batch, builder.build(0, batch.common), into.output)
     with calling("forward", f"layer ({layer_words(batch.spec)})"):
         impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)

@@ -20,6 +20,7 @@ from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target, layer_fields, of_phase
 from attnplug.testing.design.search import HEAD_SIZES, Row, Search, compile_key
 from attnplug.testing.drawn_values import FP8_SCALES, Numbers
+from attnplug.testing.views import shard
 
 _OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}
 """Axes of batches alone: layers differ in all others."""
@@ -142,7 +143,7 @@ def joint_weights(batch: Batch) -> Batch:
     assert up_key is not None  # noqa: S101 - batches of latents have both
     assert up_value is not None  # noqa: S101
     both = torch.cat([up_key, up_value.mT], dim=1).flatten(0, 1)
-    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=both)
+    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=shard(both))
     return dataclasses.replace(batch, tensors=tensors)
 
 
