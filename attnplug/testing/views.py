@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import torch
+
+from attnplug.core.impl import LayerTensors
 
 # A multiple of 16 bytes, so that kernels are compiled for no other alignment than that of whole tensors.
 _FRONT = 4
@@ -49,8 +49,8 @@ def scales_in_a_table(*scales: float, device: str | torch.device = "cpu") -> lis
     return [table[2 * place + 1] for place in range(len(scales))]
 
 
-def with_own_memory(value: Any, names: tuple[str, ...]) -> Any:
-    """A dataclass whose tensors of these names are copies in memory of their own."""
-    found: Mapping[str, Any] = {name: getattr(value, name) for name in names}
-    copies = {name: each.clone() for name, each in found.items() if isinstance(each, torch.Tensor)}
-    return dataclasses.replace(value, **copies)
+def with_own_memory(tensors: LayerTensors) -> LayerTensors:
+    """The numbers of a layer in tensors of their own."""
+    learned = {"sinks": tensors.sinks, "alibi_slopes": tensors.alibi_slopes}
+    copies = {name: each.clone() for name, each in learned.items() if each is not None}
+    return dataclasses.replace(tensors, **copies)

@@ -22,6 +22,7 @@ import mutants.edges
 import mutants.halves
 import mutants.layers
 import mutants.limits
+import mutants.names
 import mutants.plans
 import mutants.process
 import mutants.refusals
@@ -36,7 +37,7 @@ from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.process import process_memory
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 
-FAMILIES = ("calls", "claims", "edges", "halves", "layers", "plans")
+FAMILIES = ("calls", "claims", "edges", "halves", "layers", "names", "plans")
 ALL = [mutant for mutant in mutants_of(*FAMILIES) if mutant.check != "*"]
 NUMERIC = [mutant for mutant in ALL if mutant.check.startswith("correct/")]
 OTHERS = [mutant for mutant in ALL if mutant not in NUMERIC]

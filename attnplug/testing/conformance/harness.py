@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind, calling, error_context
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.views import between, scales_in_a_table
 
@@ -110,7 +111,7 @@ class HarnessLayer(EngineLayer):
 
     def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
         super().__init__(batch)
-        self.words = f"{name} ({layer_words(batch.spec)})"
+        self.name, self.words = name, f"{name} ({layer_words(batch.spec)})"
         self.impl = make_impl(target.backend.for_layer(batch.spec), batch.spec, batch.tensors, name, **shared)
 
 
@@ -126,13 +127,15 @@ class Harness:
         cls,
         target: Target,
         *batches: Batch,
+        names: Sequence[str] = (),
         dcp: ContextParallel | None = None,
         options: Any = None,
         **config: Any,
     ) -> Harness:
         """A layer for each batch and one builder for all; `config` has fields of BuilderConfig.
 
-        The layers are those of a rank of `dcp`, if it is given; without `options` they have those of the target.
+        The layers are those of a rank of `dcp`, if it is given; without `options` they have those of the target,
+        and without `names` those of a model.
 
         Raises:
             ConformanceError: the backend raises.
@@ -143,9 +146,10 @@ class Harness:
             # An impl of its own from_spec need not know the argument.
             shared: dict[str, Any] = {} if dcp is None else {"dcp": dcp}
             shared |= {} if options is None else {"options": options}
+            names = names or layer_names(len(batches), batches[0].spec)
             named = {
-                f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch, **shared)
-                for i, batch in enumerate(batches)
+                name: HarnessLayer(target, name, batch, **shared)
+                for name, batch in zip(names, batches, strict=True)
             }
         with error_context("making the builder"):
             serving = target.backend.for_layer(batches[0].spec)
@@ -219,7 +223,7 @@ def make_impl(
     backend: type[AttentionBackend],
     spec: LayerSpec,
     tensors: LayerTensors,
-    name: str = "layer",
+    name: str | None = None,
     **shared: Any,
 ) -> AttentionImpl[Any]:
     """The impl of a layer, ready to run; `shared` has further arguments of `from_spec`.
@@ -229,7 +233,8 @@ def make_impl(
     Raises:
         CheckSkipped: from_spec refuses the options that were given. No declaration says which layers they serve.
     """
-    given = shared.get("options")
+    given, (drawn,) = shared.get("options"), layer_names(1, spec)
+    name = name or drawn
     if given is None:
         shared["options"] = None if backend.Options is None else backend.Options()
     words = f"{name} ({layer_words(spec)})"
@@ -268,10 +273,11 @@ def run_batch(
     backend = backend.for_layer(batch.spec)
     impl = make_impl(backend, batch.spec, batch.tensors, options=options)
     # Builders that plan read the features to plan for from the impl of their layers.
-    builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)
+    (name,) = layer_names(1, batch.spec)
+    builder = _make_builder(backend, batch, {name: types.SimpleNamespace(impl=impl)}, **config)
     into = into or blank_output(batch)
     given = _arguments(batch, builder.build(0, batch.common), into.output)
-    with calling("forward", f"layer ({layer_words(batch.spec)})"):
+    with calling("forward", f"{name} ({layer_words(batch.spec)})"):
         impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)
     return into
 

@@ -78,7 +78,9 @@ def _life(target: Target, make: BatchFactory) -> Generator[str, None, None]:
         options = backend.Options()
     given: dict[str, Any] = {"tensors": batch.tensors, "options": options}
     with error_context("from_spec"):
-        impl = impl_cls.from_spec(batch.spec, backend=backend, layer_name="layers.0", **given)
+        impl = impl_cls.from_spec(
+            batch.spec, backend=backend, layer_name=layer_names(1, batch.spec)[0], **given
+        )
     yield "from_spec"
     with error_context("process_weights_after_loading"):
         impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))

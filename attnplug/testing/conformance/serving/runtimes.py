@@ -20,7 +20,8 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
-from attnplug.testing.conformance.harness import make_impl
+from attnplug.testing.conformance.harness import layer_words, make_impl
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.serving.serving import LayerCall, ServedModel
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
@@ -73,7 +74,10 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     shared = dict.fromkeys(readers, "full")
     if "window" in specs:
         readers["window-reader"], shared["window-reader"] = specs["window"], "window"
-    return {**specs, **readers}, shared
+    specs |= readers
+    name_of = dict(zip(specs, layer_names(len(specs), full), strict=True))
+    named = {name_of[label]: spec for label, spec in specs.items()}
+    return named, {name_of[reader]: name_of[label] for reader, label in shared.items()}
 
 
 def _is_made(target: Target, spec: LayerSpec) -> bool:
@@ -121,7 +125,10 @@ def wrong_layers(served: ServedModel, calls: Mapping[str, LayerCall], what: str)
             found = served.run(layer, call)
             assert_close(found, call.expected, tolerance(served.plan.specs[layer]).output)
         except AssertionError as problem:
-            wrong[layer] = f"layer {layer} of KV group {group_of[layer]}: {problem}"
+            words = layer_words(served.plan.specs[layer])
+            if layer in served.plan.kv_sharing:
+                words += f", with the pages of {served.plan.kv_sharing[layer]}"
+            wrong[layer] = f"layer {layer} ({words}) of KV group {group_of[layer]}: {problem}"
     right = [layer for layer in calls if layer not in wrong]
     others = f"; right: {', '.join(right)}" if right else ""
     return f"{what}: {'; '.join(wrong.values())}{others}" if wrong else None
