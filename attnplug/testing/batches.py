@@ -158,7 +158,7 @@ def paged_batch(
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
-    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers)
+    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers, (k_scale, v_scale))
     table, num_blocks = block_table(seq_lens, size, generator, skip_blocks)
     cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)

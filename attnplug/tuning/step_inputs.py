@@ -25,8 +25,8 @@ from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.drawn_values import layer_tensors
-from attnplug.testing.views import with_own_memory
 from attnplug.testing.oracle import OracleResult, request_oracle
+from attnplug.testing.views import with_own_memory
 from attnplug.tuning.timers import least_bytes
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
@@ -69,7 +68,9 @@ def first_number(scale: Any) -> float:
 def scale_of_the_first_layer(right, self, layer, stored):
     """Reads the first scale of the model's table."""
     k_scale, v_scale = right(layer, stored)
-    return (first_number(self.tensors.k_scale) if layer is None and stored.itemsize == 1 else k_scale), v_scale
+    return (
+        first_number(self.tensors.k_scale) if layer is None and stored.itemsize == 1 else k_scale
+    ), v_scale
 
 
 @impl._scales("correct/*-fp8*", "the offset or strides of layer._v_scale ignored")
@@ -106,7 +107,9 @@ def steps(check: str, **fields: str) -> None:
     """Rows by a tensor of the step that is read from its storage's start; its host copies are not used."""
     for name, field in fields.items():
 
-        def build(right: Any, self: Any, prefix: Any, common: Any, fast: Any = False, _field: str = field) -> Any:
+        def build(
+            right: Any, self: Any, prefix: Any, common: Any, fast: Any = False, _field: str = field
+        ) -> Any:
             changed = {_field: from_start(getattr(common, _field))}
             return right(prefix, dataclasses.replace(common, **changed, seq_lens_host=None), fast)
 

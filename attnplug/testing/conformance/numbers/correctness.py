@@ -89,7 +89,9 @@ def check_case(target: Target, case: Case) -> None:
     is_guarded = batch.kv_cache is not None and case.shape != "far-blocks"
     guarded = GuardedCache.of(target.backend, batch) if is_guarded else None
     batch = batch if guarded is None else guarded.batch
-    view = functools.partial(misread_view, lambda: _call(case.batch(target)), functools.partial(_run, target, case))
+    view = functools.partial(
+        misread_view, lambda: _call(case.batch(target)), functools.partial(_run, target, case)
+    )
     with inputs_kept(batch):
         try:
             with error_context(f"a {case.shape} batch"):
