@@ -16,6 +16,7 @@ from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.steps import BatchFactory, scenario_factory, scenarios
 from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
 from attnplug.testing.conformance.harness import Harness, blank_output
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 from attnplug.testing.conformance.process.torch_settings import change_of
