@@ -20,6 +20,7 @@ import mutants.claims
 import mutants.declarations
 import mutants.edges
 import mutants.halves
+import mutants.hooks
 import mutants.layers
 import mutants.limits
 import mutants.names
