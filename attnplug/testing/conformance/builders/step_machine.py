@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -27,10 +27,13 @@ from attnplug.testing.conformance.numbers.common_prefix import share_prefix
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 
+_T = TypeVar("_T")
+
 _KINDS = {**LAYER_KINDS, "sparse": Feature.SPARSE, "two-sided": Feature.NON_CAUSAL}
-_STEPS = {Level.SMOKE: 10, Level.FULL: 30}
+_STEPS = {Level.SMOKE: 12, Level.FULL: 30}
 _MACHINES = {Level.SMOKE: 2, Level.FULL: 6}
 _MOST_DRAFTED = 3
+_LEAST_UNIT = 8
 _EARLIER = "state of earlier steps"
 _ADDRESS = "values kept by the address of a tensor, which the layer before filled"
 
@@ -48,14 +51,13 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_steps(target: Target, kind: str, seed: int) -> None:
     spec, size = _layer(target, kind, seed)
-    # Numbers of their own for each sequence, and the same in each process.
-    drawn = random.Random(f"{kind} {seed}")  # noqa: S311 - no secret
-    longest = 6 * size + _MOST_DRAFTED
+    longest = 6 * _unit(size) + _MOST_DRAFTED
     limits = (-(-longest // size) * size, longest, longest + 1, None)
     config = {"num_speculative_tokens": _MOST_DRAFTED, "max_model_len": limits[seed % len(limits)]}
-    steps = _Steps(target, spec, size, drawn, config)
+    # Sequences have numbers of their own, the same in each process.
+    steps, cards = _Steps(target, spec, size, config), _Cards(f"{kind} {seed}")
     for number in range(_STEPS[target.level]):
-        steps.run(number)
+        steps.run(_Step.drawn(cards, number, steps))
 
 
 def _layer(target: Target, kind: str, seed: int) -> tuple[LayerSpec, int]:
@@ -66,53 +68,123 @@ def _layer(target: Target, kind: str, seed: int) -> tuple[LayerSpec, int]:
         spec, size = with_pages(target, target.paged_spec(causal=False, attn_type="decoder"))
     else:
         spec, size = layer_of_kind(target, kind, paged=True)
-    other = target.block_sizes[seed % len(target.block_sizes)]
+    # The preferred pages, the smallest, then larger ones.
+    sizes = list(dict.fromkeys([size, *sorted(target.block_sizes)]))
+    other = sizes[seed % len(sizes)]
     changed = spec.replace(block_size=other)
     return (spec, size) if seed == 0 or target.reasons(changed) else (changed, other)
 
 
-class _Built(NamedTuple):
-    """A step, its metadata, and how they were built."""
+def _unit(size: int) -> int:
+    """Whole pages of some tokens, around which the lengths of requests are."""
+    return -(-_LEAST_UNIT // size) * size
 
-    batch: Batch
-    metadata: AttentionMetadata
-    words: str
+
+class _Cards:
+    """Draws values without putting them back before all had their turn, so that none is rare."""
+
+    def __init__(self, seed: str) -> None:
+        self.random = random.Random(seed)  # noqa: S311 - no secret
+        self._left: dict[str, list[Any]] = {}
+
+    def draw(self, name: str, values: Iterable[_T]) -> _T:
+        """One of `values`, which are those of `name` each time."""
+        left: list[_T] = self._left.setdefault(name, [])
+        if not left:
+            left.extend(values)
+            self.random.shuffle(left)
+        return left.pop()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Step:
+    """The drawn values of a step.
+
+    Args:
+        number: of the step.
+        way: "build", "fast", "draft" or "update".
+        lengths: new and all tokens of each request.
+        causal: of the batch.
+        index: of a draft.
+        form: of the lengths on the host, for a draft.
+        shares: whether all requests share a prefix, for an update.
+        columns: that the table of an update has more than that of the step's build.
+    """
+
+    number: int
+    way: str
+    lengths: tuple[list[int], list[int]]
+    causal: bool | None
+    index: int
+    form: str
+    shares: bool
+    columns: int
+
+    @classmethod
+    def drawn(cls, cards: _Cards, number: int, steps: _Steps) -> _Step:
+        """The next step."""
+        way, shares = cards.draw("way", steps.ways), False
+        if way == "update" and not (steps.spec.is_windowed or steps.spec.chunk_size):
+            shares = cards.draw("shares", (True, False, True))
+        least = 2 * _unit(steps.size) if shares else 0
+        is_plain = steps.spec.sparse is None and not steps.spec.mm_prefix
+        return cls(
+            number,
+            way,
+            _lengths(cards, _unit(steps.size), least, is_draft=way == "draft"),
+            cards.draw("causal", (None, True, steps.spec.causal)) if is_plain else None,
+            cards.draw("index", (0, 1, 2, 3, 5)) if way == "draft" else 0,
+            cards.draw("form", steps.forms) if way == "draft" else "exact",
+            shares,
+            cards.draw("columns", (-2, 0, 1)) if way == "update" else 0,
+        )
+
+
+def _lengths(cards: _Cards, size: int, least: int, *, is_draft: bool) -> tuple[list[int], list[int]]:
+    """New and all tokens of some requests with at least `least` computed tokens, the short queries first."""
+    kinds = ([1], [1 + _MOST_DRAFTED], [1, 2, 3], [0, 1, size + 3], [2 * size, 1, 5])
+    counts = [1] if is_draft else cards.draw("new", kinds)
+    new = sorted(cards.random.choice(counts) for _ in range(cards.draw("requests", range(1, 7))))
+    # The last token of some requests is the last one of a page, or of a chunk of two pages.
+    ends = (size - 1, size, size + 1, 2 * size, 4 * size, 3 * size + 2)
+    return new, [max(cards.draw("end", ends), count + least) for count in new]
 
 
 class _Steps:
     """One builder with two layers, and the steps that it has built."""
 
-    def __init__(
-        self, target: Target, spec: LayerSpec, size: int, drawn: random.Random, config: dict[str, Any]
-    ) -> None:
-        self._target, self._spec, self._size, self._drawn, self._config = target, spec, size, drawn, config
-        self._first = self._batch(0)
-        self._harness = self._make(self._first)
+    def __init__(self, target: Target, spec: LayerSpec, size: int, config: dict[str, Any]) -> None:
+        self.spec, self.size = spec, size
+        self._target, self._config = target, config
+        self._first = target.batch(spec, [1, 1], [size, 2 * size + 1], padding=3)
+        self._harness = self._make()
         self._before: list[str] = []
-        self._ways: tuple[Callable[[Harness, int], _Built], ...] = (self._plain, self._draft)
-        if self._harness.builder.supports_update_block_table:
-            self._ways += (self._updated,)
+        builder = self._harness.builder
+        self.forms = _SERVED.get(builder.needs_host_seq_lens, ["exact"])
+        updates = ("update", "update") if builder.supports_update_block_table else ()
+        self.ways = ("build", "fast", "draft", "draft", *updates)
 
-    def run(self, number: int) -> None:
-        """Build one step in a drawn way, and run both layers with it."""
-        way, state = self._drawn.choice(self._ways), self._drawn.getstate()
+    def run(self, step: _Step) -> None:
+        """Build a step and run both layers with it; ConformanceError if one is wrong."""
         try:
-            self._try(self._harness, way, number)
+            words = self._try(self._harness, step)
         except ConformanceError as problem:
-            self._drawn.setstate(state)
-            _, alone = guarded_call(lambda: self._try(self._make(self._first), way, number))
+            _, alone = guarded_call(lambda: self._try(self._make(), step))
             if alone is not None or not self._before:
                 raise
             text = f"{problem}\nalone the step is right: {_EARLIER}: {'; '.join(self._before)}"
             raise ConformanceError(text, _EARLIER) from problem
+        self._before.append(words)
 
-    def _try(self, harness: Harness, way: Callable[[Harness, int], _Built], number: int) -> None:
-        """Build a step and run both layers; ConformanceError if one is wrong."""
-        what = f"step {number + 1} of one builder"
+    def _make(self) -> Harness:
+        return Harness.of(self._target, self._first, _second(self._first, self._target), **self._config)
+
+    def _try(self, harness: Harness, step: _Step) -> str:
+        what = f"step {step.number + 1} of one builder"
         with error_context(what):
-            batch, metadata, words = way(harness, number)
-        what = f"{what}: {words}"
-        second = _second(batch, self._target)
+            batch, metadata, words = getattr(self, f"_{step.way}")(harness, step)
+            expect_own_slots(metadata, batch.common, words)
+        what, second = f"{what}: {words}", _second(batch, self._target)
         for place, each in enumerate((batch, second)):
             own = each
             if place:
@@ -123,77 +195,63 @@ class _Steps:
             with error_context(what):
                 found = harness.run(own, metadata, layer=place)
             if wrong := deviation(each, found):
-                layer = "" if not place else ", the second layer, whose tensors have the addresses of the first's"
+                layer = (
+                    "" if not place else ", the second layer, whose tensors have the addresses of the first's"
+                )
                 is_kept = bool(place) and self._is_right_elsewhere(harness, second, metadata)
                 raise wrong_answer(f"{what}{layer}: {wrong.problem}", _ADDRESS if is_kept else None, wrong)
-        if harness is self._harness:
-            self._before.append(words)
+        return words
 
     def _is_right_elsewhere(self, harness: Harness, second: Batch, metadata: AttentionMetadata) -> bool:
         """Whether the second layer is right with tensors at other addresses."""
         found, error = guarded_call(lambda: harness.run(second, metadata, layer=1))
         return error is None and deviation(second, found) is None
 
-    def _make(self, batch: Batch) -> Harness:
-        return Harness.of(self._target, batch, _second(batch, self._target), **self._config)
+    def _batch(self, step: _Step, seed: int = 0) -> Batch:
+        options: dict[str, Any] = {"padding": 3, "drop_window": True, "seed": step.number + seed}
+        made = self._target.batch(self.spec, *step.lengths, causal=step.causal, **options)
+        return _with(made, causal=step.causal)
 
-    def _batch(self, seed: int, lengths: tuple[Sequence[int], Sequence[int]] | None = None) -> Batch:
-        new, tokens = lengths or self._lengths()
-        causal = self._drawn.choice((None, True, self._spec.causal))
-        if self._spec.sparse is not None or self._spec.mm_prefix:
-            causal = None
-        made = self._target.batch(self._spec, new, tokens, causal=causal, padding=3, drop_window=True, seed=seed)
-        return _with(made, causal=causal)
-
-    def _lengths(self, *, context: int = 0) -> tuple[list[int], list[int]]:
-        """New and all tokens of some requests with at least `context` computed tokens, the short queries first."""
-        drawn, size = self._drawn, self._size
-        counts = drawn.choice(([1], [1 + _MOST_DRAFTED], [1, 2, 3], [0, 1, size + 3], [2 * size, 1, 5]))
-        new = sorted(drawn.choice(counts) for _ in range(drawn.randint(1, 6)))
-        # The last token of some requests is the last one of a page, or of a chunk of two pages.
-        ends = [size - 1, size, size + 1, 2 * size, 4 * size, 3 * size + 2]
-        return new, [max(drawn.choice(ends), count + context) for count in new]
-
-    def _plain(self, harness: Harness, number: int) -> _Built:
-        batch, fast = self._batch(number), self._drawn.random() < 0.3
+    def _build(self, harness: Harness, step: _Step, fast: bool = False) -> _Built:
+        batch = self._batch(step)
         words = _words(batch, "build with fast_build=True" if fast else "build")
-        return _Built(batch, _own(harness.builder.build(0, batch.common, fast), batch, words), words)
+        return _Built(batch, harness.builder.build(0, batch.common, fast), words)
 
-    def _draft(self, harness: Harness, number: int) -> _Built:
-        new, tokens = self._lengths()
-        new = [1 for _ in new]
-        batch, index = self._batch(number, (new, tokens)), self._drawn.choice((0, 1, 2, 3, 5))
-        form = self._drawn.choice(_SERVED.get(harness.builder.needs_host_seq_lens, ["exact"]))
-        given = _with_host_lengths(batch.common, form, self._size)
-        words = _words(batch, f"build_for_drafting with draft_index={index} and {_FORMS[form]}")
-        return _Built(batch, _own(harness.builder.build_for_drafting(given, index), batch, words), words)
+    def _fast(self, harness: Harness, step: _Step) -> _Built:
+        return self._build(harness, step, True)
 
-    def _updated(self, harness: Harness, number: int) -> _Built:
-        """Metadata of another KV group's table, of another width, from those of a build in a drawn way."""
-        shares = self._drawn.random() < 0.7 and not (self._spec.is_windowed or self._spec.chunk_size)
-        lengths = self._lengths(context=2 * self._size if shares else 0)
-        state = self._drawn.getstate()
-        first = self._batch(number, lengths)
-        self._drawn.setstate(state)
-        other = self._batch(number + 100, lengths)
+    def _draft(self, harness: Harness, step: _Step) -> _Built:
+        batch = self._batch(step)
+        words = _words(batch, f"build_for_drafting with draft_index={step.index} and {_FORMS[step.form]}")
+        given = _with_host_lengths(batch.common, step.form, self.size)
+        return _Built(batch, harness.builder.build_for_drafting(given, step.index), words)
+
+    def _update(self, harness: Harness, step: _Step) -> _Built:
+        """Metadata of another KV group's table, from those of a build with or without a prefix."""
+        first, other = self._batch(step), self._batch(step, 100)
         other = _with(other, selection=first.common.selection)
-        computed = [a - b for a, b in zip(first.seq_lens, first.common.query_start_loc_cpu.diff().tolist(), strict=True)]
-        blocks = min(computed) // self._size if shares else 0
-        if blocks > 0:
-            first, other = share_prefix(first, blocks, self._size), share_prefix(other, blocks, self._size)
+        new = first.common.query_start_loc_cpu.diff().tolist()
+        computed = (length - count for count, length in zip(new, first.seq_lens, strict=True))
+        blocks = max(min(computed), 0) // self.size if step.shares else 0
+        if blocks:
+            first, other = (share_prefix(each, blocks, self.size) for each in (first, other))
         table = other.common.block_table_tensor
-        wider = torch.cat([table, torch.full_like(table[:, :1], 2**30)], 1)
-        table = self._drawn.choice((table, wider, table[:, :-2].contiguous()))
-        other = _with(other, block_table_tensor=table)
-        prefix = max(blocks, 0) * self._size
+        more = torch.full_like(table[:, :1], 2**30)
+        table = torch.cat([table, more], 1)[:, : table.shape[1] + step.columns].contiguous()
+        other, prefix = _with(other, block_table_tensor=table), blocks * self.size
         source = harness.builder.build(prefix, first.common)
-        words = _words(
-            other,
-            f"update_block_table with {table.shape[1]} columns, of metadata with "
-            f"{first.common.block_table_tensor.shape[1]} and common_prefix_len={prefix}",
-        )
         made = harness.builder.update_block_table(source, table, other.common.slot_mapping)
-        return _Built(other, _own(made, other, words), words)
+        of = f"{first.common.block_table_tensor.shape[1]} columns and common_prefix_len={prefix}"
+        words = _words(other, f"update_block_table with {table.shape[1]} columns, of metadata with {of}")
+        return _Built(other, made, words)
+
+
+class _Built(NamedTuple):
+    """A step, its metadata, and how they were built."""
+
+    batch: Batch
+    metadata: AttentionMetadata
+    words: str
 
 
 _FORMS = {
@@ -213,11 +271,6 @@ def _with_host_lengths(common: CommonAttentionMetadata, form: str, size: int) ->
     host = None if form == "none" else bounds
     most = int(bounds.max(initial=0))
     return dataclasses.replace(common, seq_lens_host=host, seq_lens_host_exact=False, max_seq_len=most)
-
-
-def _own(metadata: AttentionMetadata, batch: Batch, words: str) -> AttentionMetadata:
-    expect_own_slots(metadata, batch.common, words)
-    return metadata
 
 
 def _with(batch: Batch, **changes: Any) -> Batch:

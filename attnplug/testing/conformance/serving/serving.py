@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -313,7 +313,9 @@ def _check_cross(target: Target) -> None:
     )
     first = target.batch(spec, steps[0][1], most)
     harness = Harness.of(target, first)
-    served = _Encoders([0] * len(most), [each[:0] for each in first.keys], [each[:0] for each in first.values])
+    served = _Encoders(
+        [0] * len(most), [each[:0] for each in first.keys], [each[:0] for each in first.values]
+    )
     for number, (writers, queries) in enumerate(steps, 1):
         followers = [
             f"request {row} follows another in its place, with {_more(count, served.lengths[row])} encoder tokens"
