@@ -111,6 +111,12 @@ def test_all_checks_that_fail_name_the_cause(mutant: Mutant) -> None:
     assert [problem for problem in problems if problem and mutant.says not in problem] == []
 
 
+@pytest.mark.parametrize("mutant", mutants_of("hooks"), ids=named)
+def test_a_hook_that_is_wrong_in_some_states_is_caught_in_words(mutant: Mutant) -> None:
+    problems = [problem_of(check) for check in named_checks(mutant, mutant.check)]
+    assert any(problem and mutant.says in problem for problem in problems), problems
+
+
 def sampled(mutant: Mutant) -> object:
     """A test of the mutant; the checks of memory run 1,600 steps, so a plain run has one that fails them."""
     is_long = mutant.check.startswith("state/memory") and mutant.name not in _PLAIN_LEAKS

@@ -24,7 +24,9 @@ def with_lengths(made: Any, lengths: np.ndarray) -> Any:
     return dataclasses.replace(made, seq_lens=np.maximum(lengths, made.query_lens))
 
 
-@builder.build_for_drafting("builder/steps-full-*", "build_for_drafting with draft_index=", state={"last": None})
+@builder.build_for_drafting(
+    "builder/steps-full-*", "build_for_drafting with draft_index=", state={"last": None}
+)
 def two_drafts_at_most(right, self, common, draft_index):
     """Has buffers for three draft steps, and takes the last one for later ones."""
     made = right(common, draft_index)
@@ -74,7 +76,17 @@ class ByAddress(TorchImpl):
     def key(query: torch.Tensor, metadata: Any) -> tuple[int, int]:
         return query.data_ptr(), id(metadata)
 
-    def attend(self, layer: Any, query: Any, key: Any, value: Any, cache: Any, metadata: Any, *given: Any, **asked: Any) -> Any:
+    def attend(
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        cache: Any,
+        metadata: Any,
+        *given: Any,
+        **asked: Any,
+    ) -> Any:
         kept = metadata.plans.setdefault(("query", query.data_ptr()), query.clone())
         return super().attend(layer, kept, key, value, cache, metadata, *given, **asked)
 
@@ -124,4 +136,48 @@ def longest_encoder(self: Any, made: Any, common: Any) -> Any:
     return dataclasses.replace(made, seq_lens=np.where(made.seq_lens > 0, self.kept, 0))
 
 
-step.altered("batch/cross-steps", "follows another in its place", state={"kept": None}, keeps_the_longest_encoder=longest_encoder)
+step.altered(
+    "batch/cross-steps",
+    "follows another in its place",
+    state={"kept": None},
+    keeps_the_longest_encoder=longest_encoder,
+)
+
+
+@step.altered("runtime/causality", "and causal=None", state={"narrowed": False})
+def narrows_from_then_on(self, made, common):
+    """A step that narrows the layers narrows those of all later steps."""
+    causal = all(
+        layer.impl.spec.causal for name, layer in self.config.layers.items() if name in self.layer_names
+    )
+    self.narrowed = self.narrowed or (common.causal is True and not causal)
+    return dataclasses.replace(made, causal=True) if self.narrowed else made
+
+
+class Consumed(TorchImpl):
+    """Tells the builder that a step has run."""
+
+    def attend(self, *given: Any, **asked: Any) -> torch.Tensor:
+        given[5].plans["builder"].pending = None
+        return super().attend(*given, **asked)
+
+
+class InTurns(Altered):
+    """Has one buffer of lengths, which it fills again once the step before has run."""
+
+    pending: Any = None
+
+    def altered(self, made: Any, common: Any) -> Any:
+        if self.pending is not None and self.pending.size == made.seq_lens.size:
+            made = with_lengths(made, self.pending)
+        self.pending = made.seq_lens
+        made.plans["builder"] = self
+        return made
+
+    def update_block_table(self, *given: Any) -> Any:
+        made = super().update_block_table(*given)
+        made.plans["builder"] = self
+        return made
+
+
+table.add("buffers_in_turns | runtime/out-of-date | after a build that", impl=Consumed, builder=InTurns)

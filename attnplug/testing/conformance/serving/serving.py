@@ -137,6 +137,8 @@ class ServedModel:
         self.batches = self.runtime.step_batch_builder(self.max_model_len)
         self.num_scheduled_tokens: dict[str, int] = {}
         """New tokens of the current step, by request."""
+        self.causal: bool | None = None
+        """Of the next steps: True narrows the layers that are not causal."""
         self._requests: dict[str, _ServedRequest] = {}
 
     def add(self, name: str, first: int = 0) -> None:
@@ -166,7 +168,10 @@ class ServedModel:
         thresholds = [group.builder.reorder_batch_threshold for group in self.runtime.attention_groups]
         if numbers := [threshold for threshold in thresholds if threshold is not None]:
             reorder_batch_to_split_decodes_and_prefills(self.batches, self, min(numbers))
-        return self.batches.step(self.num_scheduled_tokens)
+        batch = self.batches.step(self.num_scheduled_tokens)
+        if self.causal is None:
+            return batch
+        return dataclasses.replace(batch, common=batch.common.changed(causal=self.causal))
 
     def begin(self, **scheduled: int) -> None:
         """Schedule a step and build its metadata."""
@@ -195,7 +200,9 @@ class ServedModel:
         lengths = [each.shape[0] for each in keys]
         tensors = self.tensors.get(layer, LayerTensors())
         spans = [self._requests[name].spans for name in self.batches.req_ids]
-        expected = attention_oracle(spec, queries, keys, values, lengths, tensors=tensors, spans=spans).output
+        expected = attention_oracle(
+            spec, queries, keys, values, lengths, tensors=tensors, spans=spans, causal=self.causal
+        ).output
         key, value = (torch.cat([pair[half] for pair in given]) if given else None for half in (0, 1))
         query, device = torch.cat(queries), self.runtime.device
         if key is None or value is None:
