@@ -1,4 +1,7 @@
-"""Batches with traps: shuffled pages, NaN in unused rows, table tails that must not be followed."""
+"""Batches with traps: shuffled pages, NaN in unused rows, table tails that must not be followed.
+
+All tensors of a step are parts of larger ones, with traps in front and behind.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,7 @@ from attnplug.testing.pages import (
     put,
     rows_of_spans,
 )
+from attnplug.testing.views import between
 
 if TYPE_CHECKING:
     from attnplug.testing.conformance.target import Target
@@ -188,7 +192,7 @@ def paged_batch(
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
-    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers)
+    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers, (k_scale, v_scale))
     table, num_blocks = block_table(seq_lens, size, generator, skip_blocks)
     cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
@@ -215,7 +219,7 @@ def paged_batch(
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
-    on_device = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
+    block = cache.numel() // cache.shape[0]
     return Batch(
         spec=spec,
         common=_common(
@@ -230,10 +234,10 @@ def paged_batch(
             seed,
             device,
         ),
-        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec).to(device),
-        key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
-        value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
-        kv_cache=on_device.copy_(cache),
+        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec, device),
+        key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec, device),
+        value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec, device),
+        kv_cache=between(cache.to(device), block),
         queries=queries,
         keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
         values=[stored_values(tokens, spec, v_scale) for tokens in values],
@@ -284,14 +288,14 @@ def direct_batch(
         device,
     )
     if key_lens is not None:
-        common.key_start_loc_cpu = _starts(key_lens)
-        common.key_start_loc = common.key_start_loc_cpu.to(device)
+        common.key_start_loc_cpu = between(_starts(key_lens))
+        common.key_start_loc = between(common.key_start_loc_cpu.to(device))
     return Batch(
         spec=spec,
         common=common,
-        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec).to(device),
-        key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
-        value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec, device),
+        key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec, device),
+        value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec, device),
         kv_cache=None,
         queries=queries,
         keys=keys,
@@ -319,11 +323,12 @@ def _last(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _pack(
-    parts: Sequence[torch.Tensor], heads: int, size: int, padding: int, spec: LayerSpec
+    parts: Sequence[torch.Tensor], heads: int, size: int, padding: int, spec: LayerSpec, device: str
 ) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     nothing = torch.empty(0, heads, size, dtype=dtype)
-    return torch.cat([nothing, *parts, torch.full((padding, heads, size), torch.nan, dtype=dtype)])
+    rows = [nothing, *parts, torch.full((padding, heads, size), torch.nan, dtype=dtype)]
+    return between(torch.cat(rows).to(device))
 
 
 def _starts(lengths: Sequence[int]) -> torch.Tensor:
@@ -343,25 +348,24 @@ def _common(
     device: str,
 ) -> CommonAttentionMetadata:
     is_causal = spec.causal if causal is None else causal
-    # The device tensor gets a copy, so that it and the host array share no memory.
+    # Copies between traps, so tensors of the device and the host share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)
     starts = _starts(query_lens)
     rows = None if spans is None else rows_of_spans(spans, query_lens, seq_lens)
     return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.from_numpy(host.copy()).to(device),
+        query_start_loc=between(starts.to(device)),
+        query_start_loc_cpu=between(starts),
+        seq_lens=between(torch.from_numpy(host).to(device)),
         num_reqs=len(query_lens),
         num_actual_tokens=sum(query_lens),
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
-        block_table_tensor=table.to(device),
-        slot_mapping=slots.to(device),
+        block_table_tensor=between(table.to(device)),
+        slot_mapping=between(slots.to(device)),
         causal=is_causal,
-        seq_lens_host=host,
-        mm_prefix_spans=None if rows is None else rows.to(device),
-        # The device tensor gets a copy, so that it and the host tensor share no memory.
-        mm_prefix_spans_cpu=None if rows is None else rows.clone(),
+        seq_lens_host=between(torch.from_numpy(host)).numpy(),
+        mm_prefix_spans=None if rows is None else between(rows.to(device)),
+        mm_prefix_spans_cpu=None if rows is None else between(rows),
         selection=random_selection(
             spec,
             query_lens,

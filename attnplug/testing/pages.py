@@ -13,6 +13,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.oracle import Spans
+from attnplug.testing.views import trap
 
 
 def block_table(
@@ -41,7 +42,7 @@ def poisoned_cache(
     order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
     dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
     # NaN in unused rows reaches the output of a backend that reads them.
-    physical = _trap(dtype).expand([shape[dim] for dim in order]).contiguous()
+    physical = trap(dtype).expand([shape[dim] for dim in order]).contiguous()
     cache = physical.permute([order.index(dim) for dim in range(len(order))])
     # Block 0 holds zeros because table entries of dropped pages point to it.
     cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
@@ -50,16 +51,11 @@ def poisoned_cache(
 
 def fill_with_nan(cache: torch.Tensor, blocks: torch.Tensor) -> None:
     """Fill whole blocks with NaN, those of integers with the largest one."""
-    trap = _trap(cache.dtype)
+    worst = trap(cache.dtype)
     if cache.dtype.itemsize == 1:
         # torch assigns no elements of 8-bit floats.
-        cache, trap = cache.view(torch.uint8), trap.view(torch.uint8)
-    cache[blocks] = trap
-
-
-def _trap(dtype: torch.dtype) -> torch.Tensor:
-    worst = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.tensor(worst).to(dtype)
+        cache, worst = cache.view(torch.uint8), worst.view(torch.uint8)
+    cache[blocks] = worst
 
 
 def put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.oracle import OracleResult, request_oracle
+from attnplug.testing.views import with_own_memory
 from attnplug.tuning.timers import least_bytes
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ def made_inputs(
     output = torch.full((count, spec.num_heads, spec.output_size), torch.nan, device=device, dtype=dtype)
     lse = torch.full(output.shape[:2], torch.nan, device=device) if spec.needs_lse else None
     common = _common(spec, shape, table, slots, device)
-    tensors = layer_tensors(spec, seed=_SEED, device=str(device))
+    # Backends copy a column in each call, and most models have none.
+    tensors = with_own_memory(layer_tensors(spec, seed=_SEED, device=str(device)))
     quantized = declared(backend, "quantizes_queries")
     return StepInputs(spec, shape, common, query, key, value, caches, output, lse, tensors, keys, quantized)
 

@@ -18,9 +18,11 @@ import mutants.claims
 import mutants.declarations
 import mutants.edges
 import mutants.halves
+import mutants.hooks
 import mutants.layers
 import mutants.leaks
 import mutants.limits
+import mutants.names
 import mutants.plans
 import mutants.process
 import mutants.refusals
@@ -34,7 +36,7 @@ from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.process import process_memory
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 
-FAMILIES = ("calls", "claims", "edges", "halves", "layers", "plans")
+FAMILIES = ("calls", "claims", "edges", "halves", "layers", "names", "plans")
 ALL = [mutant for mutant in mutants_of(*FAMILIES) if mutant.check != "*"]
 NUMERIC = [mutant for mutant in ALL if mutant.check.startswith("correct/")]
 OTHERS = [mutant for mutant in ALL if mutant not in NUMERIC]
@@ -109,6 +111,12 @@ def test_all_checks_that_fail_name_the_cause(mutant: Mutant) -> None:
     problems = [problem_of(check) for check in named_checks(mutant, f"{mutant.check}*")]
     assert any(problems)
     assert [problem for problem in problems if problem and mutant.says not in problem] == []
+
+
+@pytest.mark.parametrize("mutant", mutants_of("hooks"), ids=named)
+def test_a_hook_that_is_wrong_in_some_states_is_caught_in_words(mutant: Mutant) -> None:
+    problems = [problem_of(check) for check in named_checks(mutant, mutant.check)]
+    assert any(problem and mutant.says in problem for problem in problems), problems
 
 
 def sampled(mutant: Mutant) -> object:

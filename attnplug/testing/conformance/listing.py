@@ -14,7 +14,13 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
 from attnplug.registry.plugins.waiting import describe, guarded_call
-from attnplug.testing.conformance.builders import builder_inputs, builders, kv_group_builds, layer_state
+from attnplug.testing.conformance.builders import (
+    builder_inputs,
+    builders,
+    kv_group_builds,
+    layer_state,
+    step_machine,
+)
 from attnplug.testing.conformance.calls import after_unusual_steps, engine_tensors, inputs, outputs
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.declared import (
@@ -76,6 +82,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     builder_inputs.checks: True,
     builder_inputs.host_copy_checks: False,
     layer_state.checks: False,
+    step_machine.checks: True,
     process_memory.checks: True,
     process_memory.output_checks: False,
     common_prefix.checks: False,

@@ -82,7 +82,7 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     if fixed := (LONG | LATENT).get(shape):
         new, tokens = fixed
         return list(new), list(new if spec.is_encoder else tokens)
-    marks = [block_size, 2 * block_size, *_TILES, spec.chunk_size or 0]
+    marks = [block_size, 2 * block_size, *_TILES, *(step * (spec.chunk_size or 0) for step in (1, 2))]
     # A window of `side` keys and the query's own key are `side + 1` keys.
     marks += [side + 1 for side in spec.window if side >= 0]
     # Lengths one below, at and one above each mark find off-by-one mistakes at its end.
@@ -134,6 +134,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # Its two halves are tried apart, unless the backend serves them only together.
 _LAST_KIND = "direct_non_causal"
+_PAIRED_NUMBERS = 5
+"""The first of Numbers, which the smoke level tries with all other values in pairs."""
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     None: SHAPES,
     Phase.DECODE: ("decode", "one", "alike", "idle"),
@@ -183,7 +185,8 @@ def axes(target: Target) -> dict[str, list[Any]]:
             and (kind != _LAST_KIND or not target.serves(attn_type="decoder", causal=True, direct_kv=True))
         ],
         "shape": list(_OF_PHASE[target.phase]),
-        "numbers": list(Numbers),
+        # Pairs with each of the others would cost a tenth of a run; the designed cases have each with some layers.
+        "numbers": list(Numbers)[: _PAIRED_NUMBERS if few else None],
         "head_size": spread(target.head_sizes, 6 if few else 12),
         "heads": list(HEADS[:8] if few else HEADS),
         "dtype": target.dtypes,

@@ -20,11 +20,13 @@ from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target, layer_fields, of_phase
 from attnplug.testing.design.search import HEAD_SIZES, Row, Search, compile_key
 from attnplug.testing.drawn_values import FP8_SCALES, Numbers
+from attnplug.testing.views import shard
 
 _OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}
 """Axes of batches alone: layers differ in all others."""
-_OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
+_OF_LAYERS = (Numbers.FAR, Numbers.NEGATIVE, Numbers.WIDE, Numbers.RANGE)
 """Numbers that some layers do not hold."""
+_SHIFTED = (Numbers.FAR, Numbers.NEGATIVE)
 _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
 """Axes whose name is not that of a field of a layer."""
 
@@ -144,7 +146,7 @@ def joint_weights(batch: Batch) -> Batch:
     assert up_key is not None  # noqa: S101 - batches of latents have both
     assert up_value is not None  # noqa: S101
     both = torch.cat([up_key, up_value.mT], dim=1).flatten(0, 1)
-    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=both)
+    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=shard(both))
     return dataclasses.replace(batch, tensors=tensors)
 
 
@@ -218,14 +220,16 @@ class CaseSearch(Search):
         spec = LayerSpec(**fields)
         if row["window"] is not None and not spec.is_windowed:
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
-        if spec.mla and not spec.mla.qk_rope_head_dim and Numbers(row["numbers"]) is Numbers.FAR:
-            raise SpecError("numbers", Numbers.FAR, "are of an element that W_UK leaves as it is")
+        if spec.mla and not spec.mla.qk_rope_head_dim and row["numbers"] in _SHIFTED:
+            raise SpecError("numbers", row["numbers"], "are of an element that W_UK leaves as it is")
         if row["numbers"] == Numbers.WIDE and (
             spec.mla or not {spec.dtype, spec.resolved_kv_cache_dtype} <= {"bfloat16", "float32"}
         ):
             raise SpecError(
                 "numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}"
             )
+        if row["numbers"] == Numbers.RANGE and (spec.mla or not spec.has_quantized_kv_cache):
+            raise SpecError("numbers", Numbers.RANGE, "are those of stored types with scales")
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
         if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:

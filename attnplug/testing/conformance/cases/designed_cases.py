@@ -75,6 +75,19 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "mixed", "numbers": Numbers.SHARP, "dtype": "bfloat16"},
     {"shape": "decode", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
     {"shape": "mixed", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
+    *(
+        {"numbers": numbers, "needs_lse": with_lse, **shape}
+        for numbers in (Numbers.ZEROS, Numbers.EQUAL, Numbers.NEGATIVE, Numbers.TINY, Numbers.EACH)
+        for with_lse, shape in ((False, {}), (True, {"shape": "decode"}))
+    ),
+    {"numbers": Numbers.NEGATIVE, "has_sinks": True, "needs_lse": True},
+    {"numbers": Numbers.EQUAL, "has_sinks": True, "needs_lse": True},
+    {"numbers": Numbers.ZEROS, "has_alibi": True},
+    {"numbers": Numbers.EACH, "dtype": "float16"},
+    {"shape": "decode", "numbers": Numbers.BEYOND, "scale": 2.0**-16, "dtype": "float16"},
+    {"numbers": Numbers.BEYOND, "scale": 2.0**-16, "dtype": "float16"},
+    {"numbers": Numbers.BEYOND, "scale": 2.0**-16, "dtype": "bfloat16"},
+    {"shape": "decode", "numbers": Numbers.TINY, "dtype": "float16"},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
 # Paths that kernels take for long contexts or many requests only: decodes that split
@@ -96,6 +109,8 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "dtype": "float16", "has_alibi": True},
     {"shape": "far-decode", "window": (149, 0)},
     {"shape": "long-decode", "numbers": Numbers.SHARP},
+    {"shape": "long-decode", "numbers": Numbers.EQUAL, "dtype": "float16"},
+    {"shape": "long-extend", "numbers": Numbers.EQUAL, "dtype": "float16"},
     {"shape": "long-extend", "window": (1030, 0)},
     {"shape": "long-extend", "needs_lse": True},
     {"shape": "long-prompt", "window": (149, 0)},
@@ -154,6 +169,13 @@ def designed_cases(target: Target) -> list[Case]:
         alone += [{"shape": shape, axis: value} for axis, value in _further(target, search)]
         alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
+    alone += [
+        {"shape": shape, "numbers": Numbers.RANGE, "kv_cache_dtype": name, "dtype": dtype}
+        for shape, dtype in itertools.product(
+            shapes[:2], dict.fromkeys((target.dtypes[0], target.dtypes[-1]))
+        )
+        for name in target.scaled_kv_dtypes
+    ]
     alone += _long_rows(target, search, few)
     latent = _keep_served(search, _latent_rows(target, search))
     rows = _keep_served(search, alone)

@@ -14,6 +14,7 @@ import torch
 
 from attnplug.testing.conformance.harness import layer_words, numbers_words, path_of, request_words, some_of
 from attnplug.testing.conformance.mistakes.deviation import Deviation
+from attnplug.testing.drawn_values import NUMBERS_IN_WORDS
 
 # Part of the rows past a limit that must be wrong, since single rows are right by chance.
 _MOSTLY = 0.8
@@ -315,11 +316,13 @@ _MOST_PATTERNS = 3
 
 
 def description(wrong: Deviation) -> list[str]:
-    """Some lines about a wrong answer, at most ten."""
+    """Some lines about a wrong answer, at most eleven."""
     if wrong.output.shape != wrong.expected.output.shape:
         return [f"layer: {layer_words(wrong.batch.spec)}"]
     lines = list(_requests(wrong))
     lines += [f"pattern: {text}" for text in [*hints(wrong), *patterns(wrong)][:_MOST_PATTERNS]]
+    words = NUMBERS_IN_WORDS.get(wrong.batch.numbers)
+    lines += [] if words is None else [f"numbers: {words}"]
     return [_extent(wrong), *lines, f"layer: {layer_words(wrong.batch.spec)}"]
 
 

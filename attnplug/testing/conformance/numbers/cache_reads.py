@@ -26,6 +26,7 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, 
 from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.views import between
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -44,12 +45,9 @@ class GuardedCache:
         """The batch's cache, copied between margins."""
         cache = cache_of(batch)
         margin = cache.numel() // cache.shape[0]
-        # Blocks may be apart, with others' memory between them.
-        span = 1 + sum((size - 1) * step for size, step in zip(cache.shape, cache.stride(), strict=True))
-        filled = torch.full((span + 2 * margin,), torch.nan, device=cache.device)
-        buffer = filled.to(cache.dtype)
-        moved = buffer.as_strided(cache.shape, cache.stride(), margin)
-        moved.copy_(cache)
+        moved = between(cache, margin)
+        length = moved.untyped_storage().nbytes() // moved.itemsize
+        buffer = moved.as_strided((length,), (1,), 0)
         return cls(backend, dataclasses.replace(batch, kv_cache=moved), buffer, buffer.clone())
 
     def expect_only_written(self, slots: torch.Tensor, what: str) -> None:

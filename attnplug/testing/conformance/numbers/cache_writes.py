@@ -38,6 +38,7 @@ from attnplug.testing.conformance.check import (
     error_context,
 )
 from attnplug.testing.conformance.harness import Harness, HarnessLayer, Output, make_impl, run_batch
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.target import Target
@@ -131,13 +132,14 @@ def _check_sharing(target: Target, kv_cache_dtype: str = "auto", **own: Any) -> 
     guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, spec=spec, **sevens))
     harness = Harness.of(target, guarded.batch)
     # The harness has a layer of this name too, and an impl may know its target by the name.
-    shared = make_impl(target.backend, batch.spec, batch.tensors, "layers.0", options=target.own_options)
+    written, reader = layer_names(2, spec)
+    shared = make_impl(target.backend, batch.spec, batch.tensors, written, options=target.own_options)
     with error_context("from_spec with kv_sharing_target_layer_name"):
         harness.layers[0].impl = make_impl(
             target.backend,
             spec,
             batch.tensors,
-            "layers.1",
+            reader,
             kv_sharing_target_layer_name=shared.layer_name,
             options=target.own_options,
         )

@@ -141,7 +141,7 @@ def share_prefix(batch: Batch, blocks: int, size: int) -> Batch:
     Every request must have computed them.
     """
     table, tokens = batch.common.block_table_tensor.clone(), blocks * size
-    table[:, :blocks] = table[0, :blocks]
+    table[1:, :blocks] = table[0, :blocks]
     for rows in (batch.keys, batch.values):
         for tensor in rows[1:]:
             tensor[:tokens] = rows[0][:tokens]

@@ -6,6 +6,7 @@ The mistakes of a prefill of latents that leaves out a chunk of the computed tok
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -16,9 +17,10 @@ from attnplug.testing.conformance.calls.inputs import inputs_kept
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.cases.designed_cases import designed_cases
 from attnplug.testing.conformance.check import Check, ConformanceError, error_context
-from attnplug.testing.conformance.harness import Output, run_batch
+from attnplug.testing.conformance.harness import EngineLayer, Output, blank_output, run_batch
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
+from attnplug.testing.conformance.mistakes.misread_views import Call, misread_view
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.oracle import COMPUTED
@@ -87,16 +89,38 @@ def check_case(target: Target, case: Case) -> None:
     is_guarded = batch.kv_cache is not None and case.shape != "far-blocks"
     guarded = GuardedCache.of(target.backend, batch) if is_guarded else None
     batch = batch if guarded is None else guarded.batch
-    with inputs_kept(batch), error_context(f"a {case.shape} batch"):
-        found = Output(*run_batch(target.backend, batch, options=target.own_options, **case.config))
+    view = functools.partial(
+        misread_view, lambda: _call(case.batch(target)), functools.partial(_run, target, case)
+    )
+    with inputs_kept(batch):
+        try:
+            with error_context(f"a {case.shape} batch"):
+                found = _run(target, case, _call(batch))
+        except ConformanceError as problem:
+            if mistake := view():
+                raise ConformanceError(f"{problem}\n{mistake}", mistake) from problem
+            raise
     if guarded is not None:
         guarded.expect_only_written(batch.common.slot_mapping, "forward")
     tokens = batch.common.num_actual_tokens
     if wrong := deviation(batch, found):
         threshold = getattr(target.backend, "decode_threshold", 1)
         rows = case.chunk_rows or _ROWS
-        mistake = dropped_chunk(batch, found, rows, threshold) if case.spec.mla else None
+        mistake = view()
+        if mistake is None and case.spec.mla:
+            mistake = dropped_chunk(batch, found, rows, threshold)
         raise wrong_answer(wrong.problem, mistake, wrong)
     for name, rows_of in zip(("output", "LSE"), found, strict=True):
         if rows_of is not None and not rows_of[tokens:].isnan().all():
             raise ConformanceError(f"{name} rows past num_actual_tokens={tokens} were written")
+
+
+def _call(batch: Batch) -> Call:
+    """The call of a case: some layers have their scales from the engine's layer, others from their tensors."""
+    is_engines = batch.spec.has_quantized_kv_cache and isinstance(batch.tensors.k_scale, float)
+    return Call(batch, blank_output(batch), EngineLayer(batch) if is_engines else None)
+
+
+def _run(target: Target, case: Case, call: Call) -> Output:
+    given = {"layer": call.layer, "into": call.into, "options": target.own_options}
+    return Output(*run_batch(target.backend, call.batch, **given, **case.config))

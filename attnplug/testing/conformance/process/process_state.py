@@ -30,6 +30,7 @@ from attnplug.testing.conformance.check import (
     error_context,
 )
 from attnplug.testing.conformance.harness import Harness, blank_output, layer_words
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.process.process_files import watched_files
 from attnplug.testing.conformance.process.process_settings import (
@@ -145,7 +146,9 @@ def _life(target: Target, batch: Batch) -> Generator[str, None, None]:
         options = backend.Options()
     given: dict[str, Any] = {"tensors": batch.tensors, "options": options}
     with error_context("from_spec"):
-        impl = impl_cls.from_spec(batch.spec, backend=backend, layer_name="layers.0", **given)
+        impl = impl_cls.from_spec(
+            batch.spec, backend=backend, layer_name=layer_names(1, batch.spec)[0], **given
+        )
     yield "from_spec"
     with error_context("process_weights_after_loading"):
         impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))
