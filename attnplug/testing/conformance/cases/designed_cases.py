@@ -22,7 +22,7 @@ from attnplug.testing.conformance.cases.case_axes import HEADS, LATENT, LONG, fa
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.cases.model_sizes import FAR, FAR_LIMITS, MODELS, of_models
 from attnplug.testing.conformance.check import Level
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import GPU_TYPES, Target
 from attnplug.testing.design.search import (
     Row,
     Search,
@@ -119,8 +119,6 @@ _FAR_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "longer-prompt", "mm_prefix": True},
     {"shape": "longer-prompt", "kind": "direct"},
     {"shape": "longer-prompt", "values": "smaller"},
-    {"shape": "far-prompt", "window": (4095, 0), "dtype": "bfloat16"},
-    {"shape": "far-prompt", "chunk_size": 8192, "dtype": "float16"},
     {"shape": "far-decode", "logits_soft_cap": 50.0},
     {"shape": "far-decode", "has_alibi": True},
     {"shape": "far-decode", "has_sinks": True, "needs_lse": True},
@@ -355,7 +353,7 @@ def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
     fewest = next(
         (heads for heads in _FEW_HEADS if _keep_served(search, [{"shape": "far-decode", **heads}])), {}
     )
-    alone: list[dict[str, Any]] = [{"shape": shape} for shape in FAR if shape != "audio"]
+    alone: list[dict[str, Any]] = [{"shape": shape} for shape in FAR if shape not in ("audio", "far-prompt")]
     alone += [*_FAR_WITH, *({"shape": "far-decode", **stored} for stored in _stored_types(target))]
     alone += [
         {"shape": shape, axis: value} for axis, value in FAR_LIMITS.items() for shape in _CROSSED_FAR
@@ -369,9 +367,18 @@ def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
             if axis not in ("shape", "heads")
             for value in values[1:]
         ]
+    # A backend that masks all scores of a head holds 324 MB of them.
+    prompts: list[dict[str, Any]] = [{}]
+    if not few or target.device.type in GPU_TYPES:
+        prompts += [{"dtype": name} for name in target.dtypes[1:]]
+        prompts += [{axis: value} for axis, value in FAR_LIMITS.items() if axis != "sparse"]
     axes = _axes_to_cross(search, _CROSSED_FAR, FAR_LIMITS)
     del axes["heads"]
     rows = _keep_served(search, [{**fewest, **fields} for fields in alone])
+    for heads in ({"heads": (1, 1)}, fewest):
+        if found := _keep_served(search, [{"shape": "far-prompt", **heads, **fields} for fields in prompts]):
+            rows += found
+            break
     rows += crossed_rows(search, axes, 2, fewest)
     return rows + ([] if few else _keep_served(search, _model_rows(search, _CROSSED_FAR, few)))
 
