@@ -258,7 +258,10 @@ def attention_oracle(
     of_each = [None] * len(seq_lens) if spans is None else spans
     total = sum(query.shape[0] for query in queries)
     output = torch.zeros(total, spec.num_heads, spec.output_size, dtype=torch.float64)
-    found, start = OracleResult(output, torch.zeros_like(output[:, :, 0]), torch.zeros_like(output[:, :, 0])), 0
+    found, start = (
+        OracleResult(output, torch.zeros_like(output[:, :, 0]), torch.zeros_like(output[:, :, 0])),
+        0,
+    )
     for query, key, value, seq_len, own in zip(queries, keys, values, seq_lens, of_each, strict=True):
         span = slice(start, start := start + query.shape[0])
         computed = None if rows is None else rows[(rows >= span.start) & (rows < span.stop)] - span.start

@@ -13,6 +13,7 @@ import mutants.crossings
 import mutants.inputs
 import mutants.latents
 import mutants.masks
+import mutants.ranges
 import mutants.sinks
 import mutants.sizes
 import mutants.small_sizes
@@ -33,6 +34,7 @@ from attnplug.testing.conformance.serving import context_parallel
 from attnplug.testing.conformance.target import Target
 
 OF_REFERENCE = mutants_of("masks", "sinks", "sizes", "softmax", "steps", "storage")
+PLAIN_RANGES = ("window12", "pages512", "encoders1024")
 # Large batches take most of the time, and packed cases come after many others.
 LARGE = ("correct/long-", "correct/many-", "correct/far-", "correct/*-", "builder/common-prefix-")
 
@@ -58,6 +60,19 @@ def test_the_named_check_catches_the_mutant(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize("mutant", mutants_of("accidents", "small_sizes", "crossings"), ids=named)
 def test_accidents_of_ports_are_caught_in_words(mutant: Mutant) -> None:
+    _, problem = next(failures_of_torch(mutant, mutant.check), (None, None))
+    assert isinstance(problem, ConformanceError), problem
+    assert mutant.says in str(problem)
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(each, id=each.name, marks=[] if each.name in PLAIN_RANGES else [pytest.mark.slow])
+        for each in mutants_of("ranges")
+    ],
+)
+def test_a_limit_beyond_small_sizes_is_caught_in_words(mutant: Mutant) -> None:
     _, problem = next(failures_of_torch(mutant, mutant.check), (None, None))
     assert isinstance(problem, ConformanceError), problem
     assert mutant.says in str(problem)

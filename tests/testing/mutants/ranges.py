@@ -153,9 +153,7 @@ def rows2048_of_prompt(right, self, request, query, source, metadata, reach, sco
     output[min(start + 2048, stop) : stop] = 0
 
 
-@impl._attend_long(
-    "correct/far-prompt-h1x1-d64-float32-b16-NHD", "rows from row 8192 of the batch on"
-)
+@impl._attend_long("correct/far-prompt-h1x1-d64-float32-b16-NHD", "rows from row 8192 of the batch on")
 def rows8192_of_prompt(right, self, request, query, source, metadata, reach, scoring, output, output_lse):
     """Writes 8192 rows of a prompt."""
     right(request, query, source, metadata, reach, scoring, output, output_lse)

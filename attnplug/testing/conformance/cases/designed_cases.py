@@ -15,6 +15,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.kv_format import kv_format
+from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call
@@ -130,7 +131,9 @@ _FAR_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "far-decode", "block_size": 544},
     {"shape": "farther-decode", "window": (149, 0)},
 )
-_FEW_LATENT_HEADS = 20
+# The oracle has all keys of a long context for each query head in float64.
+_MOST_ELEMENTS = 2**13
+"""Elements of a token's queries in layers of models that are cheap to try."""
 _CROSSED_FAR = ("far-decode", "far-extend")
 _FEW_HEADS: tuple[dict[str, Any], ...] = ({"heads": (2, 1)}, {"heads": (1, 1)}, {"heads": (2, 2)}, {})
 _CROSSED_SHAPES = ("mixed", "decode", "speculative", "context")
@@ -181,7 +184,7 @@ def designed_cases(target: Target) -> list[Case]:
         alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
     alone += _long_rows(target, search, few)
-    alone += _model_rows(search, shapes[:1] if few else shapes[:2], few)
+    alone += _model_rows(search, shapes[:1]) if few else _model_rows(search, shapes[:2], None)
     latent = _keep_served(search, _latent_rows(target, search))
     rows = _keep_served(search, alone)
     # About 80 backends pass without these: each is right for single features, and wrong where two or three meet.
@@ -336,13 +339,20 @@ def _long_rows(target: Target, search: Search, few: bool) -> list[dict[str, Any]
     return found
 
 
-def _model_rows(search: Search, shapes: Sequence[str], few: bool) -> list[dict[str, Any]]:
-    """The layers of models; if `few` is set, no latents of many heads, which take seconds to expand."""
-    # Other axes are those of other layers: a backend of latents has no head sizes.
+def _model_rows(
+    search: Search, shapes: Sequence[str], most: int | None = _MOST_ELEMENTS
+) -> list[dict[str, Any]]:
+    """The layers of models whose queries have at most so many elements, if the backend has their axes."""
+    # A backend of latents has no head sizes, and others have no latents.
     own = [fields for fields in MODELS.values() if fields.keys() <= search.axes.keys()]
-    if few:
-        own = [fields for fields in own if "mla" not in fields or fields["heads"][0] <= _FEW_LATENT_HEADS]
+    if most is not None:
+        own = [fields for fields in own if fields["heads"][0] * _query_size(fields) <= most]
     return [{"shape": shape, **fields} for fields in own for shape in shapes]
+
+
+def _query_size(fields: Mapping[str, Any]) -> int:
+    dims: MLADims | None = fields.get("mla")
+    return int(fields["head_size"] if dims is None else dims.qk_nope_head_dim + dims.qk_rope_head_dim)
 
 
 def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
@@ -355,9 +365,7 @@ def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
     )
     alone: list[dict[str, Any]] = [{"shape": shape} for shape in FAR if shape not in ("audio", "far-prompt")]
     alone += [*_FAR_WITH, *({"shape": "far-decode", **stored} for stored in _stored_types(target))]
-    alone += [
-        {"shape": shape, axis: value} for axis, value in FAR_LIMITS.items() for shape in _CROSSED_FAR
-    ]
+    alone += [{"shape": shape, axis: value} for axis, value in FAR_LIMITS.items() for shape in _CROSSED_FAR]
     alone += [{"shape": "longer-prompt", "kv_cache_dtype": name} for name in target.scaled_families.values()]
     if not few:
         alone += [
@@ -380,7 +388,7 @@ def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
             rows += found
             break
     rows += crossed_rows(search, axes, 2, fewest)
-    return rows + ([] if few else _keep_served(search, _model_rows(search, _CROSSED_FAR, few)))
+    return rows + ([] if few else _keep_served(search, _model_rows(search, _CROSSED_FAR)))
 
 
 def _cache_bytes(case: Case) -> int:
