@@ -77,6 +77,7 @@ class Batch:
         strange: requests with keys of NaN or large ones, whose own results are not compared.
         made_of: the arguments that made it, if `Target.batch` did. Some checks change the batch afterwards.
         quantized_queries: whether the backend rounds queries to 8 bits, as it declares.
+        sampled: sorted rows, int64, of a step too large for the oracle: no others are compared. None is all.
     """
 
     spec: LayerSpec
@@ -104,20 +105,31 @@ class Batch:
     def bound(self) -> float:
         """The bound of outputs for about the largest logits."""
         return tolerance(self.spec, quantized_queries=self.quantized_queries).output
+    sampled: torch.Tensor | None = None
+
+    @property
+    def is_compared(self) -> torch.Tensor:
+        """Whether each row is compared with the oracle's, bool `[T]`."""
+        starts = self.common.query_start_loc_cpu.tolist()
+        chosen = torch.full((starts[-1],), self.sampled is None)
+        if self.sampled is not None:
+            chosen[self.sampled] = True
+        for request in self.strange:
+            chosen[starts[request] : starts[request + 1]] = False
+        return chosen
 
     def compared(self, rows: torch.Tensor) -> torch.Tensor:
-        """The batch's own rows `[T, ...]`, with zeros in those that are not compared: of strange requests."""
-        if not self.strange:
+        """The batch's own rows `[T, ...]`, with zeros in those that are not compared: see `is_compared`."""
+        if not self.strange and self.sampled is None:
             return rows
-        rows, starts = rows.clone(), self.common.query_start_loc_cpu.tolist()
-        for request in self.strange:
-            rows[starts[request] : starts[request + 1]] = 0
+        rows = rows.clone()
+        rows[~self.is_compared.to(rows.device)] = 0
         return rows
 
     def oracle(self, spec: LayerSpec | None = None, *, use_sinks: bool = True) -> OracleResult:
         """The reference result; with another `spec`, the result of a backend that misreads the layer.
 
-        Rows of strange requests are zeros, as in `compared`.
+        Rows that are not compared are zeros, as in `compared`.
         """
         spec = spec or self.spec
         tensors = LayerTensors(
@@ -139,6 +151,7 @@ class Batch:
             spans=self.spans,
             # Read here, because an indexer may write the step's buffers after the batch was made.
             selection=None if spec.sparse is None else self.common.selection,
+            rows=self.sampled,
         )
         parts = (getattr(result, field.name) for field in dataclasses.fields(result))
         return OracleResult(*map(self.compared, parts))

@@ -141,6 +141,8 @@ class SkipKind(enum.StrEnum):
     """The backend refuses what it may refuse, such as strided tensors."""
     OPTIONS = "options refused"
     """The backend refuses the options of the run for this layer."""
+    SLOW = "too slow here"
+    """A step of thousands of tokens, for which the backend would take minutes on this device."""
     UNTESTED = "untested here"
     """A declaration cannot be tried on this machine."""
     OTHER = "does not apply"

@@ -11,6 +11,7 @@ from typing import Any
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.testing.conformance.cases.model_sizes import FAR
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import spread
@@ -28,23 +29,22 @@ SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "draft", "one",
 # counts to. `round-decode` and `round-extend` have lengths at the ends of large tiles and splits: no split
 # is empty, or has one key. `many-drafts` has queries between those of `speculative` and those that are no
 # drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256
-# requests. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
-# has one request without context. A length of `far-decode` is one that 16 bits with a sign do not hold.
-# `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold.
+# requests, one of them long. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
+# has one request without context. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold.
 LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-decode": ((1, 1, 1), (5003, 129, 2100)),
     "long-prompt": ((700, 1), (700, 300)),
     "many-requests": ([1, 2, 5, 1] * 10, [count + 3 * step for step, count in enumerate([1, 2, 5, 1] * 10)]),
     "long-extend": ((5, 70), (3001, 2300)),
     "many-rows": ((1101, 513, 520), (1101, 553, 533)),
-    "crowd": ([1] * 257 + [2, 3], [1 + step % 5 for step in range(257)] + [4, 3]),
+    "crowd": ([1] * 517 + [2, 3, 1], [1 + step % 5 for step in range(517)] + [4, 3, 3001]),
     "many-extends": ([70] * 14, [100 + 7 * step for step in range(14)]),
     "one-prompt": ((37,), (37,)),
     "round-decode": ([1] * 9, [255, 256, 257, 511, 512, 513, 1024, 1025, 2048]),
     "round-extend": ((256, 512, 16, 48, 64, 128), (256, 512, 528, 240, 1024, 256)),
     "many-drafts": ((6, 7, 8, 9, 12, 15), (40, 135, 64, 70, 12, 300)),
-    "far-decode": ((1, 1), (33_003, 5)),
     "far-blocks": ((1, 1, 5), (300, 17, 40)),
+    **FAR,
 }
 """Large batches: new and all tokens. They are tried with single values, and not with pairs."""
 

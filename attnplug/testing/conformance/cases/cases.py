@@ -35,6 +35,10 @@ _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
 _LATENT_SCALE = 0.02
 _BETWEEN = 64
 """Elements between two blocks that are apart."""
+_MOST_SCORES = 2**20
+"""Scores of a head and a request that the oracle computes in full."""
+_STRATUM = 64
+"""Rows of which at least one is compared."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class Case:
         batch = target.batch(spec, new, tokens, **options)
         if batch.made_of is not None:
             batch.made_of = dataclasses.replace(batch.made_of, config=self.config)
+        batch.sampled = sampled_rows(spec, new, new if spec.is_encoder else tokens)
         batch = _with_blocks_apart(batch) if self.apart else batch
         return joint_weights(batch) if self.joint else batch
 
@@ -127,6 +132,30 @@ class Case:
     def config(self) -> dict[str, Any]:
         """The fields of BuilderConfig that it needs."""
         return {} if self.chunk_rows is None else {"context_chunk_rows": self.chunk_rows}
+
+
+def sampled_rows(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> torch.Tensor | None:
+    """The rows to compare of a step with more scores than _MOST_SCORES in a request; None is all.
+
+    They are the first and the last ones, those beside the ends of the layer's limits and of powers of 2, and one of
+    each _STRATUM.
+    """
+    if all(count * held <= _MOST_SCORES for count, held in zip(new, tokens, strict=True)):
+        return None
+    generator, rows, start = torch.Generator().manual_seed(0), list[int](), 0
+    ends = [2**power for power in range(4, 17)] + [side + 1 for side in spec.window if side >= 0]
+    ends += [spec.chunk_size] if spec.chunk_size else []
+    for count, held in zip(new, tokens, strict=True):
+        own = set(range(count))
+        if count * held > _MOST_SCORES:
+            # The ends are positions, and kernels count rows too.
+            marks = [0, count, *ends, *(end - held + count for end in ends)]
+            drawn = torch.arange(0, count, _STRATUM)
+            drawn += torch.randint(_STRATUM, drawn.shape, generator=generator)
+            own &= {*drawn.tolist(), *(mark + step for mark in marks for step in (-1, 0, 1))}
+        rows += sorted(start + row for row in own)
+        start += count
+    return torch.tensor(rows)
 
 
 def _with_blocks_apart(batch: Batch) -> Batch:
@@ -236,8 +265,10 @@ class CaseSearch(Search):
             raise SpecError("kind", row["kind"], "has no tokens to decode")
         return spec
 
-    def _value_size(self, which: str, size: int, fields: Mapping[str, Any]) -> int:
-        """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts."""
+    def _value_size(self, which: str | int, size: int, fields: Mapping[str, Any]) -> int:
+        """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts, or a number."""
+        if isinstance(which, int):
+            return which
         order = operator.lt if which == "smaller" else operator.gt
         candidates = [each for each in self._head_sizes if order(each, size)]
         if not candidates:

@@ -51,6 +51,11 @@ class Deviation:
         errors = self.lse_errors
         return (self.output_errors > 1) | (False if errors is None else errors > 1)
 
+    @functools.cached_property
+    def compared(self) -> torch.Tensor:
+        """Whether each row was compared at all, bool `[T]`."""
+        return self.batch.is_compared
+
     @property
     def spans(self) -> list[slice]:
         """The rows of each request."""

@@ -46,7 +46,7 @@ def _of_requests(wrong: Deviation) -> Iterator[str]:
     requests = [
         _RequestVerdict(bool(wrong.wrong[span].any()), path_of(batch.spec, new, total), new, total)
         for span, total in zip(wrong.spans, batch.seq_lens, strict=True)
-        if (new := span.stop - span.start)
+        if (new := span.stop - span.start) and bool(wrong.compared[span].any())
     ]
     bad, good = ([each for each in requests if each.wrong is state] for state in (True, False))
     if not bad or not good:
@@ -87,7 +87,7 @@ def _of_rows(wrong: Deviation) -> Iterator[str]:
     """Limits among the rows of the batch, which point at tiles, or among the rows of the wrong requests."""
     rows = wrong.wrong.any(1)
     first = int(rows.nonzero()[0]) if bool(rows.any()) else 0
-    if first and first % _TILE == 0 and bool(rows[first:].all()):
+    if first and first % _TILE == 0 and bool(rows[first:][wrong.compared[first:]].all()):
         yield f"only rows from row {first} of the batch on"
         return
     batch, size = wrong.batch, _block_size(wrong)
@@ -98,7 +98,7 @@ def _of_rows(wrong: Deviation) -> Iterator[str]:
             continue
         own, states = torch.arange(new) + total - new, wrong.wrong[span].any(1)
         # A query that sees one key is right whatever its score is.
-        told = states | (own > 0)
+        told = (states | (own > 0)) & wrong.compared[span]
         own, states = own[told], states[told]
         is_wrong.append(states)
         position.append(own)
@@ -333,7 +333,8 @@ def _extent(wrong: Deviation) -> str:
     served = sum(span.stop > span.start for span in spans)
     heads = bad.any(0).nonzero().flatten().tolist()
     rows = int(bad.any(1).sum())
-    counts = f"{len(requests)} of {served} requests, {rows} of {len(bad)} rows, "
+    of = f"{len(bad)} rows" if wrong.batch.sampled is None else f"{int(wrong.compared.sum())} compared rows"
+    counts = f"{len(requests)} of {served} requests, {rows} of {of}, "
     text = f"wrong: {counts}{some_of('head', heads, bad.shape[1])}"
     return f"{text}; {_parts(wrong)}"
 
@@ -374,7 +375,10 @@ def _requests(wrong: Deviation) -> Iterator[str]:
         rows = wrong.wrong[span].any(1).nonzero().flatten().tolist()
         heads = wrong.wrong[span].any(0).nonzero().flatten().tolist()
         new = span.stop - span.start
-        where = [some_of("row", rows, new), some_of("head", heads, wrong.wrong.shape[1])]
+        told = int(wrong.compared[span].sum())
+        more = f" and {len(rows) - 1} more of {told} compared rows"
+        of_rows = some_of("row", rows, new) if wrong.batch.sampled is None else f"row {rows[0]}{more}"
+        where = [of_rows, some_of("head", heads, wrong.wrong.shape[1])]
         bad_numbers = int((~wrong.output[span].isfinite()).sum())
         where += (
             [f"{bad_numbers} of {wrong.output[span].numel()} elements NaN or infinite"] if bad_numbers else []

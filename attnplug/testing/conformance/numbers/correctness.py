@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+import time
 from collections.abc import Iterator
 
 import torch
@@ -14,9 +16,10 @@ import torch
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.calls.inputs import inputs_kept
+from attnplug.testing.conformance.cases.case_axes import lengths
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.cases.designed_cases import designed_cases
-from attnplug.testing.conformance.check import Check, ConformanceError, error_context
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind, error_context
 from attnplug.testing.conformance.harness import EngineLayer, Output, blank_output, run_batch
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
@@ -63,6 +66,8 @@ def _repeat(batch: Batch, chunk: ContextChunk, first: int, times: int) -> Batch:
 
 # Rows of a workspace that has room for all computed tokens of a case.
 _ROWS = 2**14
+_MOST_SECONDS = 60.0
+"""The longest step: interpreted kernels and masks in float64 take more for a prompt of thousands of tokens."""
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -82,8 +87,28 @@ def _check_untried(name: str) -> None:
     )
 
 
+def _expect_fast(target: Target, case: Case) -> None:
+    """CheckSkipped if a prompt of 700 tokens takes so long that one of thousands does not fit into a run."""
+    short = dataclasses.replace(case, shape="long-prompt")
+    batch, seconds = short.batch(target), math.inf
+    for _ in range(2):
+        # The less of two runs, because the first one may compile.
+        start = time.perf_counter()
+        with error_context(f"a {short.shape} batch"):
+            run_batch(target.backend, batch, options=target.own_options, **case.config)
+        seconds = min(seconds, time.perf_counter() - start)
+    times = (lengths(case.shape, case.spec, 1)[0][0] / lengths(short.shape, case.spec, 1)[0][0]) ** 2
+    if seconds * times > _MOST_SECONDS:
+        raise CheckSkipped(
+            f"a prompt of 700 tokens takes {seconds:.2g} s, and one of {case.shape} {times:.0f} times as long",
+            SkipKind.SLOW,
+        )
+
+
 def check_case(target: Target, case: Case) -> None:
     """Run the case and compare; a wrong answer is compared with those of known mistakes."""
+    if case.shape == "far-prompt":
+        _expect_fast(target, case)
     batch = case.batch(target)
     # A cache with far blocks is large, and the others show what is written.
     is_guarded = batch.kv_cache is not None and case.shape != "far-blocks"

@@ -182,6 +182,8 @@ def _allocated(metric: str) -> int:
 
 
 _SIZES = (2, 4)
+_FAR = 700
+"""Keys of a request of a graph that was captured with few."""
 _KEPT = "a graph that keeps what was captured"
 
 LEVELS = {
@@ -208,7 +210,12 @@ def check_level(target: Target, name: str) -> None:
     except CheckSkipped as why:
         raise CheckUntested(f"CUDA graphs: {why}") from None
     served = ServedModel(
-        target, specs, kv_sharing, cudagraph_batch_sizes=_SIZES, num_speculative_tokens=queries - 1
+        target,
+        specs,
+        kv_sharing,
+        least_tokens=_FAR + 4 * queries,
+        cudagraph_batch_sizes=_SIZES,
+        num_speculative_tokens=queries - 1,
     )
     state = GraphState(served.runtime, served.max_model_len, queries)
     # The backend promises no level above the declared one, so such a level is skipped.
@@ -230,6 +237,11 @@ def check_level(target: Target, name: str) -> None:
     graphs.replay(a=queries, c=queries)
     served.remove("a")
     graphs.replay(c=queries)
+    served.add("e")
+    graphs.eager(e=_FAR)
+    for _ in range(2):
+        graphs.replay(c=queries, e=queries)
+    served.remove("e")
     if Feature.MM_PREFIX in target.backend.features:
         # A short prompt in a graph has spans among the tokens of decodes.
         served.add("d", queries)

@@ -102,6 +102,7 @@ class ServedModel:
         specs: decoder layers by name.
         kv_sharing: layers that read another layer's pages.
         seed: for all random values; also the number of unused blocks, so that models have different tables.
+        least_tokens: that a request can have; the default is some pages.
         config: fields of BuilderConfig.
     """
 
@@ -112,6 +113,7 @@ class ServedModel:
         kv_sharing: Mapping[str, str],
         *,
         seed: int = 0,
+        least_tokens: int = 0,
         **config: Any,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -119,7 +121,7 @@ class ServedModel:
         plan = plan_on(target, specs, kv_sharing)
         groups = plan.kv_cache_config.kv_cache_groups
         self.block_size = max(group.kv_cache_spec.block_size for group in groups)
-        self.max_model_len = _MOST_PAGES * self.block_size + _SLACK
+        self.max_model_len = max(_MOST_PAGES * self.block_size + _SLACK, least_tokens)
         blocks = sum(-(-self.max_model_len // group.kv_cache_spec.block_size) for group in groups)
         self.plan = dataclasses.replace(plan, num_blocks=1 + seed + _MOST_REQUESTS * blocks)
         self.groups = self.plan.kv_cache_config.kv_cache_groups
