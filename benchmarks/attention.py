@@ -166,7 +166,7 @@ def goals_of(suite: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     own = [name for name in measured if name not in PEERS and ", " not in name]
     if suite == "serving":
         judged = [(name, goal) for name in own for goal in judge_serving(cells, name)]
-        # Of further contenders, only what was measured.
+        # Further contenders have only the cells that were measured.
         return [goal for name, goal in judged if name == own[0] or goal["met"] is not None]
     goals = judge(cells) if "TRITON" in own else []
     return [*goals, *judge_even(cells), *judge_libraries(cells, own)]
@@ -338,7 +338,7 @@ def judge(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[st
 
 
 def judge_even(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[str, Any]]:
-    """How much longer even decodes take than with keys divided per request, where both are measured."""
+    """The factor by which even decodes take longer than with keys divided per request, where both are measured."""
     before, kinds = f"{name}.decode_split=requests", ("decode", "skew", "window", "fp8", "feature")
     ratios = {
         cell["cell"]: cell["us"][name] / cell["us"][before]
@@ -357,7 +357,7 @@ THROUGH = {"FLASHINFER": "FlashInfer", "FLASH_ATTN_4": "FlashAttention 4", "FLAS
 
 
 def judge_libraries(cells: Sequence[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """What going through attnplug costs, and whether a composite is as good as the better of its halves."""
+    """The cost of going through attnplug, and whether a composite is as good as the better of its halves."""
     found: list[dict[str, Any]] = []
 
     def worst(title: str, ratios: dict[str, float], limit: float) -> None:

@@ -40,7 +40,7 @@ ALONE: tuple[dict[str, Any], ...] = (
     {"kv_cache_dtype": "fp8_e4m3"},
     {"kv_cache_dtype": "fp8_e5m2"},
 )
-"""What checks ask of the plainest layer, besides the designed cases."""
+"""The steps that checks run on the plainest layer, in addition to the designed cases."""
 
 
 def kit_layers(target: Target) -> Iterator[LayerSpec]:
@@ -64,14 +64,14 @@ def model_layers(name: str, device: Device) -> Iterator[LayerSpec]:
 
 
 def latent_module(dtype: object, device: Device) -> LatentModule:
-    """What decodes over latents of 512 + 64."""
+    """The kernels that decode over latents of 512 + 64."""
     hopper = device.capability is not None and device.capability[0] == 9
     sizes = FlashInferMLABackend.latent_sizes[0]
     return LatentModule("fa3" if hopper else "fa2", getattr(torch, str(dtype)), sizes)
 
 
 def modules_of(spec: LayerSpec, device: Device, options: Options) -> list[Module | LatentModule]:
-    """What serves a layer in both phases, or decodes its latents."""
+    """The kernels that serve a layer in both phases, or decode its latents."""
     if spec.mla is not None:
         return [latent_module(spec.dtype, device)]
     impl = FlashInferImpl.from_spec(

@@ -1,4 +1,4 @@
-"""How long the declared matrix of five backends on five devices takes in a fresh process, imports included.
+"""The time that the declared matrix of five backends on five devices takes in a fresh process, imports included.
 
 Run as `python benchmarks/declared_matrix.py [--json FILE]`. Figures are medians of child processes, printed
 with the goal and the ratio to it; the floor is bare Python.

@@ -79,8 +79,8 @@ def write(target: Path | None, rows: Iterable[Row]) -> None:
 
 
 def survey(only: Iterable[str], jobs: int) -> Iterator[Row]:
-    """The outcome of each configuration, in the order in which they end."""
-    # What every process needs is imported once, before they are forked.
+    """The outcome of each configuration, as soon as it ends."""
+    # All processes need these modules, so they are imported once, before the fork.
     import attnplug.integrations.reader.model_reading  # noqa: F401
 
     context = multiprocessing.get_context("fork")
@@ -137,7 +137,7 @@ def child(pipe: Connection, name: str, cls: Any) -> None:
 
 
 def outcome(cls: Any) -> Row:
-    """How the reader answers to the default configuration of a class."""
+    """The answer of the reader to the default configuration of a class."""
     from attnplug.errors import ModelConfigError
     from attnplug.integrations.transformers import read_config
 

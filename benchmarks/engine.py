@@ -1,7 +1,7 @@
 """The example engine on a CPU: decoding against transformers' generate, and what attnplug itself costs.
 
 A Llama of 4 layers, 512 wide, vocabulary 1,024; requests of about 256 tokens. Both sides of a ratio run in
-turn in the same process, so that a busy machine disturbs both alike.
+turn in the same process, so that a busy machine disturbs both equally.
 
     python benchmarks/engine.py --quick
 """
@@ -115,7 +115,7 @@ def decode(kv_heads: int, rounds: int, tokens: int) -> list[Figure]:
     theirs = statistics.median(times["generate"])
     figures = []
     for name, what in (("engine", ""), ("plain", ", projections not packed")):
-        # Of each round its own ratio: a machine that slows down slows both.
+        # Each round has its own ratio: a machine that slows down slows both.
         ratio = statistics.median(a / b for a, b in zip(times["generate"], times[name], strict=True))
         each = statistics.median(times[name])
         title = f"decode, batch {BATCH}, 8/{kv_heads} heads{what}"
@@ -145,7 +145,7 @@ def engine_seconds(engine: Engine, prompts: torch.Tensor, tokens: int) -> float:
 
 
 def generate_seconds(model: LlamaForCausalLM, prompts: torch.Tensor, tokens: int) -> float:
-    """Of the tokens after the first: generate's time less that for one token."""
+    """For the tokens after the first: generate's time less that for one token."""
     mask = torch.ones_like(prompts)
     seconds = []
     for count in (1, tokens + 1):

@@ -1,4 +1,4 @@
-"""What FLASHINFER's builder costs the host for 256 requests: without FlashInfer's `plan()`, with it, and for two groups.
+"""The host's cost of FLASHINFER's builder for 256 requests: without FlashInfer's `plan()`, with it, and for two groups.
 
 Run as `python benchmarks/flashinfer_builder.py [--requests N] [--json FILE]`. Needs a GPU and FlashInfer; without
 them `plan()` and the gathering of pages are left out, so that only the figures without `plan()` mean anything.
@@ -118,7 +118,7 @@ def measure(
 
 
 def waits(builder: AttentionMetadataBuilder[Any], batches: list[CommonAttentionMetadata]) -> int:
-    """How often torch makes the host wait in a build of each step, and whether the GPU's work is waited for."""
+    """The number of times that torch makes the host wait in a build of each step, and whether the GPU's work is waited for."""
     if not torch.cuda.is_available():
         return 0
     found = 0
@@ -129,7 +129,7 @@ def waits(builder: AttentionMetadataBuilder[Any], batches: list[CommonAttentionM
             torch.cuda.set_sync_debug_mode("warn")
             builder.build(0, before)
             torch.cuda.set_sync_debug_mode("default")
-        # Turning it on says, once, that not all "synchronizing operations" are found: that is no wait.
+        # Turning it on says, once, that not all "synchronizing operations" are found: that does not count as a wait.
         found += sum("called a synchronizing" in str(each.message) for each in caught)
         torch.cuda.synchronize()
         torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]

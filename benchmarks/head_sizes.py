@@ -3,7 +3,7 @@
     python benchmarks/head_sizes.py --json FILE [--backend TRITON] [--jobs 16] [--minutes 7]
 
 `attnplug matrix` samples pairs of values; this crosses head sizes, stored types and phases, with steps that take each launch
-and have more than 64 rows a request. Cells run in worker processes, of which a fault ends only one cell. The file is one of
+and have more than 64 rows a request. Cells run in worker processes, so that a fault ends only one cell. The file is one of
 `attnplug matrix --verify --json`: `attnplug matrix merge` and `diff` read it. Exit code 4: a cell is wrong.
 """
 

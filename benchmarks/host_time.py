@@ -1,4 +1,4 @@
-"""The host's time in calls, in turn; what a call launches, launched bare; and no kernels where there is no GPU."""
+"""The host's time in calls, in turn; what a call launches, launched bare; and without a GPU no kernels."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 
 @contextlib.contextmanager
 def kernels(do: Callable[..., None]) -> Iterator[None]:
-    """Inside, `do(kernel, grid, arguments, options)` stands in for every launch."""
+    """Inside, `do(kernel, grid, arguments, options)` replaces every launch."""
     from attnplug.backends.triton.kernels.decode import decode_kernel
 
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -55,7 +55,7 @@ def kernels(do: Callable[..., None]) -> Iterator[None]:
 
 
 def launched(call: Callable[[], object]) -> list[Launch]:
-    """What `call` launches, in order."""
+    """The launches of `call`, in order."""
     from attnplug.ops.triton.launch import BoundKernel
 
     kept: list[Launch] = []
@@ -103,7 +103,7 @@ def device_name() -> str:
 
 
 def write_report(path: Path, figures: Sequence[dict[str, Any]], *distributions: str) -> None:
-    """Figures as JSON, with when, where and of which versions they are."""
+    """Figures as JSON, with date, device and versions."""
     data = {
         "date": dt.datetime.now(dt.UTC).date().isoformat(),
         "device": device_name(),

@@ -9,7 +9,7 @@ __all__ = ["versions"]
 
 
 def versions(*distributions: str) -> dict[str, str]:
-    """Of those that are installed."""
+    """The versions of the installed ones."""
     found = {}
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,4 +1,4 @@
-"""Stand-ins for the kernel libraries where there is no GPU: they take what the real ones take, and do nothing."""
+"""Replacements of the kernel libraries for machines without a GPU: they take what the real ones take, and do nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def stand_ins() -> Iterator[None]:
     from attnplug.backends.impl import BuiltinImpl
     from attnplug.ops.triton.kv_write import BoundWrite
 
-    # Of FlashAttention 4 the arguments are looked at.
+    # The arguments of FlashAttention 4 are checked.
     arguments = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in fa4.FORWARD]
     forward: Any = functools.partial(_forward)
     forward.__signature__ = inspect.Signature(arguments)
@@ -89,7 +89,7 @@ def stand_ins() -> Iterator[None]:
 
 
 def _extension_call(query: torch.Tensor, *given: object) -> list[torch.Tensor]:
-    """What it gives is as large as its queries: output, LSE, and what else there is."""
+    """Its result is as large as its queries: output, LSE, and what else there is."""
     return [query, query]
 
 

@@ -1,4 +1,4 @@
-"""How long a batch's metadata takes on the host, next to plain numpy for the same numbers.
+"""The host's time for a batch's metadata, compared with plain numpy for the same numbers.
 
 Run as `python benchmarks/metadata.py [--quick] [--json FILE]`. A figure is the median of rounds, each
 interleaved with a round of its floor: the least numpy that gives the same numbers, unchecked. Goals are for

@@ -1,4 +1,4 @@
-"""The goals of benchmarks/mla.py, as ratios within one run; a goal of which nothing was measured is left out."""
+"""The goals of benchmarks/mla.py, as ratios within one run; a goal without a measured cell is left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's time of builders of latent attention for benchmarks/mla.py, besides the planning of the library."""
+"""The host's time of builders of latent attention for benchmarks/mla.py, without the planning of the library."""
 
 from __future__ import annotations
 

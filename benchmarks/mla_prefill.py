@@ -42,7 +42,7 @@ ROWS = {"chunks of 4096 rows": 4096, "chunks of 16384 rows": 16384, "one pass": 
 
 
 class Prompt:
-    """The tensors of a cell, in pages of which the last tokens of each request are new."""
+    """The tensors of a cell, in pages; the last tokens of each request are new."""
 
     def __init__(self, cell: Prompts, device: str) -> None:
         torch.manual_seed(0)

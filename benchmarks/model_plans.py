@@ -1,4 +1,4 @@
-"""What is planned for each example model on compute capability 9.0 with everything installed, and how fast that is.
+"""The plan of each example model on compute capability 9.0 with everything installed, and its speed.
 
     python benchmarks/model_plans.py                        # the table, in seconds and without a GPU
     python benchmarks/model_plans.py --time --json FILE     # on a GPU: one layer of each kind, decode and prefill
@@ -6,7 +6,7 @@
     python benchmarks/model_plans.py --write                # the page, with the times of benchmarks/results/
     python benchmarks/model_plans.py --read                 # first reads examples/models again; needs transformers
 
-Each phase is asked alone (`per_phase=True`). Decode is 64 requests of 8192 tokens by graph replay, prefill one of 8192
+Each phase has its own choice (`per_phase=True`). Decode is 64 requests of 8192 tokens by graph replay, prefill one of 8192
 new tokens, less where the model takes less; both are checked against a float32 reference before.
 """
 
@@ -35,7 +35,7 @@ from attnplug.registry.registry import SelectKwargs
 ROOT = Path(__file__).parents[1]
 MODELS = sorted((ROOT / "examples" / "models").glob("*.json"))
 LAYERS = ROOT / "benchmarks" / "model_layers.json"
-"""What these models' layers ask for, so that neither a GPU machine nor a test has to read them."""
+"""The needs of these models' layers, so that neither a GPU machine nor a test has to read them."""
 PAGE = ROOT / "docs" / "performance" / "model-plans.md"
 TIMES = ROOT / "benchmarks" / "results" / "model-plans-h200.json"
 LATENTS = ROOT / "benchmarks" / "results" / "mla-h200.json"
@@ -52,7 +52,7 @@ _REPEATS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Layers of one model that are planned alike.
+    """Layers of one model with one plan.
 
     Args:
         model: the configuration's name.
@@ -183,7 +183,7 @@ def in_order(*decisions: Decision) -> dict[str, tuple[int | None, ...]]:
 
 
 def refusals(by_phase: Mapping[Phase, Decision], served: Container[str]) -> Iterator[str]:
-    """Those that serve the layers in neither phase, by their reasons."""
+    """The backends that serve the layers in neither phase, by their reasons."""
     refused: dict[str, set[str]] = {}
     for decision in by_phase.values():
         for candidate in decision.refused:
@@ -195,7 +195,7 @@ def refusals(by_phase: Mapping[Phase, Decision], served: Container[str]) -> Iter
 
 
 def in_words(reason: Reason) -> str:
-    """What was asked, as "head_size 96"; the fact where no value was."""
+    """The request, such as "head_size 96"; the fact where no value was."""
     return f"{reason.field} {reason.requested}" if reason.requested else str(reason)
 
 
@@ -266,7 +266,7 @@ def taken_on(times: Mapping[str, Any] | None) -> str:
 
 
 def written(plan: Plan, times: Mapping[str, Any] | None) -> str:
-    """What stands on the page between its markers."""
+    """The part of the page between its markers."""
     ranks = "\n".join(
         f"| `{name}` | " + " | ".join(map(str, each)) + " |" for name, each in plan.order.items()
     )
@@ -278,7 +278,7 @@ def written(plan: Plan, times: Mapping[str, Any] | None) -> str:
 
 
 def page(text: str, plan: Plan, times: Mapping[str, Any] | None) -> str:
-    """The page with what stands between its markers written anew."""
+    """The page with a new part between its markers."""
     before, _, rest = text.partition(BEGIN)
     _, found, after = rest.partition(END)
     if not found:
@@ -351,7 +351,7 @@ def timings(
         before = json.loads(path.read_text())
         if (before["device"], before["versions"]) != (times["device"], times["versions"]):
             raise SystemExit(f"{path} was taken on {before['device']}, {before['versions']}: move it away")
-        # What could not be taken is tried again.
+        # Times that could not be taken are tried again.
         kept = [each for each in before["rows"] if not any("not_measured" in key for key in each)]
         times = {**before, "rows": kept}
     done = [each["row"] for each in times["rows"]]

@@ -191,7 +191,7 @@ def slots_cell(requests: int, each: int) -> Cell:
 
 
 def rotation(moved: int) -> int:
-    """How many sets of inputs keep a call from finding its own in the L2 cache; 64 at most."""
+    """The number of sets of inputs that keep a call from finding its own in the L2 cache; 64 at most."""
     return min(max(-(-ROTATED_BYTES // moved), 2), 64)
 
 

@@ -67,7 +67,7 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """Of the matrix products with the keys that each query sees: causal, and within a window."""
+        """The matrix products with the keys that each query sees: causal, and within a window."""
         left = self.spec.window[0]
         pairs = sum(
             place if left < 0 else min(place, left + 1)

@@ -1,4 +1,4 @@
-"""How long importing, discovering and selecting take, next to the floor that Python itself sets.
+"""The times of importing, discovering and selecting, compared with the floor that Python itself sets.
 
 Run as `python benchmarks/registry.py [--json FILE]`. Every figure is a median of runs in one process
 (imports: of child processes, interleaved with bare Python), printed with its goal and the ratio to it.

@@ -1,4 +1,4 @@
-"""How long `attnplug select` takes for each example model, with and without transformers importable.
+"""The time of `attnplug select` for each example model, with and without transformers importable.
 
 Run as `python benchmarks/select_time.py [--device DEVICE] [--json FILE]`. Each figure is the median of child
 processes: the wall time, and the CPU time of the child, which other programs on the machine affect less.

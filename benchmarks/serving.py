@@ -126,7 +126,7 @@ def small(cell: Cell) -> Cell:
 def judge_serving(cells: Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
     """The goals of contender `name`, as ratios of times of one run.
 
-    `value` and `met` are None for a goal of which nothing is measured.
+    `value` and `met` are None for a goal without a measured cell.
     """
     found: list[dict[str, Any]] = []
     measured = {cell["cell"]: cell for cell in cells if name in cell["us"]}
@@ -137,7 +137,7 @@ def judge_serving(cells: Sequence[dict[str, Any]], name: str) -> list[dict[str, 
         found.append({"name": f"{name}: {title}", "value": value, "goal": words, "met": met})
 
     def times_of(title: str, other: str) -> float | None:
-        """How many times as long as `name` another contender takes."""
+        """The time of another contender as a multiple of that of `name`."""
         us = measured[title]["us"] if title in measured else {}
         return us[other] / us[name] if other in us else None
 

@@ -156,7 +156,7 @@ class Rank:
     def _collectives(
         self, backend: str, rows: int, width: int, *, scatter_heads: bool
     ) -> Callable[[], object]:
-        """What an exchange asks of NCCL, without a merge."""
+        """The calls of NCCL in an exchange, without a merge."""
         group, size, dtype = self.group, dist.get_world_size(), torch.bfloat16
         out_bytes, lse_bytes = rows * width * 2, rows * 4
 

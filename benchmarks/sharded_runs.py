@@ -20,7 +20,7 @@ _CHUNK = 16_384
 """Tokens written at once."""
 _REPLAY_ERROR = 1e-2
 _SLEEP_CYCLES = 400_000
-"""A fifth of a millisecond, in which the host issues the calls of a round."""
+"""A fifth of a millisecond, enough for the host to issue the calls of a round."""
 _ROUND_US = 2000.0
 """A round lasts about this long, so that what ranks differ in when they begin is small beside it."""
 

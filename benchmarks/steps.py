@@ -92,7 +92,7 @@ def appending(builder: StepBatchBuilder) -> Callable[[], None]:
 def calls(
     model: str, kind: str, requests: int
 ) -> Iterator[tuple[str, Callable[[], object], Callable[[], None] | None]]:
-    """What to time, and what to do before each call, untimed."""
+    """The call to time, and the one to make before it, untimed."""
     new, context = counts(kind, requests)
     specs = {f"layers.{index}": spec for index, spec in enumerate(MODELS[model])}
     pool = 1 + len(set(specs.values())) * 6 * (requests * 6 + CONTEXT // PAGE)

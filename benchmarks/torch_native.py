@@ -1,6 +1,6 @@
 """TORCH on a CPU: prefill against one dense attention call, decode against copying the KV bytes once.
 
-Both sides of a ratio run in turn in the same process, so that a busy machine disturbs both alike.
+Both sides of a ratio run in turn in the same process, so that a busy machine disturbs both equally.
 
     python benchmarks/torch_native.py --json figures.json
 """

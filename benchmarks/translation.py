@@ -1,4 +1,4 @@
-"""What engines' steps and layers cost in attnplug's adapters, in CPU time on the host.
+"""The cost of engines' steps and layers in attnplug's adapters, in CPU time on the host.
 
 Run as `python benchmarks/translation.py [--quick] [--json FILE]`. A figure is the median of rounds. It contains neither
 the engine's own work nor that of a builder or an impl. vLLM's layers and groups are measured where vLLM is installed.
@@ -119,7 +119,7 @@ def cases(requests: int) -> Iterator[tuple[str, str, Callable[[], object]]]:
 
 
 def vllm_parts() -> Iterator[tuple[str, Callable[[], object], Callable[[], object], float]]:
-    """What the adapter adds to builders and layers: step, call, the call of the inner part alone, and the goal."""
+    """The adapter's share of builders and layers: step, call, the call of the inner part alone, and the goal."""
     if importlib.util.find_spec("vllm") is None:
         print("vLLM's groups and layers are not measured: vllm is not installed")
         return

@@ -30,7 +30,7 @@ def goals(held: Mapping[str, Any], alike: Mapping[str, float], figures: Mapping[
     Args:
         held: of the cells held back: "cells", "models", "kinds" and "backends" that were measured, and "policies", the
             summaries by name.
-        alike: of two runs: "share" of the cells chosen alike, and "gap", the widest where they are not; or empty.
+        alike: of two runs: "share" of the cells with one choice, and "gap", the widest where they are not; or empty.
         figures: "first_s" and "again_s" of gemma-3-27b, "warm_us" and "first_us" of a selection, and "engine", the
             report of benchmarks/tuned_engine.py; those that were measured.
     """

@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     # Workers load what an earlier one has compiled; the library's own setting.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    # What is refuted here must not change the candidates of a later part or of the report.
+    # A refutation here must not change the candidates of a later part or of the report.
     os.environ["ATTNPLUG_EVIDENCE"] = str(options.folder.resolve() / "refuted.json")
     for part in options.parts:
         began = time.monotonic()
@@ -236,7 +236,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def _models_of(held: TunedTable, names: Sequence[str]) -> int:
-    """The number of models of which each kind of layers has cells."""
+    """The number of models that have cells of each kind of layers."""
     every = {name: layers_of(read_config(MODELS / f"{name}.json").layers, None) for name in names}
     return sum(all(layer_key(spec) in held.by_key for spec in kinds) for kinds in every.values())
 
@@ -290,7 +290,7 @@ def _words(held: TunedTable, cell: CellRegret) -> str:
 def agreement(
     registry: Any, one: TunedTable, other: TunedTable, assumed: Any
 ) -> tuple[list[bool], list[float]]:
-    """For each cell of both tables: whether they choose alike, and how far the best is ahead of the second."""
+    """For each cell of both tables: whether they make the same choice, and how far the best is ahead of the second."""
     alike, gaps = [], []
     for layer in one.layers:
         for shape, _ in layer.workload:

@@ -126,7 +126,7 @@ PREFILLED = [
 
 
 def candidates(cell: Cell) -> list[Any]:
-    """What launch.py gives today, then whatever fits the GPU."""
+    """The choice of launch.py today, then all others that fit the GPU."""
     heads, kv_heads, size = cell.heads
     if cell in SHARED:
         return share_candidates(cell)
@@ -150,7 +150,7 @@ def candidates(cell: Cell) -> list[Any]:
 
 
 def prefill_candidates(cell: Cell) -> list[Any]:
-    """What runs today, then tiles that Triton 3.6 compiles for Hopper with few spills or none in the loop over keys."""
+    """The tiles of today, then those that Triton 3.6 compiles for Hopper with few spills or none in the loop over keys."""
     heads, kv_heads, size = cell.heads
     rows, new = max(cell.query_lens) * heads // kv_heads, cell.query_lens == cell.seq_lens
     most_keys = max(cell.seq_lens) if new else None
@@ -196,7 +196,7 @@ SHORT_TILES = {
 
 
 def share_candidates(cell: Cell) -> list[Any]:
-    """What share_launch.py gives today, then whatever fits the GPU, with tiles of one height and of half of it."""
+    """The choice of share_launch.py today, then all others that fit the GPU, with tiles of one height and of half of it."""
     heads, kv_heads, size = cell.heads
     itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
     rows, width = max(cell.query_lens) * heads // kv_heads, tile_side(size) * itemsize

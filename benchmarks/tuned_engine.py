@@ -143,7 +143,7 @@ def engine(name: str, options: argparse.Namespace) -> dict[str, Any]:
             found[variant] += [rates] if number else []
     row["ratio"] = {}
     for place, phase in enumerate(("prefill", "decode")):
-        # Of each round its own ratio, because a device that slows down slows both; the rates are of the same round.
+        # Each round has its own ratio, because a device that slows down slows both; the rates are of the same round.
         rounds = [
             {"default": one[place], "tuned": other[place]}
             for one, other in zip(found["default"], found["tuned"], strict=True)

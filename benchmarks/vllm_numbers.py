@@ -80,7 +80,7 @@ def start(name: str, options: argparse.Namespace, jobs: int, folder: Path) -> su
     backend = "ATTNPLUG" if name == "AUTO" else f"ATTNPLUG_{name}"
     own = [str(options.source.resolve()), str(ROOT), str(HARNESS)]
     environment = {
-        # Those of a pytest around this are not for the run.
+        # The run takes none of those of a pytest around this.
         **{name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")},
         "PYTHONPATH": os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "ATTNPLUG_HARNESS": backend,
@@ -160,7 +160,7 @@ def result(folder: Path, name: str, code: int | None) -> dict[str, Any]:
 
 
 def lines(name: str, figures: Mapping[str, Any], verbose: bool) -> Iterator[str]:
-    """What is printed of one backend."""
+    """The printed lines of one backend."""
     counts = ", ".join(f"{figures[kind]} {kind}" for kind in ("passed", "failed", "refused", "skipped"))
     yield f"{name}: {counts}{'' if figures['ended'] else '; the run did not end'}"
     for case, each in figures["cases"].items():

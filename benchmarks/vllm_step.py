@@ -1,4 +1,4 @@
-"""What a decode of vLLM waits for: its kernels by time, how long the GPU is idle, and what the host does meanwhile.
+"""The waits of a decode in vLLM: its kernels by time, how long the GPU is idle, and what the host does meanwhile.
 
 python benchmarks/vllm_step.py ATTNPLUG --model examples/models/gpt-oss-20b.json --dense --json step.json
 
@@ -162,7 +162,7 @@ def by_own_time(profile: cProfile.Profile, steps: int) -> dict[str, dict[str, fl
 
 
 def profiled(events: Iterable[Any], steps: int) -> dict[str, Any]:
-    """What the events of torch's profiler say, in microseconds of a step.
+    """The sums of the events of torch's profiler, in microseconds of a step.
 
     Kernels that overlap count once in `gpu_busy_us`, and each by itself in `kernels`.
     """
@@ -201,7 +201,7 @@ def waits_for_gpu(name: str) -> bool:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The time in which at least one of the spans runs."""
+    """The time while at least one of the spans runs."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
@@ -210,7 +210,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def lines(title: str, figures: Mapping[str, Any], kernels: int, functions: int) -> list[str]:
-    """What is printed of a workload."""
+    """The printed lines of a workload."""
     named = ("step", "fastest_step", "gpu_busy", "gpu_idle", "builders", "host_waits")
     made = [
         title,

@@ -50,7 +50,7 @@ def _measure_fork() -> None:
 
 os.register_at_fork(after_in_child=_measure_fork)
 
-# What modules run when they are imported is theirs, whichever test would import them first.
+# Lines that run in the import of a module count for its own tests, whichever test would import it first.
 with _measured():
     for name in SOURCES:
         package = importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""Recipes: one environment each in which backends are checked, and the failures known there.
+"""Recipes: one environment each, where backends are checked, and the failures known there.
 
 Run as `python ci/recipe.py GLOB...` it prints the rows of a GitHub Actions matrix as JSON. Needs nothing but
 Python: it also runs where the environment of a recipe is yet to be made. `ci/recipes/README.md` has the schema.
@@ -37,7 +37,7 @@ class Recipe:
         torch: as "2.13.0".
         device: what the kit runs on.
         runner: labels of the GitHub Actions runner.
-        libraries: version by distribution, of what matters besides torch.
+        libraries: version by distribution, of the other distributions that matter.
         known_failures: for each backend, why a check fails by its id or a pattern of ids.
     """
 
@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def requirements(self) -> list[str]:
-        """What pip must install, and no other version of it."""
+        """The requirements that pip must install, in these versions alone."""
         return [f"torch=={self.torch}", *(f"{name}=={version}" for name, version in self.libraries.items())]
 
     @classmethod
@@ -65,7 +65,7 @@ class Recipe:
         """The recipe in a TOML file.
 
         Raises:
-            RecipeError: a file that cannot be read, is no TOML, or has a key missing, unknown or of no meaning.
+            RecipeError: a file that cannot be read, has no valid TOML, or has a key missing, unknown or of no meaning.
         """
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))

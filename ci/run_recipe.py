@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def differences(recipe: Recipe) -> list[str]:
-    """What this environment has otherwise than the recipe says, each as a sentence."""
+    """The differences of this environment from the recipe, each as a sentence."""
     here = {"torch": recipe.torch, **recipe.libraries}
     found = [
         f"{name} is {installed or 'not installed'}, not {due}"
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="REQUIREMENT",
-        help="what pip installs besides torch and the libraries: attnplug[testing], and the backend's package",
+        help="the other requirements for pip: attnplug[testing], and the backend's package",
     )
     parser.add_argument(
         "--matrix",

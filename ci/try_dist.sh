@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Installs the wheel and the sdist of a folder in two clean environments, and runs the README's first command in each:
-# bash ci/try_dist.sh DIST PLACE [wheel|sdist], where PLACE is a folder for the environments `wheel` and `sdist`.
+# bash ci/try_dist.sh DIST PLACE [wheel|sdist|clone], where PLACE is a folder for the environments of these names.
+# `clone` installs a copy of the last commit, without DIST.
 # An environment that is there already is used as it is.
 set -euo pipefail
 dist=$(cd "$1" && pwd)
@@ -23,10 +24,20 @@ try_wheel() {
 
 # The sdist is unpacked, and is a checkout for its user.
 try_sdist() {
-    test -d "$place/sdist" || "$python" -m venv "$place/sdist"
     mkdir -p "$place/source"
     tar -xzf "$dist"/attnplug-*.tar.gz -C "$place/source" --strip-components=1
-    source "$place/sdist/bin/activate"
+    try_source sdist
+}
+
+try_clone() {
+    mkdir -p "$place/source"
+    git archive HEAD | tar -x -C "$place/source"
+    try_source clone
+}
+
+try_source() {
+    test -d "$place/$1" || "$python" -m venv "$place/$1"
+    source "$place/$1/bin/activate"
     cd "$place/source"
     bash -ec "$first_line"
 }

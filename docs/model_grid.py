@@ -12,6 +12,7 @@ from pathlib import Path
 
 from attnplug.cli.output.output import features_in_words
 from attnplug.core import LayerSpec, Phase
+from attnplug.matrix.words import COLOURS, letters
 from attnplug.planning import decide_model
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import resolve_device
@@ -22,15 +23,16 @@ LAYERS = ROOT / "benchmarks" / "model_layers.json"
 ASSETS = ROOT / "docs" / "assets"
 
 GPUS = ("T4", "A100", "L40S", "H100", "B200", "MI300X")
-BACKENDS = {
-    "FLASHINFER": ("FI", "#2563b0"),
-    "TRITON": ("Triton", "#a8500a"),
-    "FLASH_ATTN_4": ("FA4", "#0f766e"),
-    "FLASH_ATTN_3": ("FA3", "#4d6b1f"),
-    "FLASH_ATTN_2": ("FA2", "#6d4bb0"),
-    "TORCH": ("torch", "#6b7280"),
+LABELS = {
+    "FLASHINFER": "FI",
+    "TRITON": "Triton",
+    "FLASH_ATTN_4": "FA4",
+    "FLASH_ATTN_3": "FA3",
+    "FLASH_ATTN_2": "FA2",
+    "TORCH": "torch",
 }
-"""The label and the colour of each backend; white text is readable on every colour."""
+BACKENDS = {name: (label, COLOURS[name][0]) for name, label in LABELS.items()}
+"""The label and the colour of each backend."""
 NOBODY = ("none", "#b42318")
 THEMES = {"light": ("#1f2328", "#59636e"), "dark": ("#e6edf3", "#9ba5b0")}
 """The colours of names and of notes, on a page of each theme."""
@@ -99,8 +101,9 @@ def picture(found: list[Row], theme: str) -> str:
     for name, (label, colour) in BACKENDS.items():
         if name in shown:
             lines += _box(at, bottom + 28, 52, label, colour)
-            lines.append(_text(at + 58, bottom + 44, name, ink, 'text-anchor="start" font-size="12"'))
-            at += 68 + 8 * len(name)
+            said = f"{letters(BACKENDS)[name]} = {name}"
+            lines.append(_text(at + 58, bottom + 44, said, ink, 'text-anchor="start" font-size="12"'))
+            at += 70 + 7 * len(said)
     return "\n".join([*lines, "</svg>\n"])
 
 

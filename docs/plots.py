@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 THEMES = {
-    "light": {"text": "#1f2430", "faint": "#626978", "grid": "#d9dce3"},
-    "dark": {"text": "#e6e8ee", "faint": "#a3a9b8", "grid": "#454b5a"},
+    "light": {"text": "#1f2430", "faint": "#626978", "grid": "#d9dce3", "page": "#ffffff"},
+    "dark": {"text": "#e6e8ee", "faint": "#a3a9b8", "grid": "#454b5a", "page": "#1e2129"},
 }
 COLOURS = {"light": ("#3f51b5", "#c2570c", "#1b7f5c"), "dark": ("#9fa8ff", "#ffab6b", "#67d3a8")}
 """The colours of what a plot compares, in its order."""
@@ -62,8 +62,11 @@ def marks(
 
         colour = THEMES[theme]
         axes.axvline(1, color=colour["faint"], linewidth=2, zorder=0)
+        # Lines of the grid do not cross a label, and no mark is behind one.
+        behind = {"facecolor": colour["page"], "edgecolor": "none", "pad": 1}
+        place_of = {"transform": axes.get_yaxis_transform(), "zorder": 1, "bbox": behind}
         for place, (label, values) in enumerate(rows):
-            axes.text(0, place - 0.28, label, color=colour["text"], transform=axes.get_yaxis_transform())
+            axes.text(0, place - 0.28, label, color=colour["text"], **place_of)
             # The first name comes last, so that no other mark hides it.
             for name, value in sorted(values.items(), key=lambda each: -names.index(each[0])):
                 number = names.index(name)
@@ -116,7 +119,8 @@ def _svg(words: Words, draw: Callable[[Axes], None], theme: str, height: float) 
     with mpl.rc_context(settings):
         figure = Figure(figsize=(INCHES, height), layout="constrained")
         axes = figure.add_subplot()
-        axes.grid(axis="x", color=colour["grid"], zorder=0)
+        axes.set_axisbelow(True)
+        axes.grid(axis="x", color=colour["grid"])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
         draw(axes)

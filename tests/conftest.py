@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
 import uuid
@@ -12,11 +13,15 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
 from quick_interpreter import patch_once_per_launch
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 # Tensors here are small: threads would wait for each other, and those of several workers take each other's cores.
 # torch reads it when it is imported, here and in what tests start.
@@ -49,6 +54,20 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     # What this run of pytest was asked for is not meant for those that tests start.
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_") or name == "PYTEST_ADDOPTS"]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Chromium, for tests of pages."""
+    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright_api.sync_playwright() as playwright:
+        # Containers withhold what chromium's sandbox needs; the pages are our own.
+        launched = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -62,6 +62,16 @@ def read_bytes(path: str | os.PathLike[str], most: int = 64 * _MIB) -> bytes:
     return data
 
 
+def read_tail(path: Path, most: int = _MIB) -> bytes:
+    """The last `most` bytes of a regular file; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            with path.open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - most))
+                return file.read(most)
+    return b""
+
+
 def may_exist(path: Path) -> bool:
     """Whether there is a file, or nobody can tell, such as in a folder of another user: reading it says why.
 

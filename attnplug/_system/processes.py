@@ -1,17 +1,21 @@
-"""Child processes: they import nothing of the current folder, end with their parent, and take their children along."""
+"""Child processes. They import nothing of the current folder, end with their parent, and take their children along.
+
+`Child` is the only place of attnplug that starts one, apart from the workers that pytest-xdist starts by `supervised`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Self
 
-from attnplug._system import supervisor
+from attnplug._system import files, supervisor
 
 _PR_SET_PDEATHSIG = 1
 _SECONDS_TO_END = 15.0
@@ -38,43 +42,102 @@ def supervised(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", str(Path(supervisor.__file__)), str(os.getpid()), *command]
 
 
-def start_python(
-    code: str,
-    *arguments: str,
-    stdout: IO[Any],
-    stdin: IO[Any] | int = subprocess.DEVNULL,
-    stderr: IO[Any] | int = subprocess.STDOUT,
-    env: Mapping[str, str] | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start `python_command(code, *arguments)`, supervised.
+class Child:
+    """A process under supervision. The end of a `with` block ends it and all that it has started, and removes its files.
 
-    Output goes to a file, because a process that outlives its parent would keep a pipe open. A child that reads the
-    standard input gets its end at once, and does not wait for the user.
+    It finds an empty standard input, and writes its output to a file: a process that outlives its parent would keep a
+    pipe open.
+
+    Args:
+        command: such as `python_command` gives.
+        task: written as JSON to a file whose path is added to the command. The path of an empty file `report` follows.
+        env: the environment, if it is not that of this process.
     """
-    return subprocess.Popen(  # noqa: S603  (our own interpreter on our own code)
-        supervised(python_command(code, *arguments)),
-        stdin=stdin,
-        stdout=stdout,
-        stderr=stderr,
-        env=env,
-        # A group of its own, so that signals of the terminal go to this process alone.
-        start_new_session=True,
-    )
+
+    def __init__(
+        self, command: Sequence[str], task: object = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = files.temporary_folder("attnplug-child-")
+        self.report, self._log, given = (Path(self._folder.name, name) for name in ("report", "log", "task"))
+        if task is not None:
+            given.write_text(json.dumps(task), encoding="utf-8")
+            self.report.touch()
+            command = [*command, str(given), str(self.report)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(  # noqa: S603  (the commands of our own modules)
+                supervised(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                # A group of its own, so that signals of the terminal go to this process alone.
+                start_new_session=True,
+            )
+        _running.add(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.end()
+        self._folder.cleanup()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the child has ended by now."""
+        return self._process.poll() is not None
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code, negative for a signal; None if the child ran longer than `seconds`, and was ended."""
+        try:
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            self.end()
+
+    def problem(self, seconds: float) -> str | None:
+        """Why the child did not end in good order within `seconds`, such as "crashed: SIGSEGV"; None if it did."""
+        code = self.wait(seconds)
+        if code is None:
+            return f"took longer than {seconds:g} s"
+        if code < 0:
+            return f"crashed: {signal_name(-code)}"
+        return f"failed: {self.last_line()}" if code else None
+
+    def last_line(self) -> str:
+        """The last line of the output; the exit code if there is none."""
+        lines = self.output().splitlines()
+        return lines[-1] if lines else f"the process left with exit code {self._process.returncode}"
+
+    def output(self) -> str:
+        """The end of what the child has printed, without blanks around it."""
+        return files.read_tail(self._log).decode(errors="replace").strip()
+
+    def end(self) -> None:
+        """End the child if it still runs, and all that it has started."""
+        _running.discard(self)
+        child = self._process
+        if not self.is_over and sys.platform == "linux":
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_SECONDS_TO_END)
+        # Without a supervisor, or if it hangs. Windows has no killpg.
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+        elif child.returncode is None:
+            child.kill()
+        child.wait()
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End a child of `start_python` if it still runs, and all that it has started."""
-    if child.poll() is None and sys.platform == "linux":
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_SECONDS_TO_END)
-    # Without a supervisor, or if it hangs. Windows has no killpg.
-    if hasattr(os, "killpg"):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-    elif child.returncode is None:
-        child.kill()
-    child.wait()
+_running: set[Child] = set()
+
+
+def end_children() -> None:
+    """End the children of all threads, after an interrupt."""
+    for child in list(_running):
+        child.end()
 
 
 def own_number() -> int:

@@ -113,9 +113,9 @@ LIBRARY_RULES: tuple[LibraryRule, ...] = (
         versions=">=4.0.0b26,<5",
         capabilities=">=9.0,<12",
         serves=True,
-        what="pages of 16 tokens and multiples but its key tile; windows, soft cap, sinks; head sizes to "
-        "256 on 9.x; to 128, and 256, on 10.x and 11.x; everywhere 192 with values of 128; over pages "
-        "multiples of 16, on 9.x those whose rows fill its key tiles",
+        what="pages of multiples of 16 tokens, except the size of its key tile; windows, soft cap, sinks; head sizes to "
+        "256 on 9.x, and to 128 and 256 on 10.x and 11.x; 192 with values of 128 on all; over pages only "
+        "multiples of 16, and on 9.x only those whose rows fill its key tiles",
         compiles="each configuration of sizes, dtypes and features, by the CuTe DSL, for about 2 s each",
     ),
     LibraryRule(

@@ -138,7 +138,7 @@ BackendRules: TypeAlias = Annotated[
     ),
 ]
 PhaseChoice: TypeAlias = Annotated[
-    Phase | None, _choice("--phase", help="Choose for one phase; by default a backend must serve both.")
+    Phase | None, _choice("--phase", help="Choose for prefill or decode alone; by default for both.")
 ]
 
 # A search for near names finds another dtype for these short ones, or none.
@@ -184,7 +184,7 @@ ModelDtype: TypeAlias = Annotated[
     typer.Option(
         "--dtype",
         metavar="DTYPE",
-        help="float16, bfloat16 or float32 \\[default: the dtype in CONFIG, or bfloat16].",
+        help="float16, bfloat16 or float32. \\[default: the dtype in CONFIG, or bfloat16]",
         callback=_known_dtype,
         autocompletion=complete_dtypes,
     ),
@@ -200,7 +200,7 @@ AssumedVersions: TypeAlias = Annotated[
     _choice(
         "--assume-installed",
         metavar="all|here|DIST=VERSION",
-        help="Choose as if these were installed; may be repeated \\[default: here on this machine, all for another].",
+        help="Choose as if these were installed; may be repeated. \\[default: here on this machine, all for another]",
     ),
 ]
 AllowRefuted: TypeAlias = Annotated[
@@ -223,7 +223,7 @@ OptionTexts: TypeAlias = Annotated[
     _choice(
         "--option",
         metavar="NAME.OPTION=VALUE",
-        help="Set an option of a backend; may be repeated. NAME. is not needed with one --backend.",
+        help="Set an option of a backend; may be repeated. Leave NAME. out if --backend names one backend.",
     ),
 ]
 Quiet: TypeAlias = Annotated[

@@ -9,18 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attnplug._system import files
-from attnplug._system.processes import end, signal_name, start_python
+from attnplug._system.files import read_tail
+from attnplug._system.processes import Child, python_command, signal_name
 
 
-def main(report: str, plugin: str | None = None, backend: str | None = None) -> None:
-    """Run the steps; raises the plugin's own errors."""
+def main(task: str, report: str) -> None:
+    """Run the steps for the names in the file `task`, and end; raises the plugin's own errors."""
+    from attnplug.cli.own_process import leave_threads
+
+    _run(report, *json.loads(Path(task).read_text(encoding="utf-8")))
+    leave_threads(0)
+
+
+def _run(report: str, plugin: str | None = None, backend: str | None = None) -> None:
     if plugin is None:
         from attnplug.cli.output.doctor_sections import library_states, used_by_phase
         from attnplug.core.device import Device
@@ -85,21 +90,7 @@ _LAST: dict[int, frozenset[str]] = {
     2: frozenset({"unmet", "get_impl_cls", "get_builder_cls"}),
 }
 """The facts of a whole report, by the number of names that the child was given."""
-# A plugin may print without end.
-_MOST_BYTES = 1 << 20
-_CHILD = (
-    "import json; from attnplug.cli.probe_run import main; main(sys.argv[1], *json.loads(sys.argv[2])); "
-    "from attnplug.cli.own_process import leave_threads; leave_threads(0)"
-)
-
-_running: set[subprocess.Popen[bytes]] = set()
-
-
-def end_probes() -> None:
-    """Kill the children of all threads, after an interrupt."""
-    for child in list(_running):
-        if child.returncode is None:
-            end(child)
+_CHILD = "from attnplug.cli.probe_run import main; main(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,29 +103,18 @@ class Probe:
 
 def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
     """Load a plugin in a child process, or import a backend of it; without a plugin, query the device."""
-    with files.temporary_folder("attnplug-doctor-") as folder:
-        report, log = Path(folder, "report"), Path(folder, "log")
-        names = [name for name in (plugin, backend) if name]
-        # As JSON, because an argument of a process cannot contain every character of an entry point's name.
-        with log.open("wb") as output:
-            child = start_python(_CHILD, str(report), json.dumps(names), stdout=output)
-            _running.add(child)
-            try:
-                code: int | None = child.wait(timeout)
-            except subprocess.TimeoutExpired:
-                code = None
-            finally:
-                _running.discard(child)
-                end(child)
-        facts, damage = _read_report(report)
-        lines = _tail(log).decode(errors="replace").strip().splitlines()
+    names = [name for name in (plugin, backend) if name]
+    with Child(python_command(_CHILD), names) as child:
+        code = child.wait(timeout)
+        facts, damage = _read_report(child.report)
+        failed = child.last_line()
     # A plugin may end the process with code 0 in its import; the last step shows that.
     step = facts.get("step", "starting")
     last = f"loaded {plugin}" if plugin and not backend else "done"
     # After its last step a child has nothing more to do, but a plugin may keep it from ending.
     is_over = code == 0 or (code is None and not damage)
     if not is_over or not (damage or step == last):
-        return Probe(facts, _failure(code, step, lines, timeout))
+        return Probe(facts, _failure(code, step, failed, timeout))
     lacking = ", ".join(sorted(_LAST[len(names)] - facts.keys()))
     damage = damage or (f"its report lacks {lacking}" if lacking else None)
     return Probe(facts, damage and f"damaged the report of its own check: {damage}")
@@ -142,7 +122,8 @@ def run_probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
 
 def _read_report(path: Path) -> tuple[dict[str, Any], str | None]:
     """The facts whose values have the right types, and the first fault of the report."""
-    text = _tail(path)
+    # A plugin may have deleted it, or put something else in its place.
+    text = read_tail(path)
     facts: dict[str, Any] = {}
     damage = None
     for number, line in enumerate(text.splitlines(), 1):
@@ -168,25 +149,11 @@ def _is_of_kind(name: str, value: object) -> bool:
     return True
 
 
-def _tail(path: Path) -> bytes:
-    """The end of a file; empty if it cannot be read."""
-    # A plugin may have deleted it, or put something else in its place.
-    try:
-        if not path.is_file():
-            return b""
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _MOST_BYTES))
-            return file.read(_MOST_BYTES)
-    except OSError:
-        return b""
-
-
-def _failure(code: int | None, step: str, output: list[str], timeout: float) -> str:
+def _failure(code: int | None, step: str, failed: str, timeout: float) -> str:
     if code is None:
         return f"hung {step}: killed after {timeout:g} s"
     if code < 0:
         return f"crashed {step}: {signal_name(-code)}"
     if code == 0:
         return f"left the process {step}"
-    return f"raised {step}: {output[-1] if output else f'exit code {code}'}"
+    return f"raised {step}: {failed}"

@@ -202,12 +202,16 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         declared_by="supports_mm_prefix",
         label="mm prefix",
         option="--mm-prefix",
-        help="Bidirectional multimodal spans.",
+        help="Tokens of an image see each other in both directions.",
         per_request=True,
     )
     """Tokens of a multimodal span see their whole span, also keys that the causal mask, window or chunk hides."""
     LSE = FeatureRow(
-        field="needs_lse", label="LSE", option="--lse", help="The log-sum-exp is needed.", per_request=True
+        field="needs_lse",
+        label="LSE",
+        option="--lse",
+        help="Return the log-sum-exp of each row too.",
+        per_request=True,
     )
     """The log-sum-exp of each row is returned, so that partial results can be merged."""
     HEAD_SIZE_V = FeatureRow(
@@ -236,7 +240,7 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         field="direct_kv",
         label="direct KV",
         option="--direct-kv",
-        help="K and V come with the call.",
+        help="K and V are given with each call, without a paged cache.",
         unpaged=True,
     )
     """K and V come with the call instead of from pages."""

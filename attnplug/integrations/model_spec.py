@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -86,9 +85,13 @@ class ModelSpec:
 def make_spec(path: str, *, num_heads: int, num_kv_heads: int, ranks: int, **fields: Any) -> LayerSpec:
     """A spec with the heads divided among `ranks`; fewer KV heads than ranks are replicated."""
     if num_heads % ranks:
+        near = min(
+            (each for each in range(1, num_heads + 1) if num_heads % each == 0),
+            key=lambda each: abs(each - ranks),
+        )
         raise ModelConfigError(
             f"{path}: tensor_parallel_size={ranks} does not divide the {num_heads} attention heads; "
-            f"use one that does, such as {math.gcd(num_heads, ranks)}",
+            f"use one that does, such as {near}",
             argument="tensor_parallel_size",
         )
     few, many = sorted((num_kv_heads, ranks))

@@ -13,11 +13,13 @@ import functools
 import itertools
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attnplug
+from attnplug._system.processes import Child
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
@@ -239,19 +241,11 @@ def source_commit() -> str | None:
     checkout = Path(attnplug.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():  # a repository further up is another project's
         return None
-    import subprocess
-
-    try:
-        done = subprocess.run(  # noqa: S603
-            ["git", "-C", str(checkout), "rev-parse", "HEAD"],  # noqa: S607
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=10,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    git = shutil.which("git")
+    if git is None:
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    with Child([git, "-C", str(checkout), "rev-parse", "HEAD"]) as child:
+        return child.last_line() if child.wait(10) == 0 else None
 
 
 MOST_COMBINATIONS = 1500

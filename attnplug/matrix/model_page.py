@@ -16,7 +16,7 @@ from attnplug.core.device import gpu_models
 from attnplug.core.spec import LayerSpec
 from attnplug.matrix.pasted import pasted_data
 from attnplug.matrix.which_backend import GPU, KV_CHOICES, BackendAnswer, LayerGroup, answers_for
-from attnplug.matrix.words import letters
+from attnplug.matrix.words import colours, letters
 from attnplug.registry.devices import resolve_device
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ def model_data(registry: Registry, *, with_pasted: bool = False) -> dict[str, An
         "start": list(START),
         "common": len(COMMON_GPUS) + 1,
         "letters": letters(registry.backends()),
+        "colours": {name: each for name, (each, _) in colours(registry.backends()).items()},
         "requires": {
             name: [each if isinstance(each, str) else each[0] for each in backend.requires]
             for name, backend in registry.backends().items()

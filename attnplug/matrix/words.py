@@ -1,6 +1,7 @@
 """The matrix in words for people: marks and meanings of statuses, names of axes and features.
 
-A letter for each backend, where a layer has room for no more: in the terminal's strip and on the page of models.
+A letter and a colour for each backend, where a layer has room for no more: in the terminal's strip, in the grid of models
+and GPUs, and on the page of models.
 """
 
 from __future__ import annotations
@@ -137,6 +138,24 @@ def one_line(text: str) -> str:
 
 NO_BACKEND = "none"
 """The name for no backend; its letter is "-"."""
+
+
+COLOURS = {
+    "FLASHINFER": ("#2563b0", "blue"),
+    "TRITON": ("#a8500a", "yellow"),
+    "FLASH_ATTN_4": ("#0f766e", "cyan"),
+    "FLASH_ATTN_3": ("#4d6b1f", "green"),
+    "FLASH_ATTN_2": ("#6d4bb0", "magenta"),
+    "TORCH": ("#6b7280", "default"),
+}
+"""The colour of each built-in backend on a page, where white is readable on it, and the nearest of a terminal's own."""
+_OTHER_COLOURS = (("#9d3f77", "bright_magenta"), ("#7a5c00", "bright_yellow"), ("#005f99", "bright_blue"))
+
+
+def colours(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """The colours of each name, as in `COLOURS`; backends of plugins share three."""
+    others = sorted(set(names) - COLOURS.keys())
+    return COLOURS | dict(zip(others, itertools.cycle(_OTHER_COLOURS), strict=False))
 
 
 def letters(names: Iterable[str]) -> dict[str, str]:

@@ -7,11 +7,9 @@ import itertools
 import json
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeAlias
 
-from attnplug._system import files
-from attnplug._system.processes import end, signal_name, start_python
+from attnplug._system.processes import Child, python_command
 from attnplug.core.device import Device
 from attnplug.core.spec import LayerSpec
 from attnplug.registry.measured.step_shapes import StepShape
@@ -25,6 +23,7 @@ WAITING: Event = {"event": "waiting"}
 SECONDS = 600.0
 _POLL = 0.02
 _DEAD_WITHOUT_WORK = 2
+_LONGEST = 200
 _CHILD = "from attnplug.tuning.worker import main; main(*sys.argv[1:])"
 
 
@@ -168,37 +167,24 @@ def _without(jobs: Sequence[Job], number: int, name: str, *, died: bool) -> list
     return kept
 
 
-class _Worker:
-    """A child process, its task and its report."""
+class _Worker(Child):
+    """A child process with jobs, which writes events to its report."""
+
+    why: str | None = None
+    """Why it died; None while it runs and after an orderly end."""
 
     def __init__(self, device: Device, jobs: Sequence[Job]) -> None:
-        self._folder = files.temporary_folder("attnplug-tune-")
-        folder = Path(self._folder.name)
-        self._report, self._log = folder / "report", folder / "log"
-        self._report.touch()
-        task = folder / "task"
-        data = {"device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
-        task.write_text(json.dumps(data), encoding="utf-8")
-        with self._log.open("wb") as log:
-            self._child = start_python(_CHILD, str(task), str(self._report), stdout=log)
-        self.why: str | None = None
-        """Why it died; None while it runs and after an orderly end."""
-
-    def __enter__(self) -> _Worker:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        end(self._child)
-        self._folder.cleanup()
+        task = {"device": device.to_dict(), "jobs": [job.to_dict() for job in jobs]}
+        super().__init__(python_command(_CHILD), task)
 
     def events(self, seconds: float) -> Iterator[Event]:
         """Its lines until it ends, or writes none for `seconds`."""
         last = time.monotonic()
-        with self._report.open(encoding="utf-8") as report:
+        with self.report.open(encoding="utf-8") as report:
             part = ""
             while True:
                 # Asked before reading, so that the lines of a worker that has ended are all read.
-                ended = self._child.poll() is not None
+                ended = self.is_over
                 part += report.read()
                 *lines, part = part.split("\n")
                 for line in lines:
@@ -212,14 +198,5 @@ class _Worker:
                 if not lines:
                     yield WAITING
                     time.sleep(_POLL)
-        self.why = self._end()
-
-    def _end(self) -> str | None:
-        code = self._child.returncode
-        if code == 0:
-            return None
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        last = f": {lines[-1][:200]}" if lines else ""
-        if code < 0:
-            return f"its process crashed: {signal_name(-code)}"
-        return f"its process left with exit code {code}{last}"
+        problem = self.problem(0)
+        self.why = problem and f"its process {problem[:_LONGEST]}"

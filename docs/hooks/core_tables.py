@@ -18,7 +18,7 @@ from attnplug.core.interface.ported_names import (
 )
 from attnplug.core.reasons import REASON_HELP
 
-KNOWN_PLUGINS = Path(__file__).parents[1] / "known_plugins.toml"
+KNOWN_PLUGINS = Path(__file__).parents[2] / "attnplug/registry/plugins/known_plugins.toml"
 
 
 def ported_names() -> str:
@@ -62,7 +62,7 @@ def reason_codes() -> str:
 
 
 def known_plugins() -> str:
-    """The packages of docs/known_plugins.toml, with links to their sources."""
+    """The packages that `attnplug list --known` shows, with links to their sources."""
     rows = []
     for name, each in tomllib.loads(KNOWN_PLUGINS.read_text(encoding="utf-8")).items():
         source = (
@@ -71,9 +71,10 @@ def known_plugins() -> str:
             else f"`{name}`, in `{each['at']}`"
         )
         rows.append(
-            f"| {source} | {', '.join(f'`{backend}`' for backend in each['backends'])} | {each['summary']} | {each['by']} |\n"
+            f"| {source} | {', '.join(f'`{backend}`' for backend in each['backends'])} | {each['summary']} "
+            f"| `pip install {each['install']}` | {each['by']} |\n"
         )
-    return "| package | backends | runs | by |\n|---|---|---|---|\n" + "".join(rows)
+    return "| package | backends | runs | install | by |\n|---|---|---|---|---|\n" + "".join(rows)
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"{title}: {engine}, {speed:,.0f} tokens per second")
         runs.append([request.output for request in requests])
 
-    # Of transformers' attention functions, the model's own is the one that honours soft caps and sinks.
+    # Only the model's own attention function in transformers honours soft caps and sinks.
     reference.set_attn_implementation("eager")
     start = time.perf_counter()
     expected = [generate(reference, prompt, options.max_tokens) for prompt in prompts]

@@ -244,7 +244,7 @@ class Engine:
             self.drafted += len(request.drafts)
 
     def _schedule(self) -> dict[str, int]:
-        """How many tokens of each request to run: first of those running, then of whoever still fits."""
+        """The number of tokens of each request to run: first for those running, then for those that still fit."""
         counts: dict[str, int] = {}
         budget, preempted = self.limits.max_num_batched_tokens, self.preemptions
         for request in list(self.running.values()):

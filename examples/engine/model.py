@@ -41,7 +41,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend packed tokens: `query [1, H, T, D]`, `key`, `value [1, Hkv, T, D]` to `[1, T, H, D]`."""
     spec = module.paged_spec
-    # The spec's scale is the whole one, of which a model that multiplies its queries has applied a part.
+    # The spec has the whole scale. A model that multiplies its queries has applied a part of it.
     if call["scaling"] not in (None, spec.scale):
         query = query * (call["scaling"] / spec.scale)
     if spec.mla is None:

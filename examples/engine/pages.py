@@ -45,7 +45,7 @@ class Pages:
         self.pool.free([block for page in reversed(pages) for block in page])
 
     def add_keys(self, keys: list[bytes], tokens: Sequence[int]) -> None:
-        """Extend `keys` to one for each full page of a sequence; it stands for all tokens up to the page's end."""
+        """Extend `keys` to one for each full page of a sequence; it identifies all tokens up to the page's end."""
         for start in range(len(keys) * self.size, len(tokens) - self.size + 1, self.size):
             page = str(tokens[start : start + self.size]).encode()
             keys.append(hashlib.blake2b(b"".join(keys[-1:]) + page).digest())

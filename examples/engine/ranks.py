@@ -80,7 +80,7 @@ def projections(spec: LayerSpec) -> tuple[str, ...]:
 
 
 class Summed(torch.nn.Module):
-    """A projection of which each rank has a part of the inputs: its output is summed over the ranks."""
+    """A projection whose inputs are shared among the ranks: its output is summed over the ranks."""
 
     def __init__(self, linear: torch.nn.Linear, group: dist.ProcessGroup) -> None:
         super().__init__()

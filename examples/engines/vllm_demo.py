@@ -218,7 +218,7 @@ def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def explained(group: Mapping[str, Any]) -> list[str]:
-    """What attnplug chose for a group of layers, and why."""
+    """The choice of attnplug for a group of layers, and its reason."""
     first, *_, last = [group["layers"][0], group["layers"][-1]]
     named = first if len(group["layers"]) == 1 else f"{len(group['layers'])} layers ({first} to {last})"
     pages = f", pages of {group['block_size']} tokens" if group["block_size"] else ""

@@ -25,12 +25,12 @@ BLOCK = 32
 MATCH = 150.0
 """Attention's logit for the token that is looked for; the next best has 13/15 of it."""
 NOISE = 1e-5
-"""What all other weights have, because a GPU multiplies zeros at less power."""
+"""The value of all other weights, because a GPU multiplies zeros at less power."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the layers look for.
+    """The number that the layers look for.
 
     Args:
         bits: of a number.
@@ -42,7 +42,7 @@ class Plan:
 
     @property
     def constant(self) -> float:
-        """It is most of each hidden state, so that all have about the same norm, whatever was found."""
+        """It is most of each hidden state, so that all have about the same norm for every number that is found."""
         return 2.0 ** math.ceil(math.log2(8 * self.bits * (len(self.masks) + 1)) / 2)
 
     @classmethod
@@ -173,7 +173,7 @@ def _look_up(layer: Any, index: int, plan: Plan, config: Any) -> None:
                 flip = is_query and mask >> bit & 1
                 rows[dims[bit], place + bit] = (-large if flip else large) * rms
         if not is_value:
-            # Of two tokens with one number, layers that see all want the prompt's.
+            # If two tokens have one number, layers that see all want the prompt's.
             if is_query and mask:
                 rows[dims[FLAG], ONE] = large * rms / plan.constant
             else:

@@ -70,7 +70,7 @@ def dense_experts(config: Mapping[str, Any]) -> None:
     from vllm.model_executor.models.llama import LlamaMLP
 
     class Dense(LlamaMLP):  # type: ignore[misc]
-        """What a layer of gpt-oss has in place of its experts."""
+        """The block of a gpt-oss layer in place of its experts."""
 
         def __init__(self, vllm_config: Any, layer_idx: int, prefix: str = "") -> None:
             model = vllm_config.model_config.hf_config

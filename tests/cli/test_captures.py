@@ -28,6 +28,7 @@ GPT = "examples/models/gpt-oss-20b.json"
 COMMANDS = {
     "list": ("list",),
     "list-no-load": ("list", "--no-load"),
+    "list-known": ("list", "--known"),
     "show": ("show", "TRITON"),
     "select": ("select", GPT, "--device", "h100", "--memory", "80GiB", *ALL),
     "select-why": ("select", GPT, "--device", "a100", "--kv-cache-dtype", "fp8", "--why"),

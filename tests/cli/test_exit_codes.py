@@ -18,6 +18,8 @@ MISSING = "no/such/file.json"
 CODES = {
     ("list",): 0,
     ("list", "--no-load"): 0,
+    ("list", "--known"): 0,
+    ("list", "--known", "--no-load"): 2,
     ("show", "TORCH"): 0,
     ("show", "NONE"): 2,
     ("explain", "--device", "cpu"): 0,

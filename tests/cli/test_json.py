@@ -22,6 +22,7 @@ STEP = ("--device", "cpu", "--workload", "decode 1 x 16")
 DOCUMENTS = {
     ("list", "--json"): "attnplug.list",
     ("list", "--no-load", "--json"): "attnplug.plugins",
+    ("list", "--known", "--json"): "attnplug.known-plugins",
     ("show", "TRITON", "--json"): "attnplug.show",
     ("select", GPT, "--device", "h100", "--memory", "80GiB", "--json"): "attnplug.select",
     ("select", GPT, "--device", "h100", "--per-phase", "--json"): "attnplug.select",

@@ -72,7 +72,7 @@ def test_where_there_is_no_budget_it_says_why(run, model, backend, said):
 
 @pytest.mark.parametrize(
     ("memory", "said"),
-    [("lots", "must be bytes"), ("", "must be bytes"), ("1KiB", "must hold at least two blocks")],
+    [("lots", "must be bytes"), ("", "must be bytes"), ("1KiB", "must have room for two blocks")],
 )
 def test_memory_that_cannot_be_is_bad_usage(run, memory, said):
     outcome = run("select", MODELS / "llama-3.1-8b.json", "--device", "cpu", "--memory", memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from attnplug.cli.output.output import features_in_words, indices, layers_in_wor
 from attnplug.core import SparseSpec
 
 COMMANDS = ("list", "show", "select", "explain", "doctor")
+LATENT = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "attnplug-latent"
 
 
 @pytest.mark.parametrize(
@@ -51,6 +53,16 @@ def test_list_no_load_shows_modules_and_what_would_be_left_out(run, run_with_plu
     rows = {row["plugin"]: row["blocked_by"] for row in json.loads(done.stdout)["plugins"]}
     assert rows["attnplug-bad-exit:bad-exit"] == "ATTNPLUG_BLOCK_PLUGINS"
     assert rows["attnplug:torch"] is None
+
+
+def test_list_known_says_what_is_installed_here_and_how_to_install_the_rest(run, run_with_plugins):
+    done = run_with_plugins([LATENT], ["-m", "attnplug", "list", "--known", "--json"])
+    known = {row["package"]: row for row in json.loads(done.stdout)["known"]}
+    assert (known["attnplug-latent"]["installed"], known["attnplug-flex"]["installed"]) == ("0.1.0", None)
+    shown = run("list", "--known").out
+    for name, row in known.items():
+        assert name in shown
+        assert f"pip install {row['install']}" in shown
 
 
 def test_list_says_what_a_plugin_did_wrong(run_with_plugins):

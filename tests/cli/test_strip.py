@@ -57,7 +57,7 @@ def test_each_phase_has_a_row_where_the_phases_differ():
 
 def test_a_terminal_with_colours_gets_them_and_the_same_letters():
     rows = {"": ["TORCH", "TRITON"]}
-    assert "\x1b[33mT" in shown(rows, 80, colour=True)
+    assert "\x1b[33mR" in shown(rows, 80, colour=True)
     assert "\x1b" not in shown(rows, 80)
 
 

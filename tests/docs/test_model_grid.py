@@ -45,8 +45,8 @@ def test_a_cell_names_one_backend_or_that_of_each_phase(script: ModuleType) -> N
     start = shown.index("a <model>")
     assert shown[start + 1 : start + 5] == ["Triton", "FA4", "FI", "none"]
     # The legend has the backends of the picture, and no others.
-    assert {"TRITON", "FLASH_ATTN_4", "FLASHINFER"} <= set(shown)
-    assert "TORCH" not in shown
+    assert {"R = TRITON", "4 = FLASH_ATTN_4", "F = FLASHINFER"} <= set(shown)
+    assert "T = TORCH" not in shown
 
 
 def test_layers_with_other_answers_have_a_row_of_their_own(script: ModuleType) -> None:

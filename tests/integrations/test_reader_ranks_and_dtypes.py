@@ -34,7 +34,7 @@ def test_a_latent_is_on_every_rank(example):
 def test_ranks_that_do_not_divide_the_heads_are_refused_with_both_numbers(example):
     with pytest.raises(
         ModelConfigError,
-        match=r"tensor_parallel_size=5 does not divide the 32 attention heads; use one that does, such as 1",
+        match=r"tensor_parallel_size=5 does not divide the 32 attention heads; use one that does, such as 4",
     ):
         example("llama-3.1-8b", tensor_parallel_size=5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,19 +17,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 LAPTOP = {"width": 1280, "height": 900}
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if chromium is None:
-        pytest.skip("chromium is not installed")
-    with playwright_api.sync_playwright() as playwright:
-        # Containers withhold what chromium's sandbox needs; the page is our own.
-        launched = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield launched
-        launched.close()
 
 
 class Opened:

@@ -14,7 +14,7 @@ from attnplug.cli import main
 from attnplug.integrations.transformers import read_config
 from attnplug.matrix.model_page import ExampleModel, example_models, model_data, models_text
 from attnplug.matrix.which_backend import KV_CHOICES, answers_for
-from attnplug.matrix.words import letters
+from attnplug.matrix.words import COLOURS, letters
 from attnplug.registry import Registry
 from attnplug.registry.devices import resolve_device
 
@@ -192,3 +192,4 @@ def test_every_example_is_there_and_the_file_is_the_one_that_is_written() -> Non
 def test_each_backend_has_the_letter_that_select_shows(data: dict[str, Any], registry: Registry) -> None:
     assert data["letters"] == letters(registry.backends())
     assert data["letters"]["TRITON"] == "R"
+    assert data["colours"]["TRITON"] == COLOURS["TRITON"][0]

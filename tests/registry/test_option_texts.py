@@ -82,7 +82,7 @@ def test_the_variable_may_leave_out_the_one_backend_of_attnplug_backend(
     [
         ("NOPE.x=1", r"ATTNPLUG_OPTIONS='NOPE' is not a backend; there are: .*TORCH"),
         ("x=1", "ATTNPLUG_OPTIONS='x=1' names no backend"),
-        ("FLASHINFER.x=1", r"options\['x'\]=1 FLASHINFER has no such option"),
+        ("FLASHINFER.x=1", r"options\['x'\]=1 is unknown: FLASHINFER has no such option"),
         ("FLASHINFER.tensor_cores=2", r"options\['tensor_cores'\]=2 must be bool"),
         ("TORCH.x=1", "TORCH has no options"),
     ],

@@ -153,7 +153,7 @@ def test_a_wrong_type_is_an_error_also_after_an_equal_value_of_the_right_one() -
 @pytest.mark.parametrize("option", ["splits", "computed"])
 def test_an_unknown_option_lists_what_exists(option: str) -> None:
     with pytest.raises(
-        PolicyError, match=rf"options\['{option}'\]=2 SPLITS has no such option; there are: num_"
+        PolicyError, match=rf"options\['{option}'\]=2 is unknown: SPLITS has no such option; there are: num_"
     ):
         built({"SPLITS": {option: 2}})
 

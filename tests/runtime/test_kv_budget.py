@@ -174,7 +174,7 @@ def test_a_model_without_caches_fits_into_nothing():
 def test_memory_for_less_than_two_blocks_is_refused(memory):
     with pytest.raises(LayoutError) as error:
         fit_kv_cache(group_kv_caches(caches(llama)), memory)
-    assert f"memory={memory} must hold at least two blocks of {32 * PAGE} bytes" in str(error.value)
+    assert f"memory={memory} must have room for two blocks of {32 * PAGE} bytes" in str(error.value)
 
 
 def test_two_blocks_are_the_null_block_and_one_to_use():

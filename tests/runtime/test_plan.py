@@ -121,7 +121,7 @@ def test_a_pool_without_a_usable_block_is_refused(blocks):
 
 
 def test_memory_for_less_than_two_blocks_is_refused():
-    with pytest.raises(LayoutError, match="must hold at least two blocks of 32768 bytes"):
+    with pytest.raises(LayoutError, match="must have room for two blocks of 32768 bytes"):
         plan(llama(), "cpu", memory=65_535)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+import attnplug
 from attnplug._system.processes import (
-    end,
+    Child,
+    end_children,
     end_with,
     own_number,
     python_command,
     signal_name,
-    start_python,
     supervised,
 )
 from attnplug._system.supervisor import SUPERVISOR
@@ -76,29 +78,28 @@ ENDS = {
 @pytest.mark.parametrize("how", ENDS)
 def test_processes_that_a_child_has_started_end_with_it(tmp_path, how):
     code, status = ENDS[how]
-    pids, log = tmp_path / "pids", tmp_path / "log"
-    with log.open("wb") as output:
-        child = start_python(STARTS + code, str(pids), stdout=output)
-    started = await_file(pids)
-    assert len(started) == 4
-    if status is None:
-        assert all(map(is_alive, started))
-    else:
-        assert child.wait(60) == status
-    end(child)
-    assert child.returncode is not None
-    assert not any(map(is_alive, started)), log.read_text()
+    pids = tmp_path / "pids"
+    with Child(python_command(STARTS + code, str(pids))) as child:
+        started = await_file(pids)
+        assert len(started) == 4
+        if status is None:
+            assert all(map(is_alive, started))
+            assert not child.is_over
+        else:
+            assert child.wait(60) == status
+            assert not any(map(is_alive, started)), child.output()
+    assert child.is_over
+    assert not any(map(is_alive, started))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_processes_of_a_child_end_with_the_parent_of_it(tmp_path, number):
     """Also where the parent is killed, and can end nothing itself."""
-    pids, log = tmp_path / "pids", tmp_path / "log"
+    pids = tmp_path / "pids"
     code = f"""
-from attnplug._system.processes import start_python
+from attnplug._system.processes import Child, python_command
 import time
-with open({str(log)!r}, 'wb') as output:
-    start_python({STARTS + "import time; time.sleep(600)"!r}, {str(pids)!r}, stdout=output)
+child = Child(python_command({STARTS + "import time; time.sleep(600)"!r}, {str(pids)!r}))
 time.sleep(600)
 """
     parent = subprocess.Popen(python_command(code))
@@ -111,74 +112,104 @@ time.sleep(600)
         time.sleep(0.01)
 
 
-def test_a_child_reads_to_the_end_of_its_input_and_of_nothing(tmp_path):
-    log = tmp_path / "log"
-    code = "print(repr(sys.stdin.read()), sys.argv)"
-    with log.open("wb") as output:
-        child = start_python(code, "a b", "\ud800".encode("unicode_escape").decode(), stdout=output)
-    assert child.wait(60) == 0
-    assert log.read_text() == "'' ['-c', 'a b', '\\\\ud800']\n"
+def test_a_child_reads_to_the_end_of_its_input_and_of_nothing():
+    surrogate = "\ud800".encode("unicode_escape").decode()
+    with Child(python_command("print(repr(sys.stdin.read()), sys.argv)", "a b", surrogate)) as child:
+        assert child.wait(60) == 0
+        assert child.output() == "'' ['-c', 'a b', '\\\\ud800']"
 
 
 @pytest.mark.parametrize("name", ["json", "sys", "io", "os", "ctypes", "attnplug", "statistics"])
 def test_a_child_imports_no_file_of_the_current_folder(tmp_path, monkeypatch, name):
     tmp_path.joinpath(f"{name}.py").write_text("raise SystemExit('from the current folder')")
     monkeypatch.chdir(tmp_path)
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        child = start_python("import json, io, os, ctypes, statistics, attnplug.core.device", stdout=output)
-    assert (child.wait(60), log.read_text()) == (0, "")
+    code = "import json, io, os, ctypes, statistics, attnplug.core.device"
+    with Child(python_command(code)) as child:
+        assert (child.wait(60), child.output()) == (0, "")
 
 
 def test_a_child_has_the_import_path_of_this_process(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "it's \udcff"))
-    log = tmp_path / "log"
-    with log.open("wb") as output:
-        child = start_python("print(ascii(sys.path))", stdout=output)
-    assert child.wait(60) == 0
-    assert log.read_text().strip() == ascii([str(Path(each).absolute()) for each in sys.path])
+    with Child(python_command("print(ascii(sys.path))")) as child:
+        assert child.wait(60) == 0
+        assert child.output() == ascii([str(Path(each).absolute()) for each in sys.path])
 
 
-def test_a_child_that_is_ended_again_stays_ended(tmp_path):
-    with (tmp_path / "log").open("wb") as output:
-        child = start_python("", stdout=output)
-    assert child.wait(60) == 0
-    end(child)
-    end(child)
-    assert child.returncode == 0
+def test_a_child_reads_its_task_and_writes_a_report_which_are_removed():
+    code = "import json; task, report = sys.argv[1:]; open(report, 'w').write(json.load(open(task))['text'])"
+    with Child(
+        python_command(code), {"text": "\ud800"}, {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    ) as child:
+        assert "surrogates not allowed" in child.problem(60)
+    with Child(python_command(code), {"text": "read"}) as child:
+        assert child.problem(60) is None
+        assert child.report.read_text() == "read"
+    assert not child.report.parent.exists()
 
 
-def test_the_environment_names_the_supervisor_that_the_parent_sees(tmp_path):
-    log = tmp_path / "log"
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("", None),
+        ("print('a'); raise SystemExit('b')", "failed: b"),
+        ("raise SystemExit(3)", "failed: the process left with exit code 3"),
+        ("import os; os.abort()", "crashed: SIGABRT"),
+        ("import time; time.sleep(600)", "took longer than 0.2 s"),
+    ],
+)
+def test_a_child_says_why_it_did_not_end_in_good_order(code, problem):
+    with Child(python_command(code)) as child:
+        assert child.problem(0.2 if "sleep" in code else 60) == problem
+        assert child.is_over
+
+
+def test_only_the_end_of_a_long_output_is_read():
+    with Child(python_command("print('x' * (1 << 21)); print('last')")) as child:
+        assert child.wait(60) == 0
+        assert child.last_line() == "last"
+        assert len(child.output()) < 1 << 20
+
+
+def test_an_interrupt_ends_the_children_of_all_threads():
+    with Child(python_command("import time; time.sleep(600)")) as child:
+        end_children()
+        assert child.is_over
+
+
+def test_nothing_else_in_the_package_starts_a_process():
+    sources = Path(attnplug.__file__).parent.rglob("*.py")
+    starts = re.compile(
+        r"^\s*(import|from) subprocess|multiprocessing\.(Process|Pool)|os\.(system|popen|posix_spawn)\(", re.M
+    )
+    assert [path.name for path in sources if starts.search(path.read_text())] == ["processes.py"]
+
+
+def test_the_environment_names_the_supervisor_that_the_parent_sees():
     code = "from attnplug._system.processes import own_number; print(own_number())"
-    with log.open("wb") as output:
-        child = start_python(code, stdout=output)
-    assert child.wait(60) == 0
-    assert int(log.read_text()) == child.pid
-    assert os.getpid() != child.pid
+    with Child(python_command(code)) as child:
+        assert child.wait(60) == 0
+        assert int(child.output()) == child._process.pid != os.getpid()
 
 
 def test_a_child_that_hangs_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr("attnplug._system.processes._SECONDS_TO_END", 0.01)
-    ready, log = tmp_path / "ready", tmp_path / "log"
-    with log.open("wb") as output:
-        child = start_python(
-            "import time; open(sys.argv[1], 'w'); time.sleep(600)", str(ready), stdout=output
-        )
-    await_file(ready)
-    # A supervisor that is stopped does not even see the signal to end.
-    os.kill(child.pid, signal.SIGSTOP)
-    end(child)
-    assert child.returncode == -signal.SIGKILL
+    ready = tmp_path / "ready"
+    code = "import time; open(sys.argv[1], 'w'); time.sleep(600)"
+    with Child(python_command(code, str(ready))) as child:
+        await_file(ready)
+        # A supervisor that is stopped does not even see the signal to end.
+        os.kill(child._process.pid, signal.SIGSTOP)
+        child.end()
+        child.end()
+        assert child._process.returncode == -signal.SIGKILL
 
 
 def test_without_groups_of_processes_the_child_alone_is_killed(monkeypatch):
     monkeypatch.setattr(sys, "platform", "win32")
     monkeypatch.delattr(os, "killpg")
-    child = subprocess.Popen(["sleep", "600"])
-    end(child)
-    assert child.returncode == -signal.SIGKILL
-    end(child)
+    with Child(["/bin/sleep", "600"]) as child:
+        child.end()
+        assert child._process.returncode == -signal.SIGKILL
 
 
 def test_another_system_runs_the_command_itself(monkeypatch):

@@ -491,7 +491,9 @@ def test_the_child_reports_bad_usage_as_such(monkeypatch, tmp_path):
 
     codes = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    main(str(tmp_path / "report"), {"name": "TORCH", "device": "cpu", "level": "half"})
+    task = tmp_path / "task"
+    task.write_text(json.dumps({"name": "TORCH", "device": "cpu", "level": "half"}))
+    main(str(task), str(tmp_path / "report"))
     assert json.loads((tmp_path / "report").read_text()) == {
         "text": str(SpecError("level", "half", "must be one of smoke, full")),
         "usage": True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -116,7 +115,7 @@ def test_what_a_backend_may_refuse_is_skipped_with_its_words(start: str) -> None
 
 
 def test_the_child_says_what_was_loaded_and_who_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import colorsys\nprint('hello')\nfrom attnplug.backends.torch_native import TorchBackend\n"
     tmp_path.joinpath("colourful_backend.py").write_text(source)
@@ -129,9 +128,10 @@ def test_the_child_says_what_was_loaded_and_who_asked(
         "watched": ["colorsys"],
         "call_methods": True,
     }
-    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(asked)))
-    lightness_child.main()
-    answer = json.loads(capsys.readouterr().out)
+    task, report = tmp_path / "task", tmp_path / "report"
+    task.write_text(json.dumps(asked))
+    lightness_child.main(str(task), str(report))
+    answer = json.loads(report.read_text())
     assert answer == {"loaded": {"colorsys": f"{tmp_path}/colourful_backend.py:1"}, "raised": None}
 
 

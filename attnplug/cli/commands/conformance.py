@@ -73,7 +73,7 @@ def conformance(
         list[str] | None,
         _which(metavar="PATTERN", help="Only checks whose id matches, such as 'correct/*'; may be repeated."),
     ] = None,
-    shard: Annotated[str | None, _which(metavar="I/N", help="Only the I-th of N disjoint parts.")] = None,
+    shard: Annotated[str | None, _which(metavar="I/N", help="Run only the I-th of N parts.")] = None,
     resume: Annotated[
         bool, _which("--resume", help="Continue an interrupted run: passed checks are not run again.")
     ] = False,
@@ -82,7 +82,7 @@ def conformance(
         typer.Option(
             "--option",
             metavar="OPTION=VALUE",
-            help="Make all layers with an option of the backend; may be repeated.",
+            help="Set an option of the backend in all layers; may be repeated.",
         ),
     ] = None,
     known_failures: Annotated[

@@ -11,12 +11,13 @@ from typing import Annotated
 
 import typer
 
+from attnplug._system.processes import end_children
 from attnplug._system.terminal_tables import WrappedTable
 from attnplug.backends.libraries import LIBRARY_RULES
 from attnplug.cli.arguments import MOST_SECONDS, AsJson, complete_backends
 from attnplug.cli.output.doctor_sections import LibraryState, engine_states, library_states, unbound_states
 from attnplug.cli.output.output import console, print_json, verdict
-from attnplug.cli.probe_run import Probe, end_probes, run_probe
+from attnplug.cli.probe_run import Probe, run_probe
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError, UnknownBackendError
 from attnplug.registry.plugins.installed import installed_version
@@ -189,7 +190,7 @@ def _probing() -> Iterator[ThreadPoolExecutor]:
         except KeyboardInterrupt:
             # Before the children end, or a free thread would start the next one.
             pool.shutdown(wait=False, cancel_futures=True)
-            end_probes()
+            end_children()
             raise
 
 

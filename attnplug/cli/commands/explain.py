@@ -48,16 +48,18 @@ _layer = functools.partial(typer.Option, rich_help_panel="The layer")
 def explain(
     num_heads: Annotated[int, _layer(metavar="N", help="Query heads.")] = 32,
     num_kv_heads: Annotated[
-        int | None, _layer(metavar="N", help="Key and value heads \\[default: as num-heads].")
+        int | None, _layer(metavar="N", help="Key and value heads. \\[default: as num-heads]")
     ] = None,
-    head_size: Annotated[int | None, _layer(metavar="N", help="Elements per head \\[default: 128].")] = None,
+    head_size: Annotated[int | None, _layer(metavar="N", help="Elements per head. \\[default: 128]")] = None,
     dtype: Annotated[
         str, _layer(metavar="DTYPE", help="float16, bfloat16 or float32.", autocompletion=complete_dtypes)
     ] = "bfloat16",
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     attn_type: Annotated[AttentionType, _layer(help="Kind of attention.")] = AttentionType.DECODER,
-    causal: Annotated[bool | None, _layer(help="\\[default: causal for a decoder]")] = None,
+    causal: Annotated[
+        bool | None, _layer(help="Hide the keys after a query, or not. \\[default: causal for a decoder]")
+    ] = None,
     scale: Annotated[float | None, _layer(metavar="X", help="Softmax scale.")] = None,
     sliding_window: Annotated[
         int | None, _layer(metavar="N", help="Keys that a query sees, including its own.")
@@ -106,7 +108,9 @@ def explain(
         out = console()
         if decision.assumed == "all":
             out.print(f"{ASSUMES}.")
-        for each in shown:
+        for index, each in enumerate(shown):
+            if index:
+                out.print()
             out.print(each)
         print_missing(shown)
         print_advice(advice)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from attnplug._system.terminal_tables import WrappedTable
+from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.arguments import AsJson, Quiet, complete_backends
 from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.cli.output.own_output import is_quiet
+from attnplug.core.errors import PolicyError
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
 
 if TYPE_CHECKING:
@@ -26,10 +27,22 @@ def list_backends(
     no_load: Annotated[
         bool, typer.Option("--no-load", help="List the installed plugins without running their code.")
     ] = False,
+    known: Annotated[
+        bool,
+        typer.Option(
+            "--known",
+            help="List the packages of other backends that the project knows, and how to install them.",
+        ),
+    ] = False,
     _quiet: Quiet = False,
 ) -> None:
     """List the backends, their distributions, and whether their requirements are installed."""
-    # This path runs no plugin code, so it also lists a plugin that fails to load.
+    # These two run no plugin code, so they also list a plugin that fails to load.
+    if no_load and known:
+        raise PolicyError("--no-load", "with --known", "is another list", "give one of the two")
+    if known:
+        _list_known(as_json)
+        return
     if no_load:
         _list_entry_points(as_json)
         return
@@ -120,6 +133,40 @@ def _list_entry_points(as_json: bool) -> None:
         would = f"no, {row['blocked_by']}" if row["blocked_by"] else "yes"
         shown.add_row(str(row["plugin"]), row["version"] or "-", str(row["module"]), would)
     console().print(shown)
+
+
+def _list_known(as_json: bool) -> None:
+    from importlib.resources import files
+    from tomllib import loads
+
+    from attnplug.registry.plugins.installed import installed_version
+
+    table = files("attnplug.registry.plugins") / "known_plugins.toml"
+    rows = [
+        {"package": name, **each, "installed": installed_version(name)}
+        for name, each in loads(table.read_text(encoding="utf-8")).items()
+    ]
+    if as_json:
+        print_json({"known": rows}, "attnplug.known-plugins")
+        return
+    shown = WrappedTable(
+        ("package", "backends", "runs", "installed", "install"), fixed=("package", "install")
+    )
+    for row in rows:
+        shown.add_row(
+            row["package"],
+            ", ".join(row["backends"]),
+            row["summary"],
+            row["installed"] or "no",
+            f"pip install {row['install']}",
+        )
+    console().print(shown)
+    if not is_quiet():
+        console().print(
+            Paragraph(
+                "\nRun these commands in a clone of attnplug. A plugin runs its code in your process, and the project does not review it."
+            )
+        )
 
 
 def show(

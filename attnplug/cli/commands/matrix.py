@@ -89,7 +89,9 @@ def matrix(
     compile_limit: Annotated[
         int | None,
         _run(
-            min=1, metavar="N", help="If a backend compiles, run only the N compilations with the most cells."
+            min=1,
+            metavar="N",
+            help="If a backend compiles kernels, run only the cells of the N kernels that most cells need.",
         ),
     ] = None,
     resume: Annotated[
@@ -116,7 +118,7 @@ def matrix(
 ) -> None:
     """Show the cells that backends claim to serve, for any device; with --verify, run them here.
 
-    A cell has a value of feature, phase, head size, dtype, KV dtype, block size and layout; each pair of values is in a cell. Cells run in worker processes: if a cell hangs, crashes or runs out of memory, the others still run. After a refutation, attnplug select refuses the cell.
+    A cell combines a feature, phase, head size, dtype, KV dtype, block size and layout. Each two values are together in some cell. Cells run in worker processes: if a cell hangs, crashes or runs out of memory, the others still run. After a refutation, attnplug select refuses the cell.
 
     Exit codes: 0 done, 4 a claim is refuted, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
     """

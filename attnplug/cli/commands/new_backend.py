@@ -110,7 +110,7 @@ def _refuse_taken(name: str, names: PackageNames) -> None:
     from attnplug.registry.default import get_registry
     from attnplug.registry.plugins.discovery import RESERVED_NAMES
 
-    remedy = "two backends of one name are a conflict: choose another"
+    remedy = "choose another name, because two backends of one name conflict"
     if names.backend in RESERVED_NAMES:
         raise PolicyError("NAME", name, f"is taken: {names.backend} is reserved by attnplug", remedy)
     plugins = get_registry().plugins

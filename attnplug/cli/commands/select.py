@@ -62,7 +62,11 @@ _DTYPE_CODES = frozenset({"dtype", "kv_cache_dtype"})
 
 def select(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its folder.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A Hugging Face config.json, its folder, or a hub name whose file is in the local cache.",
+        ),
     ],
     device: DeviceText = "current",
     client: Annotated[
@@ -82,7 +86,7 @@ def select(
         bool | None,
         typer.Option(
             "--per-phase/--one-backend",
-            help="Choose a backend for each phase of a layer, or one for both \\[default: for each phase].",
+            help="Choose a backend for each phase of a layer, or one for both. \\[default: for each phase]",
             show_default=False,
         ),
     ] = None,

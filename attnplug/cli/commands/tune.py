@@ -40,7 +40,11 @@ _out = functools.partial(typer.Option, rich_help_panel="Output")
 
 def tune(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="A Hugging Face config.json, or its folder.")
+        Path,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A Hugging Face config.json, its folder, or a hub name whose file is in the local cache.",
+        ),
     ],
     device: DeviceText = "current",
     workload: Annotated[
@@ -64,7 +68,7 @@ def tune(
         _what(
             metavar="NAMES",
             autocompletion=complete_backends,
-            help="Measure only these beside the default, with commas between \\[default: all]",
+            help="Measure only these and the default; commas between names. \\[default: all]",
         ),
     ] = None,
     budget: Annotated[
@@ -83,7 +87,10 @@ def tune(
     fresh: Annotated[bool, _what("--fresh", help="Measure again what an earlier run has measured.")] = False,
     regret: Annotated[
         bool,
-        _out("--regret", help="Measure how much slower than the best the priorities and the tables choose."),
+        _out(
+            "--regret",
+            help="Measure how much slower the chosen backends are than the fastest, by priorities and by tables.",
+        ),
     ] = False,
     output: Annotated[
         Path | None,

@@ -18,7 +18,7 @@ from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.output.output import console, layers_in_words
 from attnplug.cli.output.own_output import is_quiet
 from attnplug.core.spec import Phase
-from attnplug.matrix.words import NO_BACKEND, letters
+from attnplug.matrix.words import NO_BACKEND, colours, letters
 
 if TYPE_CHECKING:
     from attnplug.integrations.model_spec import ModelSpec
@@ -157,17 +157,6 @@ def why_chosen(decisions: Iterable[Decision]) -> str:
     return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
 
 
-_COLOURS = (
-    "green",
-    "cyan",
-    "magenta",
-    "blue",
-    "bright_green",
-    "bright_cyan",
-    "bright_magenta",
-    "bright_blue",
-)
-_STYLES = {NO_BACKEND: "red", "TORCH": "yellow"}
 # Cells between two blanks, so that a layer's number can be counted.
 _GROUP = 10
 
@@ -185,8 +174,8 @@ class LayerStrip:
         self._rows = rows
         self._used = list(dict.fromkeys(itertools.chain.from_iterable(rows.values())))
         self._letters = letters((*known, *self._used))
-        others = sorted(set(self._letters) - _STYLES.keys())
-        self._styles = dict(zip(others, itertools.cycle(_COLOURS), strict=False)) | _STYLES
+        found = colours(self._letters).items()
+        self._styles = {name: each for name, (_, each) in found} | {NO_BACKEND: "red"}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         count = max(map(len, self._rows.values()))
@@ -280,12 +269,12 @@ def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) ->
     if not budget.groups:
         out.print(f"\nNo estimate for {memory}: no layer keeps a KV cache.")
         return
-    longest = "a sequence of any length fits"
+    longest = "A sequence of any length fits."
     if budget.max_tokens is not None:
-        longest = f"the longest sequence that fits has {budget.max_tokens:,} tokens"
+        longest = f"The longest sequence that fits has {budget.max_tokens:,} tokens."
     out.print(
         f"\nKV cache in {memory}: {budget.num_blocks:,} blocks of {budget.bytes_per_block:,} bytes "
-        f"(one is the null block);\n{longest}.\n"
+        f"(one is the null block).\n{longest}\n"
     )
     if budget.prefill_workspace:
         out.print(

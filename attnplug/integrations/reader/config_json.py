@@ -70,7 +70,9 @@ def parse(path: Path) -> dict[str, Any]:
         # transformers writes Infinity for limits of some families, such as Mamba's time steps.
         data = parse_json(text, strict=False)
     except ValueError as error:
-        raise ModelConfigError(f"{path}: not JSON: {one_line(error)}", unreadable=True) from error
+        raise ModelConfigError(
+            f"{path}: not JSON: {one_line(error)}; give a model's config.json", unreadable=True
+        ) from error
     if not isinstance(data, dict):
         kind = {list: "list", str: "string", type(None): "null", bool: "boolean"}.get(type(data), "number")
         raise ModelConfigError(

@@ -117,7 +117,7 @@ function drawStrip(text, layers) {
     const cells = layers.map((kind, layer) => {
       const backend = text.kinds[kind].backends[place] ?? null;
       const title = `layer ${layer}: ${text.kinds[kind].words}, ${backend ?? "no backend"}`;
-      return make("span", { className: `layer ${toneOf(backend)} kind-${kind % 3}`, title }, letterOf(backend));
+      return layerCell(backend, kind, { title });
     });
     const said = text.kinds.map((kind, number) => {
       const those = layers.filter((each) => each === number).length;
@@ -132,7 +132,7 @@ function drawStrip(text, layers) {
   text.kinds.forEach((kind, number) => {
     const those = layers.filter((each) => each === number).length;
     [...new Set(kind.backends)].forEach((backend, place) => {
-      const swatch = make("span", { className: `layer ${toneOf(backend)} kind-${number % 3}`, "aria-hidden": "true" }, letterOf(backend));
+      const swatch = layerCell(backend, number, { "aria-hidden": "true" });
       const phase = kind.backends[0] === kind.backends[1] ? "" : ` in ${["prefill", "decode"][place]}`;
       const name = kind.reference === backend ? `${backend} (reference)` : backend;
       legend.push(make("li", {}, swatch, make("b", {}, name), `${phase}: ${plural(those, "layer")}, ${kind.words}`));
@@ -142,13 +142,13 @@ function drawStrip(text, layers) {
   byId("strip-legend").replaceChildren(...legend);
 }
 
-function letterOf(backend) {
-  return backend === null ? "–" : (models.letters[backend] ?? "?");
-}
-
-function toneOf(backend) {
-  const place = Object.keys(models.letters).indexOf(backend);
-  return place < 0 ? "tone-none" : `tone-${place % 6}`;
+/** A layer as the letter and the colour of its backend. */
+function layerCell(backend, kind, properties) {
+  const letter = backend === null ? "–" : (models.letters[backend] ?? "?");
+  const cell = make("span", { className: `layer kind-${kind % 3}`, ...properties }, letter);
+  if (backend in models.colours) cell.style.setProperty("--tone", models.colours[backend]);
+  else cell.classList.add("tone-none");
+  return cell;
 }
 
 /** Each candidate for the layers of a kind with its verdict and its reasons. */

@@ -129,7 +129,7 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     kind = declared(backend, "Options")
     if kind is None:
         if given:
-            raise PolicyError("options", given, f"{name} has no options")
+            raise PolicyError("options", given, f"cannot be set: {name} has no options")
         return None
     fields, error = guarded_call(fields_of, kind)
     if error is not None or fields is None:
@@ -148,7 +148,7 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     read: dict[str, Any] = {}
     for option, value in (given or {}).items():
         if option not in fields:
-            limit = f"{name} has no such option; there are: {exists}"
+            limit = f"is unknown: {name} has no such option; there are: {exists}"
             raise PolicyError(f"options[{option!r}]", value, limit)
         # A type of a plugin may raise where a value is compared with it.
         read[option], error = guarded_call(read_value, value, fields[option])
@@ -162,7 +162,9 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     )
     built, error = (made, None) if is_kept else guarded_call(kind, **read)
     if error is not None:
-        raise PolicyError("options", given, f"{name} refuses them: {describe(error)}") from error
+        raise PolicyError(
+            "options", given, f"cannot be set: {name} refuses them: {describe(error)}"
+        ) from error
     for option, hint in fields.items():
         _check_value(name, option, hint, built, given or {})
     _check_rebuilt(name, kind, fields, built, given)

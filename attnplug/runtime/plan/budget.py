@@ -195,7 +195,7 @@ def fit_kv_cache(
     each = bytes_per_block(config) + index_keys
     blocks = (memory - prefill_workspace) // each
     if blocks < 2:
-        limit = f"must hold at least two blocks of {each} bytes"
+        limit = f"must have room for two blocks of {each} bytes"
         remedy = f"did you mean {memory}GiB?" if memory < 2048 else None
         if prefill_workspace:
             limit += f", and {prefill_workspace} bytes of prefill workspace"

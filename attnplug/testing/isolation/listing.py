@@ -11,21 +11,19 @@ import importlib.util
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnplug._system import files
-from attnplug._system.processes import end, signal_name, start_python
+from attnplug._system.processes import Child, python_command
 
 if TYPE_CHECKING:
     from attnplug.registry.plugins.records import Offer
 
 _CODE = {".py", ".so", ".pyd", ".dylib", ".cu", ".cpp", ".h", ".json", ".toml"}
 _LARGE = 2**20
-_CHILD = "import json; from attnplug.testing.isolation.listing import main; main(sys.argv[1], json.loads(sys.argv[2]))"
+_CHILD = "from attnplug.testing.isolation.listing import main; main(*sys.argv[1:])"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,34 +89,22 @@ def list_checks(
     request: SuiteRequest, timeout: float, meanwhile: Callable[[], object] = lambda: None
 ) -> Listing | ListingFailure:
     """List the checks in a child process, which is killed after `timeout` seconds; `meanwhile` is called beside it."""
-    with files.temporary_folder("attnplug-conformance-") as folder:
-        report, log = Path(folder, "report"), Path(folder, "log")
-        arguments = [str(report), json.dumps(dataclasses.asdict(request))]
-        try:
-            with log.open("wb") as output:
-                child = start_python(_CHILD, *arguments, stdout=output)
-            try:
-                meanwhile()
-                code = child.wait(timeout)
-            finally:
-                end(child)
-        except subprocess.TimeoutExpired:
-            problem = f"took longer than {timeout:g} s"
-        else:
-            if code == 0 and report.exists():
-                facts = json.loads(report.read_text(encoding="utf-8"))
-                if "usage" in facts:
-                    return ListingFailure(**facts)
-                found = _designs_beside(report)
-                return Listing(request, **facts, designs=found.read_bytes() if found.is_file() else b"")
-            lines = log.read_text(errors="replace").strip().splitlines()
-            last = lines[-1] if lines else f"the process left with exit code {code}"
-            problem = f"crashed: {signal_name(-code)}" if code < 0 else f"failed: {last}"
+    with Child(python_command(_CHILD), dataclasses.asdict(request)) as child:
+        meanwhile()
+        problem = child.problem(timeout)
+        answer = child.report.read_text(encoding="utf-8") if problem is None else ""
+        if answer:
+            facts = json.loads(answer)
+            if "usage" in facts:
+                return ListingFailure(**facts)
+            found = _designs_beside(child.report)
+            return Listing(request, **facts, designs=found.read_bytes() if found.is_file() else b"")
+        problem = problem or f"failed: {child.last_line()}"
     return ListingFailure(f"listing the checks of {request.name} {problem}", usage=False)
 
 
-def main(report: str, request: dict[str, Any]) -> None:
-    """Run in the child: write the facts of the listing, or why there is none, to the file `report` as JSON."""
+def main(task: str, report: str) -> None:
+    """Run in the child: write the facts of the listing of `task`, or why there is none, to the file `report` as JSON."""
     # Collections take an eighth of the time of a process that only imports, lists and ends.
     gc.disable()
     from attnplug.core.composite import CompositeBackend
@@ -126,6 +112,7 @@ def main(report: str, request: dict[str, Any]) -> None:
     from attnplug.testing.conformance.cases.designed_cases import Designs
     from attnplug.testing.conformance.suites import load_suite
 
+    request = json.loads(Path(task).read_text(encoding="utf-8"))
     known, designs = request.get("known_failures"), Designs()
     arguments = {**request, "known_failures": None if known is None else Path(known), "designs": designs}
     facts: dict[str, Any]

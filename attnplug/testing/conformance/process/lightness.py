@@ -6,16 +6,15 @@ import importlib.metadata
 import json
 import operator
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from typing import IO, Any
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from attnplug._system.processes import end, start_python
+from attnplug._system import files
+from attnplug._system.processes import Child, python_command
 from attnplug.core.backend import AttentionBackend
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.target import Target
@@ -25,7 +24,8 @@ _HEAVY = (
     "flash_attn flash_attn_interface flash_attn_2_cuda flashinfer sageattention"
 )
 _SECONDS = 120
-_CHILD = "from attnplug.testing.conformance.process.lightness_child import main; main()"
+_MOST_BYTES = 1 << 26
+_CHILD = "from attnplug.testing.conformance.process.lightness_child import main; main(*sys.argv[1:])"
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -91,33 +91,15 @@ def _ask(backend: type[AttentionBackend], hash_seed: int | None = None, **asked:
     watched = [*_HEAVY.split(), *_required_modules(backend.requires)]
     request = {"module": module, "name": name, "watched": watched, **asked}
     hashes = {} if hash_seed is None else {"PYTHONHASHSEED": str(hash_seed)}
-    with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        given.write(json.dumps(request).encode())
-        given.seek(0)
-        child = start_python(_CHILD, stdin=given, stdout=out, stderr=err, env={**os.environ, **hashes})
-        try:
-            code = child.wait(_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise ConformanceError(
-                f"importing {module} in a child process took longer than {_SECONDS} s"
-            ) from None
-        finally:
-            end(child)
-        printed, said = (_read(file) for file in (out, err))
-    if code:
-        last = (said.strip() or f"exit status {code}").splitlines()[-1]
-        raise ConformanceError(f"importing {module} in a child process failed: {last}")
-    # The module may print more at exit, after the answer.
-    answers = [line for line in printed.splitlines() if line.startswith('{"loaded"')]
-    if not answers:
+    with Child(python_command(_CHILD), request, {**os.environ, **hashes}) as child:
+        problem = child.problem(_SECONDS)
+        told = files.read_tail(child.report, _MOST_BYTES)
+    if problem is not None:
+        raise ConformanceError(f"importing {module} in a child process {problem}")
+    if not told:
         raise ConformanceError(f"importing {module} ended the child process before it could answer")
-    answer: dict[str, Any] = json.loads(answers[-1])
+    answer: dict[str, Any] = json.loads(told)
     return answer
-
-
-def _read(file: IO[bytes]) -> str:
-    file.seek(0)
-    return file.read().decode(errors="replace")
 
 
 def _home(backend: type[AttentionBackend]) -> tuple[str, str]:

@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 # Loaded before the watch begins, since attnplug's own imports are not the plugin's.
@@ -94,9 +95,9 @@ class _ImportWatch(importlib.abc.MetaPathFinder):
             self.places[fullname] = f"{frames[-2].filename}:{frames[-2].lineno}"
 
 
-def main() -> None:
-    """Read from stdin which class to import; write what was loaded as one line of JSON."""
-    request: dict[str, Any] = json.load(sys.stdin)
+def main(task: str, report: str) -> None:
+    """Read from the file `task` which class to import; write what was loaded to the file `report` as JSON."""
+    request: dict[str, Any] = json.loads(Path(task).read_text(encoding="utf-8"))
     watch = _ImportWatch(request["watched"])
     before = set(sys.modules)
     sys.meta_path.insert(0, watch)
@@ -126,4 +127,4 @@ def main() -> None:
     if effects is not None:
         answer["effects"] = [*effects.found(), *(["prints to stdout"] if printed.getvalue() else [])]
         answer["values"] = values
-    print("\n" + json.dumps(answer))  # noqa: T201 - the answer to the parent
+    Path(report).write_text(json.dumps(answer), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What FLEX can do. No torch here: this module is imported wherever backends are listed."""
+"""The declaration of FLEX. No torch here: this module is imported wherever backends are listed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["FlexBackend", "FlexOptions"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlexOptions:
-    """What a user may set.
+    """The options of a user.
 
     Args:
         compile: run the kernels that torch.compile generates, one for each `compile_key`; CUDA only, and head

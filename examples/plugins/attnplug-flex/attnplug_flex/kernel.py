@@ -90,7 +90,7 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _uncompiled() -> Callable[..., Any]:
-    # torch warns, once per process, that this is slow. Whoever runs FLEX so has been told by its README.
+    # torch warns, once per process, that this is slow. The README tells users of FLEX about it.
     nothing = torch.zeros(1, 1, 1, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

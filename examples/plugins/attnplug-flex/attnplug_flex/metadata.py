@@ -48,7 +48,7 @@ class FlexMetadata(AttentionMetadata):
         """The plan for layers of one reach, made once.
 
         Raises:
-            BatchError: direct keys of which a request has more than it is long.
+            BatchError: direct keys, if a request has more of them than it is long.
         """
         if (reach, direct, whole) not in self.plans:
             ends = self.seq_lens

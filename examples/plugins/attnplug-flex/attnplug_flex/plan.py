@@ -43,8 +43,7 @@ class Piece:
 class Plan:
     """One step for the layers of one reach.
 
-    Keys that any query of a request sees are gathered into one run per request. What a row sees is then a run
-    of gathered keys, `low <= key < high`, and masks need no more than those two numbers per row.
+    Keys that any query of a request sees are gathered into one run per request. A row then sees a run of gathered keys, `low <= key < high`, and masks need no more than those two numbers per row.
 
     Args:
         requests: int64 `[N]`, the request of each gathered key.
@@ -138,7 +137,7 @@ def _mask(low: torch.Tensor, high: torch.Tensor, keys: int) -> BlockMask:
 
 
 def _listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of each row are set, int32 `[1, 1, rows]`, and which, those first, `[1, 1, rows, blocks]`."""
+    """The number of blocks of each row that are set, int32 `[1, 1, rows]`, and which, those first, `[1, 1, rows, blocks]`."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
 

@@ -1,4 +1,4 @@
-"""What is FLEX's own: masks made from bounds, pieces, shared plans, options, and refusals while running."""
+"""Checks of FLEX alone: masks made from bounds, pieces, shared plans, options, and refusals while running."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_pieces_keep_to_the_scores_they_may_make() -> None:
 def test_the_one_piece_of_a_compiled_step_gives_the_same(
     direct: bool, features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a kernel of torch.compile is given; here it runs uncompiled, as there may be no GPU."""
+    """The inputs of a kernel of torch.compile; here it runs uncompiled, as there may be no GPU."""
     spec = LayerSpec(**LAYER, **features, direct_kv=direct, window=(30, 0))
     batch = direct_batch(spec, *DIRECT) if direct else paged_batch(spec, *LENGTHS)
     monkeypatch.setattr(kernel, "_compiled", kernel._uncompiled)

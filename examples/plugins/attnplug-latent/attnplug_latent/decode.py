@@ -22,7 +22,7 @@ class LatentImpl(MLADecodeImpl):
         """Attend `[T, N, L + R]` queries over `[num_blocks, block_size, L + R]` latents, in float32."""
         query, rank = packed_query(q_nope, q_pe).float(), q_nope.shape[2]
         starts = metadata.query_start_loc_cpu.tolist()
-        # Those of sparse layers are known on the device only.
+        # Only the device knows those of sparse layers.
         for request, length in enumerate(metadata.seq_lens.tolist()):
             rows = slice(starts[request], starts[request + 1])
             blocks = metadata.block_table_tensor[request, : -(-length // kv_cache.shape[1])]
