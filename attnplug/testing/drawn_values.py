@@ -84,8 +84,8 @@ def layer_tensors(
         **_latent_weights(spec, device),
         sinks=sinks.to(device) if spec.has_sinks else None,
         alibi_slopes=(2.0 ** (1 - 11 * steps)).to(device) if spec.has_alibi else None,
-        k_scale=k_scale if spec.has_quantized_kv_cache else 1.0,
-        v_scale=v_scale if spec.has_quantized_kv_cache else 1.0,
+        k_scale=k_scale if spec.has_kv_scales else 1.0,
+        v_scale=v_scale if spec.has_kv_scales else 1.0,
     )
 
 

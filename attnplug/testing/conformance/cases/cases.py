@@ -105,7 +105,7 @@ class Case:
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
             scales = {"k_scale": _LATENT_SCALE} if spec.mla else FP8_SCALES
-            options |= scales if spec.has_quantized_kv_cache else {}
+            options |= scales if spec.has_kv_scales else {}
             options |= {"skip_blocks": far_blocks(self.block_size)} if self.shape == "far-blocks" else {}
         elif new != tokens:
             # An engine's own cache drops the keys that a causal window or a chunk has passed.
