@@ -25,7 +25,7 @@ class KVCacheSpec:
         head_size: elements per key head.
         head_size_v: elements per value head; 0 means `head_size`.
         dtype: storage dtype, such as "bfloat16" or "fp8_e4m3"; a torch.dtype becomes its name.
-        scale_bytes: bytes of quantisation scales stored inside each page; 0 for per-tensor scales.
+        padding: unused bytes at the end of each page, where layers of unlike formats share a pool.
     """
 
     block_size: int
@@ -33,7 +33,7 @@ class KVCacheSpec:
     head_size: int
     head_size_v: int = 0
     dtype: str
-    scale_bytes: int = 0
+    padding: int = 0
 
     def __post_init__(self) -> None:
         # False == 0, so without the second test False would count as the default.
@@ -46,7 +46,7 @@ class KVCacheSpec:
                 # Called for its error: pages of an unknown element size cannot be measured in bytes.
                 kv_format(value).row_bytes(self.head_size)
             else:
-                value = check_size(field.name, value, 0 if field.name == "scale_bytes" else 1)
+                value = check_size(field.name, value, 0 if field.name == "padding" else 1)
             object.__setattr__(self, field.name, value)
 
     @property
@@ -57,8 +57,8 @@ class KVCacheSpec:
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one page of this layer: K and V of `block_size` tokens, and scales stored with them."""
-        return self.block_size * self.bytes_per_token + self.scale_bytes
+        """Bytes of one page of this layer: K and V of `block_size` tokens, and the padding."""
+        return self.block_size * self.bytes_per_token + self.padding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,7 +130,10 @@ def write_pages(
 
 def encoded(codec: KVCodec, rows: torch.Tensor, scale: float) -> Iterator[torch.Tensor]:
     """The planes of rows, as bytes `[..., width]`."""
-    return (plane.contiguous().view(torch.uint8) for plane in codec.encode(rows.float(), scale))
+    for plane in codec.encode(rows.float(), scale):
+        # One dimension first: a last dimension of one element may have any stride, which no view of bytes allows.
+        items = plane.reshape(-1).contiguous().view(torch.uint8)
+        yield items.view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
 
 
 @torch.no_grad()

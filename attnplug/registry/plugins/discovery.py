@@ -248,7 +248,9 @@ class Host:
             raise _Rejected(f"raised {describe(error)} in {hook}") from error
         # A subclass may count and iterate as it likes.
         if type(offered) not in (tuple, list):
-            raise _Rejected(f"returned {shown(offered)} from {hook}; it must be a plain tuple or list")
+            kind = "backend classes" if hook == "attnplug_backends" else "KVFormats"
+            what = f"returned {shown(offered)} from {hook}"
+            raise _Rejected(f"{what}; it must be a sequence of {kind}: a plain tuple or list")
         return plain_list(offered)
 
     def forget(self, plugin: object) -> None:

@@ -114,7 +114,7 @@ def check_halves(
     pages = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     for name, cache in caches.items():
         spec, page, backend = specs[name], pages[name], backends[name]
-        num_blocks = cache.numel() * cache.element_size() // page.page_size_bytes
+        num_blocks = cache.numel() * cache.element_size() // (page.page_size_bytes - page.padding)
         for kind, half, size in zip(
             "KV", _split(backend, cache, spec), (spec.head_size, spec.head_size_v), strict=True
         ):

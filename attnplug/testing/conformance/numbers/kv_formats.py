@@ -56,7 +56,9 @@ def _scale_of(row: KVFormat) -> float:
     return _SCALE if row.layer_scales else 1.0
 
 
-def _given_back(row: KVFormat, codec: KVCodec, rows: torch.Tensor, scale: float | None = None) -> torch.Tensor:
+def _given_back(
+    row: KVFormat, codec: KVCodec, rows: torch.Tensor, scale: float | None = None
+) -> torch.Tensor:
     used = _scale_of(row) if scale is None else scale
     return codec.decode(codec.encode(rows, used), used)
 
@@ -71,7 +73,9 @@ def _planes(row: KVFormat, codec: KVCodec, size: int) -> None:
         wanted = (3, 2, declared.items(size)), getattr(torch, declared.dtype)
         if (tuple(plane.shape), plane.dtype) != wanted:
             found = f"{plane.dtype} {tuple(plane.shape)}"
-            raise ConformanceError(f"encode gives the plane {declared.name} as {found}, not {wanted[1]} {wanted[0]}")
+            raise ConformanceError(
+                f"encode gives the plane {declared.name} as {found}, not {wanted[1]} {wanted[0]}"
+            )
     if not torch.equal(rows, before):
         raise ConformanceError("encode changes the rows that it is given")
     decoded = codec.decode(planes, _scale_of(row))
@@ -90,8 +94,10 @@ def _gaussian(row: KVFormat, codec: KVCodec, size: int) -> None:
     found = _given_back(row, codec, rows)
     error = float((found - rows).norm() / rows.norm())
     if not 0.5 * row.rms_error <= error <= row.rms_error:
-        limit = "more" if error > row.rms_error else "less than half"
-        raise ConformanceError(f"Gaussian rows have an error of {error:.4g}, {limit} of the declared {row.rms_error:g}")
+        limit = "more than" if error > row.rms_error else "less than half of"
+        raise ConformanceError(
+            f"Gaussian rows have an error of {error:.4g}, {limit} the declared {row.rms_error:g}"
+        )
     bias = float((rows * found).sum() / rows.square().sum() - 1)
     if abs(bias) > row.dot_bias:
         text = f"products with the rows themselves are {abs(bias):.2%} {'larger' if bias > 0 else 'smaller'}"
@@ -130,7 +136,13 @@ def _hard_rows(codec: KVCodec, size: int) -> Iterator[torch.Tensor]:
 def _edges(row: KVFormat, codec: KVCodec, size: int) -> None:
     if bool(_given_back(row, codec, torch.zeros(3, size)).any()):
         raise ConformanceError("a row of zeros gives back other numbers")
-    for value in (torch.inf, torch.finfo(torch.float32).max, 3e4, torch.finfo(torch.float32).smallest_normal, 1e-40):
+    for value in (
+        torch.inf,
+        torch.finfo(torch.float32).max,
+        3e4,
+        torch.finfo(torch.float32).smallest_normal,
+        1e-40,
+    ):
         rows = _drawn(size, 8)
         rows[:, 1::3] = value * rows[:, 1::3].sign()
         found = _given_back(row, codec, rows)
@@ -149,7 +161,10 @@ def _rows_alone(row: KVFormat, codec: KVCodec, size: int) -> None:
     wide = torch.zeros(len(rows), 2 * size + 1)
     wide[:, 1 : 2 * size + 1 : 2] = rows
     trials = {
-        "alone": [torch.cat(each) for each in zip(*(tuple(encoded(codec, one[None], scale)) for one in rows), strict=True)],
+        "alone": [
+            torch.cat(each)
+            for each in zip(*(tuple(encoded(codec, one[None], scale)) for one in rows), strict=True)
+        ],
         "in another order": [each[order.argsort()] for each in encoded(codec, rows[order], scale)],
         "in a view with strides": list(encoded(codec, wide[:, 1 : 2 * size + 1 : 2], scale)),
         "as tokens and heads": [each.flatten(0, 1) for each in encoded(codec, rows.view(24, 4, size), scale)],
@@ -166,13 +181,17 @@ def _layer_scale(row: KVFormat, codec: KVCodec, size: int) -> None:
     rows, factor = _drawn(size, 64), 4.0 if row.layer_scales else 1.0
     one, other = list(encoded(codec, rows, 0.5)), list(encoded(codec, factor * rows, 2.0))
     if not all(map(torch.equal, one, other)):
-        text = "rows and the layer's scale times 4 have other bytes" if row.layer_scales else (
-            "the layer's scale changes the bytes, though the format has no scale of the layer"
+        text = (
+            "rows and the layer's scale times 4 have other bytes"
+            if row.layer_scales
+            else ("the layer's scale changes the bytes, though the format has no scale of the layer")
         )
         raise ConformanceError(text)
     given = codec.decode(codec.encode(rows, 0.5), 2.0) / codec.decode(codec.encode(rows, 0.5), 0.5)
     if not bool(((given.nan_to_num(factor) - factor).abs() < 1e-3).all()):
-        raise ConformanceError(f"decode with a layer's scale 4 times as large does not give numbers {factor:g} times as large")
+        raise ConformanceError(
+            f"decode with a layer's scale 4 times as large does not give numbers {factor:g} times as large"
+        )
 
 
 def _rotation(row: KVFormat, codec: KVCodec, size: int) -> None:
@@ -201,12 +220,16 @@ def _pages(row: KVFormat, codec: KVCodec, size: int) -> None:
         for token, each in enumerate(rows):
             for plane, items in zip(planes, encoded(codec, each, scale), strict=True):
                 plane[table[token // block], token % block] = items
-        if not bool((raw[[0, 1, 3, 5, 7]] == 255).all() and (raw[:, :16] == 255).all() and (raw[:, -32:] == 255).all()):
+        if not bool(
+            (raw[[0, 1, 3, 5, 7]] == 255).all() and (raw[:, :16] == 255).all() and (raw[:, -32:] == 255).all()
+        ):
             raise ConformanceError("writing tokens changed bytes of other blocks, or between them")
         raw[[1, 7]] = raw[[6, 4]]
         raw[[6, 4]] = 255
         copied = [each[torch.tensor([1, 2, 7])].flatten(0, 1)[:13].contiguous() for each in planes]
-        typed = (each.view(getattr(torch, plane.dtype)) for each, plane in zip(copied, row.planes, strict=True))
+        typed = (
+            each.view(getattr(torch, plane.dtype)) for each, plane in zip(copied, row.planes, strict=True)
+        )
         if not torch.equal(codec.decode(tuple(typed), scale), wanted):
             raise ConformanceError("tokens of copied blocks give back other numbers")
 
