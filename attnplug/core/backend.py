@@ -17,6 +17,7 @@ from attnplug.core.errors import LayoutError, PluginError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.interface.guarded import class_name, guarded_call
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
@@ -250,13 +251,14 @@ class AttentionBackend(ABC):
         """Logical shape of one layer's cache: `(num_blocks, 2, block_size, num_kv_heads, head_size)`.
 
         With another `head_size_v`: `(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`,
-        K first. With MLA: `(num_blocks, block_size, head_size)`.
+        K first. With MLA: `(num_blocks, block_size, head_size)`. A format with planes has the bytes of a row, in
+        place of `head_size`; `attnplug.ops.kv_codec.page_planes` views them.
         """
         if answer(cls, "is_mla"):
             return (num_blocks, block_size, head_size)
         if head_size_v not in (None, head_size):
             return (num_blocks, block_size, num_kv_heads, head_size + (head_size_v or 0))
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+        return (num_blocks, 2, block_size, num_kv_heads, kv_format(cache_dtype).width(head_size))
 
     @classmethod
     def split_kv(cls, kv_cache: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -220,8 +220,7 @@ def paged_batch(
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
         for pages, tokens, scale in ((k_pages, keys[row], k_scale), (v_pages, values[row], v_scale)):
-            stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
-            put(pages, blocks[old], positions[old] % size, stored)
+            put(pages, blocks[old], positions[old] % size, tokens[old], spec, scale)
         if drop_window and spec.causal and spec.window[0] >= 0:
             # Only pages that no new query can see, in its window or span, are dropped.
             begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]

@@ -129,8 +129,8 @@ def layer_tensors(
     # Each layer has one form in all processes, and layers of all kinds have both.
     is_shard, is_table = (zlib.crc32(f"{way} {spec}".encode()) % 2 for way in ("shard", "table"))
     part = shard if is_shard else column
-    scales: list[Any] = [k_scale, v_scale] if spec.has_quantized_kv_cache else [1.0, 1.0]
-    if spec.has_quantized_kv_cache and is_table:
+    scales: list[Any] = [k_scale, v_scale] if spec.has_kv_scales else [1.0, 1.0]
+    if spec.has_kv_scales and is_table:
         scales = scales_in_a_table(*scales, device=device)
     return LayerTensors(
         **_latent_weights(spec, device),

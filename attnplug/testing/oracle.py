@@ -15,6 +15,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_format import kv_format
 from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import round_to_float, rounding_of, storage_dtype
 
 COMPUTED = (
@@ -287,6 +288,9 @@ def attention_oracle(
 def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
     """The values that a KV cache of `spec` returns for `tensor`: rounded, or quantised with `scale`; float64."""
     dtype, row = storage_dtype(spec), kv_format(spec.resolved_kv_cache_dtype)
+    codec = codec_of(spec)
+    if codec is not None:
+        return codec.decode(codec.encode(tensor.float(), scale), scale).double()
     rounding = rounding_of(row) or round_to_float
     if not row.layer_scales:
         return rounding(tensor.clone(), dtype).double()

@@ -14,8 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug.backends.impl import Pages
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import read_pages
 from attnplug.ops.reach import Reach
 
 _Ints = npt.NDArray[np.int64]
@@ -115,6 +118,26 @@ class PagedKeys:
             index = rows.index(block * rows.steps[0] + offset * rows.steps[1], pages.shape[2])
             tensors.append(rows.gather(index)[0])
         return tensors[0], tensors[1]
+
+
+def decoded_blocks(
+    pages: Pages, table: torch.Tensor, lengths: _Ints, spec: LayerSpec, scales: tuple[float, float]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """K and V of the blocks that requests of these `lengths` have, decoded to float32, and a table of their places.
+
+    Raises:
+        BatchError: a request has a block that is not in the cache.
+    """
+    counts = -(-torch.from_numpy(lengths).to(table.device) // pages.k.shape[1])
+    held = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+    # Tails of rows and padding requests may hold anything.
+    blocks, places = table[: len(counts)][held].long().unique(return_inverse=True)
+    compact = torch.zeros_like(table)
+    compact[: len(counts)][held] = places.to(table.dtype)
+    decoded = (
+        read_pages(each, blocks, spec, scale) for each, scale in zip((pages.k, pages.v), scales, strict=True)
+    )
+    return list(decoded), compact
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -17,7 +17,7 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.kv_format import kv_format
+from attnplug.core.kv_format import kv_format, with_codecs
 from attnplug.core.mla import MLADims
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
@@ -136,7 +136,7 @@ class Target:
         """The declared storage types; "auto" first."""
         field = "supported_kv_cache_dtypes"
         names = [kv_cache_dtype_name(dtype, field) for dtype in self.backend.supported_kv_cache_dtypes]
-        return sorted(dict.fromkeys(names), key=lambda name: name != "auto")
+        return sorted(with_codecs(names), key=lambda name: name != "auto")
 
     @property
     def scaled_kv_dtypes(self) -> list[str]:

@@ -152,7 +152,7 @@ def _groups_with_options(
 def _group(
     target: Target, spec: LayerSpec, lengths: _Lengths, words: str, seed: int, options: Any = None
 ) -> _Group:
-    scales = _SCALES[seed % 2] if spec.has_quantized_kv_cache else {}
+    scales = _SCALES[seed % 2] if spec.has_kv_scales else {}
     batch = target.batch(spec, *lengths, padding=3, drop_window=True, seed=seed, **scales)
     own = layer_tensors(spec, seed=seed, device=target.torch_device)
     tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=own.alibi_slopes)

@@ -220,7 +220,7 @@ def _check_windows(target: Target) -> None:
 
 def _batch(target: Target, spec: LayerSpec, seed: int) -> Batch:
     scales: dict[str, Any] = {}
-    if spec.has_quantized_kv_cache:
+    if spec.has_kv_scales:
         scales = {"k_scale": 0.37 * (1 + seed), "v_scale": 1.9 / (1 + seed)}
     return target.batch(spec, *decode_lengths(target.block_size(spec)), seed=seed, **scales)
 

@@ -111,7 +111,7 @@ class Case:
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
             scales = {"k_scale": _LATENT_SCALE} if spec.mla else FP8_SCALES
-            options |= scales if spec.has_quantized_kv_cache else {}
+            options |= scales if spec.has_kv_scales else {}
             options |= {"skip_blocks": far_blocks(self.block_size)} if self.shape == "far-blocks" else {}
         elif new != tokens:
             # An engine's own cache drops the keys that a causal window or a chunk has passed.
@@ -257,7 +257,7 @@ class CaseSearch(Search):
             raise SpecError(
                 "numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}"
             )
-        if row["numbers"] == Numbers.RANGE and (spec.mla or not spec.has_quantized_kv_cache):
+        if row["numbers"] == Numbers.RANGE and (spec.mla or not spec.has_kv_scales):
             raise SpecError("numbers", Numbers.RANGE, "are those of stored types with scales")
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")

@@ -112,7 +112,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     with error_context("for_layer"):
         # Another class may serve a kind of layer under the backend's name, with pages of its own.
         target = dataclasses.replace(target, backend=target.backend.for_layer(spec))
-    is_known = kv_format(spec.resolved_kv_cache_dtype).rounding is not None
+    is_known = kv_format(spec.resolved_kv_cache_dtype).has_numbers
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
     with error_context("from_spec"):

@@ -10,6 +10,7 @@ import torch
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import describe, guarded_call
@@ -91,6 +92,11 @@ def _expect_shape(target: Target, kind: str, spec: LayerSpec) -> None:
     elif kind == "latent":
         expected = (_BLOCKS, size, spec.head_size)
     for name in target.kv_cache_dtypes:
+        stored = spec.replace(kv_cache_dtype=name)
+        if kv_format(stored.resolved_kv_cache_dtype).fault(stored):
+            continue
+        if kind == "plain":
+            expected = (*expected[:4], kv_format(name).width(spec.head_size))
         heads = f"{spec.num_kv_heads} heads of {spec.head_size}"
         call = f"get_kv_cache_shape of {_BLOCKS} blocks of {size} tokens, {heads}, cache_dtype={name!r}"
         with error_context(call):

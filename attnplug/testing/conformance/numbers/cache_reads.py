@@ -26,6 +26,7 @@ from attnplug.testing.conformance.check import Check, CheckSkipped, CheckTable, 
 from attnplug.testing.conformance.harness import Harness, raw_bytes
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.pages import row_bytes
 from attnplug.testing.views import between
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -61,7 +62,7 @@ class GuardedCache:
         parts = (self.backend.split_kv(each, self.batch.spec) for each in (cache, old))
         named = slots[slots >= 0]
         for name, now, then in zip("KV", *parts, strict=True):
-            changed = (_bits(now) != _bits(then)).flatten(2).any(-1)
+            changed = (row_bytes(now, self.batch.spec) != row_bytes(then, self.batch.spec)).any(-1)
             size = now.shape[1]
             changed[named // size, named % size] = False
             if bool(changed.any()):

@@ -18,7 +18,9 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import storage_dtype
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
@@ -44,6 +46,7 @@ from attnplug.testing.conformance.numbers.cache_reads import GuardedCache, pages
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import FP8_SCALES
 from attnplug.testing.oracle import stored_values
+from attnplug.testing.pages import encoding_fault, rows_at
 
 _SHARERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "window": (Feature.SLIDING_WINDOW, {"window": (5, 0)}),
@@ -74,7 +77,8 @@ def checks(target: Target) -> Iterator[Check]:
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
         yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
-        if name in target.scaled_kv_dtypes:
+        # A codec has its own rule for values out of range, which the checks of formats try.
+        if name in target.scaled_kv_dtypes and kv_format(name).codec is None:
             summary = f"a value too large for {name} is stored as the largest finite value"
             yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
 
@@ -172,8 +176,8 @@ def _check_clamped(target: Target, name: str) -> None:
     for part, tokens, pages in zip(
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), strict=True
     ):
-        found = _rows(pages, slots)[::2]
-        wanted = (stored_values(tokens[: len(slots)][::2], batch.spec, 0.125) / 0.125).float()
+        found = rows_at(pages, slots, batch.spec, 0.125)[::2].cpu() / 0.125
+        wanted = stored_values(tokens[: len(slots)][::2].cpu(), batch.spec, 0.125) / 0.125
         if not torch.equal(found, wanted):
             wrong = found[found != wanted][0].item()
             given = f"{0.5 * limit:g} at scale 0.125"
@@ -185,14 +189,8 @@ def _check_clamped(target: Target, name: str) -> None:
 def _batch(target: Target, name: str, **scales: float) -> Batch:
     spec = target.paged_spec(kv_cache_dtype=name)
     size = target.block_size(spec)
-    options: dict[str, Any] = dict(scales) if spec.has_quantized_kv_cache else {}
+    options: dict[str, Any] = dict(scales) if spec.has_kv_scales else {}
     return target.batch(spec, [1, 5, size + 3], [size, size + 9, size + 3], padding=3, **options)
-
-
-def _rows(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The pages' rows at slots as float32 `[T, Hkv, D]`, scales not applied."""
-    size = pages.shape[1]
-    return pages.float()[slots // size, slots % size]
 
 
 def _expect_stored(target: Target, batch: Batch) -> None:
@@ -204,8 +202,12 @@ def _expect_stored(target: Target, batch: Batch) -> None:
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), scales, scales[::-1], strict=True
     ):
         rows = tokens[: len(slots)][kept].cpu()
-        found = _rows(pages, slots[kept]).cpu().double() * scale
+        found = rows_at(pages, slots[kept], spec, scale).cpu()
         wanted = stored_values(rows, spec, scale)
+        if codec_of(spec) is not None:
+            if why := encoding_fault(found, wanted, rows):
+                raise ConformanceError(f"{part} of a cache of {spec.kv_cache_dtype!r}: {why}")
+            continue
         quantised = spec.has_quantized_kv_cache
         if _is_rounded(found / scale, rows, scale, spec) if quantised else torch.equal(found, wanted):
             continue
@@ -346,7 +348,7 @@ def engine_scale_checks(target: Target) -> Iterator[Check]:
 def _check_unused(target: Target, scenario: str) -> None:
     for name, why in _SCALES.items():
         batch = scenario_factory(target, scenario)()
-        if batch.spec.has_quantized_kv_cache and name in _OF_STORED:
+        if batch.spec.has_kv_scales and name in _OF_STORED:
             continue
         harness, scale = Harness.of(target, batch), 0.37
         setattr(harness.layers[0], name, torch.tensor(scale, device=batch.query.device))

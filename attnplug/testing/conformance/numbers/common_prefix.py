@@ -60,7 +60,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> None:
     spec, size = layer_without_limits(target, **fields)
-    options = FP8_SCALES if spec.has_quantized_kv_cache else {}
+    options = FP8_SCALES if spec.has_kv_scales else {}
     options = options | ({} if layout is None else {"layout": layout})
     long = -(-_LONG // size) * size
     steps = (

@@ -142,7 +142,7 @@ def check_case(target: Target, case: Case) -> None:
 
 def _call(batch: Batch) -> Call:
     """The call of a case: some layers have their scales from the engine's layer, others from their tensors."""
-    is_engines = batch.spec.has_quantized_kv_cache and isinstance(batch.tensors.k_scale, float)
+    is_engines = batch.spec.has_kv_scales and isinstance(batch.tensors.k_scale, float)
     return Call(batch, blank_output(batch), EngineLayer(batch) if is_engines else None)
 
 

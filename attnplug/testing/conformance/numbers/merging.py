@@ -102,7 +102,7 @@ def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = Fals
     # Up to three parts have keys of each request; of more, some have none of the second one.
     most = max(count + 1, 4)
     seq_lens = [most * size + 1, 3 * size, (most + 1) * size - 1] + ([1, size] if short else [])
-    scales = FP8_SCALES if spec.has_quantized_kv_cache else {}
+    scales = FP8_SCALES if spec.has_kv_scales else {}
     whole = target.batch(spec, [1] * len(seq_lens), seq_lens, exact=True, **scales)
     pages = [-(-length // size) for length in seq_lens]
     parts = []

@@ -283,7 +283,7 @@ def _check_chain(target: Target, **fields: Any) -> None:
     # Pieces around the ends of pages, single decodes across one, and steps that verify two or three tokens.
     counts = [max(size - 1, 1), 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
     ends = list(itertools.accumulate(counts))
-    scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_quantized_kv_cache else {}
+    scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_kv_scales else {}
     # A span is computed as a whole, so these pieces have none.
     spans: list[Any] | None = [[]] if spec.mm_prefix else None
     whole = target.batch(spec, [ends[-1]], [ends[-1]], exact=True, spans=spans, **scales)
