@@ -120,8 +120,8 @@ class KVFormat:
 
     @property
     def has_scaled_numbers(self) -> bool:
-        """Whether the oracle knows its numbers, and they depend on the scales of the layer."""
-        return self.layer_scales and self.has_numbers
+        """Whether its pages have elements of torch whose numbers the oracle knows, and which the layer's scales multiply."""
+        return self.layer_scales and self.rounding is not None
 
     def check(self) -> None:
         """SpecError unless a plugin can offer the format: a plain name, planes, a codec and bounds of its errors."""

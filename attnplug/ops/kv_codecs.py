@@ -36,7 +36,7 @@ class NVFP4Codec:
 
     def encode(self, rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
         """Two codes in a byte `[..., head_size / 2]`, and the scales `[..., head_size / 16]`."""
-        blocks = (_finite(rows) / scale).unflatten(-1, (-1, _BLOCK))
+        blocks = _blocks(_finite(rows) / scale, _BLOCK)
         # E4M3 has no scale of less than 2**-9 but zero, and none above 448.
         stored = (blocks.abs().amax(-1) / _E2M1[-1]).clamp_(2.0**-9, 448.0).to(torch.float8_e4m3fn)
         exact = (blocks / stored.float()[..., None]).flatten(-2)
@@ -54,7 +54,7 @@ class NVFP4Codec:
         data, stored = planes
         codes = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()
         levels = torch.tensor((*_E2M1, *(-level for level in _E2M1)), device=data.device)
-        rows = levels[codes].unflatten(-1, (-1, _BLOCK)) * (stored.float() * scale)[..., None]
+        rows: torch.Tensor = _blocks(levels[codes], _BLOCK) * (stored.float() * scale)[..., None]
         return rows.flatten(-2)
 
 
@@ -82,7 +82,7 @@ class Rotated4Codec:
         return self._transformed(rows * signs)
 
     def _transformed(self, rows: torch.Tensor) -> torch.Tensor:
-        turned, step = rows.unflatten(-1, (self.head_size // self.block, self.block)) * self.block**-0.5, 1
+        turned, step = _blocks(rows, self.block) * self.block**-0.5, 1
         shape = turned.shape
         while step < self.block:
             one, other = turned.reshape(*shape[:-1], self.block // (2 * step), 2, step).unbind(-2)
@@ -109,6 +109,11 @@ class Rotated4Codec:
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
         """The rows."""
         return self.rotate(self.decode_rotated(planes), back=True)
+
+
+def _blocks(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """Rows `[..., D]` as blocks `[..., D / size, size]`; also without any row, where -1 would have no meaning."""
+    return rows.reshape(*rows.shape[:-1], rows.shape[-1] // size, size)
 
 
 def _finite(rows: torch.Tensor, limit: float = torch.finfo(torch.float32).max) -> torch.Tensor:

@@ -105,6 +105,7 @@ class Batch:
     def bound(self) -> float:
         """The bound of outputs for about the largest logits."""
         return tolerance(self.spec, quantized_queries=self.quantized_queries).output
+
     sampled: torch.Tensor | None = None
 
     @property

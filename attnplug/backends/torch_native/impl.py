@@ -193,8 +193,8 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             if kv_format(self.spec.resolved_kv_cache_dtype).codec is None:
                 return PagedKeys(pages.k, pages.v, table, metadata.seq_lens)
             scales = self._scales(layer, pages.k.dtype)
-            decoded, table = decoded_blocks(pages, table, metadata.seq_lens, self.spec, scales)
-            return PagedKeys(*decoded, table, metadata.seq_lens)
+            decoded = decoded_blocks(pages, table, metadata.seq_lens, self.spec, scales)
+            return PagedKeys(*decoded, metadata.seq_lens)
         starts = metadata.query_starts if metadata.key_starts is None else metadata.key_starts
         key, value = check_keys(key, value, int(starts[-1]), self.spec)
         source = PackedKeys(key, value, starts, metadata.seq_lens)

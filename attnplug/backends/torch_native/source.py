@@ -122,7 +122,7 @@ class PagedKeys:
 
 def decoded_blocks(
     pages: Pages, table: torch.Tensor, lengths: _Ints, spec: LayerSpec, scales: tuple[float, float]
-) -> tuple[list[torch.Tensor], torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """K and V of the blocks that requests of these `lengths` have, decoded to float32, and a table of their places.
 
     Raises:
@@ -131,13 +131,13 @@ def decoded_blocks(
     counts = -(-torch.from_numpy(lengths).to(table.device) // pages.k.shape[1])
     held = torch.arange(table.shape[1], device=table.device) < counts[:, None]
     # Tails of rows and padding requests may hold anything.
-    blocks, places = table[: len(counts)][held].long().unique(return_inverse=True)
+    blocks, places = torch.unique(table[: len(counts)][held].long(), return_inverse=True)
     compact = torch.zeros_like(table)
     compact[: len(counts)][held] = places.to(table.dtype)
-    decoded = (
+    k, v = (
         read_pages(each, blocks, spec, scale) for each, scale in zip((pages.k, pages.v), scales, strict=True)
     )
-    return list(decoded), compact
+    return k, v, compact
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -79,8 +79,7 @@ def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]
     unified = {}
     for name, spec in bare.items():
         times, padding = divmod(common, pages[name])
-        changes = {"block_size": spec.block_size * times, "padding": padding}
-        unified[name] = dataclasses.replace(spec, **changes) if times > 1 or padding else spec
+        unified[name] = dataclasses.replace(spec, block_size=spec.block_size * times, padding=padding)
     return unified
 
 

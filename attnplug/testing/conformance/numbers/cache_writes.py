@@ -18,7 +18,6 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
-from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import storage_dtype
@@ -77,8 +76,7 @@ def checks(target: Target) -> Iterator[Check]:
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
         yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
-        # A codec has its own rule for values out of range, which the checks of formats try.
-        if name in target.scaled_kv_dtypes and kv_format(name).codec is None:
+        if name in target.scaled_kv_dtypes:
             summary = f"a value too large for {name} is stored as the largest finite value"
             yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
 
