@@ -182,7 +182,8 @@ class _Steps:
     def _try(self, harness: Harness, step: _Step) -> str:
         what = f"step {step.number + 1} of one builder"
         with error_context(what):
-            batch, metadata, words = getattr(self, f"_{step.way}")(harness, step)
+            built: _Built = getattr(self, f"_{step.way}")(harness, step)
+            batch, metadata, words = built
             expect_own_slots(metadata, batch.common, words)
         what, second = f"{what}: {words}", _second(batch, self._target)
         for place, each in enumerate((batch, second)):
