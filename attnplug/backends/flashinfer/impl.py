@@ -113,7 +113,8 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             return
         version = library().version
         limit = f"makes the scale of logits {scale:g}; below {LEAST_SCALE:g} FlashInfer {version} sees masked keys"
-        raise BatchError("k_scale", k_scale, limit, "pip install 'flashinfer-python>=0.7.2'")
+        # A scale from a tensor of float32 has digits that nobody wrote.
+        raise BatchError("k_scale", float(f"{k_scale:g}"), limit, "pip install 'flashinfer-python>=0.7.2'")
 
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.case_axes import samples_of
@@ -124,10 +124,12 @@ class _Step:
     def drawn(cls, cards: _Cards, number: int, steps: _Steps) -> _Step:
         """The next step."""
         way, shares = cards.draw("way", steps.ways), False
-        if way == "update" and not (steps.spec.is_windowed or steps.spec.chunk_size):
+        # Keys of an encoder are no prefix, and have no order that could be narrowed.
+        is_decoder = steps.spec.attn_type is AttentionType.DECODER
+        if way == "update" and is_decoder and not (steps.spec.is_windowed or steps.spec.chunk_size):
             shares = cards.draw("shares", (True, False, True))
         least = 2 * _unit(steps.size) if shares else 0
-        is_plain = steps.spec.sparse is None and not steps.spec.mm_prefix
+        is_plain = is_decoder and steps.spec.sparse is None and not steps.spec.mm_prefix
         return cls(
             number,
             way,
@@ -182,7 +184,8 @@ class _Steps:
     def _try(self, harness: Harness, step: _Step) -> str:
         what = f"step {step.number + 1} of one builder"
         with error_context(what):
-            batch, metadata, words = getattr(self, f"_{step.way}")(harness, step)
+            built: _Built = getattr(self, f"_{step.way}")(harness, step)
+            batch, metadata, words = built
             expect_own_slots(metadata, batch.common, words)
         what, second = f"{what}: {words}", _second(batch, self._target)
         for place, each in enumerate((batch, second)):

@@ -224,7 +224,7 @@ def _check_out_of_date(target: Target) -> None:
     _run_step(served, {"a": served.block_size + 3, "b": 7, "c": 12}, "the first step")
     changes: dict[str, Callable[[], object]] = {
         "swap_states": lambda: served.batches.swap_states(0, 1),
-        "step": lambda: served.batches.step(1),
+        "step": lambda: served.batches.step(served.num_scheduled_tokens),
         "remove_request": lambda: served.remove("c"),
     }
     for number, (call, change) in enumerate(changes.items(), 1):
