@@ -374,7 +374,7 @@ def _model_rows(
 
 def _query_size(fields: Mapping[str, Any]) -> int:
     dims: MLADims | None = fields.get("mla")
-    return int(fields["head_size"] if dims is None else dims.qk_nope_head_dim + dims.qk_rope_head_dim)
+    return int(fields["head_size"] if dims is None else dims.query_size)
 
 
 def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:

@@ -375,9 +375,10 @@ def _requests(wrong: Deviation) -> Iterator[str]:
         rows = wrong.wrong[span].any(1).nonzero().flatten().tolist()
         heads = wrong.wrong[span].any(0).nonzero().flatten().tolist()
         new = span.stop - span.start
-        told = int(wrong.compared[span].sum())
-        more = f" and {len(rows) - 1} more of {told} compared rows"
-        of_rows = some_of("row", rows, new) if wrong.batch.sampled is None else f"row {rows[0]}{more}"
+        of_rows = some_of("row", rows, new)
+        if wrong.batch.sampled is not None:
+            others = f"{len(rows) - 1} more of {int(wrong.compared[span].sum())}"
+            of_rows = f"row {rows[0]} and {others} compared rows"
         where = [of_rows, some_of("head", heads, wrong.wrong.shape[1])]
         bad_numbers = int((~wrong.output[span].isfinite()).sum())
         where += (
