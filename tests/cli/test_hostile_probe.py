@@ -14,7 +14,7 @@ from attnplug.registry.plugins.records import ENTRY_POINT_GROUP
 # Each attack is a process of its own, so they are slow.
 pytestmark = [pytest.mark.attack("doctor"), pytest.mark.slow]
 
-START = "import json, os, pathlib, shutil, signal, sys\nreport = pathlib.Path(sys.argv[1])\n"
+START = "import json, os, pathlib, shutil, signal, sys\nreport = pathlib.Path(sys.argv[2])\n"
 ATTACKS = {
     "real_time_signal": ("os.kill(os.getpid(), 40)", "crashed importing {}: signal 40"),
     "named_signal": ("os.kill(os.getpid(), signal.SIGUSR1)", "crashed importing {}: SIGUSR1"),
@@ -33,7 +33,7 @@ ATTACKS = {
         "its report lacks",
     ),
     "deleted": ("shutil.rmtree(report.parent)\nos._exit(0)", "left the process starting"),
-    "folder": ("report.unlink()\nreport.mkdir()\nos._exit(3)", "raised starting: exit code 3"),
+    "folder": ("report.unlink()\nreport.mkdir()\nos._exit(3)", "raised starting: the process left with exit code 3"),
     "fifo": ("report.unlink()\nos.mkfifo(report)\nos._exit(0)", "left the process starting"),
     "left": ("os._exit(0)", "left the process importing {}"),
 }
