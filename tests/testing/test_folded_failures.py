@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnplug.core import LayerSpec
 from attnplug.testing.batches import StepArguments
-from attnplug.testing.conformance.check import ConformanceError, error_context
+from attnplug.testing.conformance.check import ConformanceError, error_context, reworded
 from attnplug.testing.isolation.failures import Failure, folded
 from attnplug.testing.isolation.results import CheckOutcome, Result
 
@@ -52,6 +52,14 @@ def test_a_failure_is_the_same_after_its_report() -> None:
     assert failure == Failure("soft cap ignored", is_named=True, tokens=7)
     assert Failure.read([*failure.properties(), ("of another plugin", 1)]) == failure
     assert Failure.read([]) == Failure()
+
+
+def test_another_text_of_an_error_is_of_the_same_mistake() -> None:
+    problem = ConformanceError("output[0]: wrong", says="pattern: only requests with decode")
+    again = reworded(problem, "declares windows, and output[0]: wrong")
+    assert str(again) == "declares windows, and output[0]: wrong"
+    assert Failure.of(again) == Failure.of(problem)
+    assert reworded(KeyError("x"), "declares windows, and raised").says == "declares windows, and raised"
 
 
 def test_errors_of_one_line_of_a_backend_say_the_same() -> None:

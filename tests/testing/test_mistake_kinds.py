@@ -30,7 +30,7 @@ def test_there_are_twelve_kinds_and_each_check_finds_one() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize("level", [Level.SMOKE, pytest.param(Level.FULL, marks=pytest.mark.rare)])
 def test_each_numeric_case_finds_a_kind(level: Level) -> None:
     assert without_kind(checks_of(TorchBackend, level)) == []
 

@@ -16,13 +16,14 @@ from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import Device, LayerSpec, SparseSpec
 from attnplug.testing import assert_step_correct
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.check import CheckSkipped, ConformanceError
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.harness import Output, run_batch
 from attnplug.testing.conformance.mistakes import single_step, smallest_step
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.mistakes.single_step import step_test
 from attnplug.testing.conformance.mistakes.smallest_step import Shrinker
 from attnplug.testing.conformance.target import Target, latent_dims
+from attnplug.testing.decorator import as_parameters
 from attnplug.testing.drawn_values import FP8_SCALES, Numbers
 
 CPU = Device("cpu")
@@ -148,6 +149,23 @@ def test_the_first_failure_of_each_mistake_is_shrunk_within_the_time() -> None:
     Shrinker(0).shrink(none)
     assert none.smallest is None
     assert not hasattr(none, "__notes__")
+
+
+def test_a_test_of_a_check_fails_with_its_smallest_step_unless_the_failure_is_known() -> None:
+    def run() -> None:
+        raise failure_of(ForgetsWindows, WINDOW)
+
+    check, notes = Check("correct/window", run, "windows are right"), []
+    for known in ({}, {check.id: "acme#12"}):
+        (parameter,) = as_parameters([check], known, lambda check: f"run {check}", shrink=60)
+        with pytest.raises(ConformanceError) as caught:
+            parameter.values[0]()
+        notes.append(caught.value.__notes__)
+    assert [note.partition("\n")[0] for note in notes[0]] == [
+        "smallest failing step, 1 request of 2 tokens:",
+        "rerun: run correct/window",
+    ]
+    assert notes[1] == ["rerun: run correct/window"]
 
 
 def test_a_time_that_ends_gives_what_was_found_so_far() -> None:

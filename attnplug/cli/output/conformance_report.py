@@ -83,7 +83,8 @@ class Report(RunReport):
     @property
     def to_shrink(self) -> list[str]:
         """The first check of each mistake that gives wrong numbers."""
-        return [first.id for first, *_ in self._groups() if first.failure.tokens]
+        wrong = ([each.id for each in group if each.failure.tokens] for group in self._groups())
+        return [first for first, *_ in filter(None, wrong)]
 
     def add_smallest(self, check: str, failure: Failure) -> None:
         """Add the smallest failing step of a failed check."""
@@ -170,7 +171,11 @@ class Report(RunReport):
                 self._show_name(first)
             else:
                 self._show(first)
-            self._show_group(first, [each.id for each in others])
+            self._show_others([each.id for each in others])
+            # The first need not be about numbers.
+            for result in [each for each in (first, *others) if each.failure.test][:1]:
+                # Without an indent, so that it can be copied as it is.
+                self.say(f"        smallest failing step, {result.failure.size}:\n\n{result.failure.test}\n")
         self.tell("")
         if summary and self._listing is not None:
             kinds = proven_kinds(self.results, self._listing.ids)
@@ -192,16 +197,13 @@ class Report(RunReport):
         """The failed checks of each mistake, the one to show first."""
         return folded(self.failed, () if self._listing is None else self._listing.ids)
 
-    def _show_group(self, first: Result, others: Sequence[str]) -> None:
-        """The smallest failing step of a mistake, and the other checks that fail of it."""
+    def _show_others(self, others: Sequence[str]) -> None:
+        """The other checks that fail of a mistake."""
         if others:
             shown = others if self._verbose else others[:_OTHERS]
             more = ", ..." if len(shown) < len(others) else ""
             says = f"{counted(len(others), 'more check')} {'says' if len(others) == 1 else 'say'} the same"
             self.say(f"        and {says}: {', '.join(shown)}{more}")
-        if first.failure.test:
-            # Without an indent, so that it can be copied as it is.
-            self.say(f"        smallest failing step, {first.failure.size}:\n\n{first.failure.test}\n")
 
     def _with(self, outcome: CheckOutcome) -> list[Result]:
         return [result for result in self._results.values() if result.outcome is outcome]

@@ -130,6 +130,13 @@ class ConformanceError(AssertionError):
         self.says = named or (message.partition("\n")[0] if says is None else says)
 
 
+def reworded(problem: Exception, text: str) -> ConformanceError:
+    """An error with another text, which keeps what `problem` knows of the mistake."""
+    if isinstance(problem, ConformanceError):
+        return ConformanceError(text, problem.named, problem.step, problem.says)
+    return ConformanceError(text)
+
+
 class SkipKind(enum.StrEnum):
     """Why checks are skipped, in the words of a summary."""
 

@@ -20,6 +20,7 @@ from attnplug.testing.conformance.check import (
     Level,
     checks_from,
     error_context,
+    reworded,
 )
 from attnplug.testing.conformance.declared.refusals import reasons_for
 from attnplug.testing.conformance.harness import Harness, make_impl
@@ -97,7 +98,7 @@ def _check_served(target: Target) -> None:
             with contextlib.suppress(CheckSkipped):  # the options of the run are refused for this layer
                 _serve(target, spec, keys)
         except ConformanceError as problem:
-            raise ConformanceError(f"a layer with {what} is accepted, and then {problem}") from problem
+            raise reworded(problem, f"a layer with {what} is accepted, and then {problem}") from problem
     if not served:
         raise CheckSkipped(f"{target.name} serves no layer of the grid")
 

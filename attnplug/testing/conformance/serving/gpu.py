@@ -40,6 +40,7 @@ from attnplug.testing.conformance.check import (
     CheckUntested,
     ConformanceError,
     error_context,
+    reworded,
 )
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.serving.runtimes import model_of, wrong_layers
@@ -388,4 +389,4 @@ def _check_captured(target: Target) -> None:
                 return
         check_level(target, lowest)
     except ConformanceError as problem:
-        raise ConformanceError(f"{problem}\n{_RULE}", problem.named) from problem
+        raise reworded(problem, f"{problem}\n{_RULE}") from problem
