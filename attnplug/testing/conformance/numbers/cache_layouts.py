@@ -128,8 +128,8 @@ def expect_stored_and_right(target: Target, batch: Batch, what: str) -> None:
     ):
         wanted = tokens[: len(slots)]
         if codec_of(batch.spec) is not None:
-            found = rows_at(pages, slots, batch.spec).cpu()
-            if why := encoding_fault(found, stored_values(wanted.cpu(), batch.spec), wanted.cpu()):
+            rows = rows_at(pages, slots, batch.spec).cpu()
+            if why := encoding_fault(rows, stored_values(wanted.cpu(), batch.spec), wanted.cpu()):
                 raise ConformanceError(f"{what} {name} of the new tokens: {why}")
             continue
         size = pages.shape[1]

@@ -56,11 +56,8 @@ def _scale_of(row: KVFormat) -> float:
     return _SCALE if row.layer_scales else 1.0
 
 
-def _given_back(
-    row: KVFormat, codec: KVCodec, rows: torch.Tensor, scale: float | None = None
-) -> torch.Tensor:
-    used = _scale_of(row) if scale is None else scale
-    return codec.decode(codec.encode(rows, used), used)
+def _given_back(row: KVFormat, codec: KVCodec, rows: torch.Tensor) -> torch.Tensor:
+    return codec.decode(codec.encode(rows, _scale_of(row)), _scale_of(row))
 
 
 def _planes(row: KVFormat, codec: KVCodec, size: int) -> None:
@@ -84,9 +81,10 @@ def _planes(row: KVFormat, codec: KVCodec, size: int) -> None:
         raise ConformanceError(f"decode gives {found}, not torch.float32 {tuple(rows.shape)}")
 
 
-def errors(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _errors(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The error of each row, relative to its norm."""
-    return (found - rows).norm(dim=-1) / rows.norm(dim=-1).clamp_min(1e-30)
+    error: torch.Tensor = (found - rows).norm(dim=-1) / rows.norm(dim=-1).clamp_min(1e-30)
+    return error
 
 
 def _gaussian(row: KVFormat, codec: KVCodec, size: int) -> None:
@@ -108,7 +106,7 @@ def _worst(row: KVFormat, codec: KVCodec, size: int) -> None:
     rows = torch.cat([*_hard_rows(codec, size)]) * _scale_of(row)
     generator = torch.Generator().manual_seed(1)
     for _ in range(_STEPS):
-        error = errors(_given_back(row, codec, rows), rows)
+        error = _errors(_given_back(row, codec, rows), rows)
         largest = float(error.max())
         if not largest <= row.worst_error:
             place = int(error.nan_to_num(torch.inf).argmax())
