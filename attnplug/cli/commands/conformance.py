@@ -20,6 +20,7 @@ from attnplug.cli.arguments import (
     Quiet,
     complete_backends,
     complete_devices,
+    complete_kv_cache_dtypes,
     jobs_option,
     memory_option,
     timeout_option,
@@ -46,13 +47,14 @@ _which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
 def conformance(
     backend: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="NAME",
             help="A backend of attnplug list, or NAME@DISTRIBUTION.",
             autocompletion=complete_backends,
+            show_default=False,
         ),
-    ],
+    ] = None,
     level: Annotated[
         str,
         _which(
@@ -72,6 +74,15 @@ def conformance(
     only: Annotated[
         list[str] | None,
         _which(metavar="PATTERN", help="Only checks whose id matches, such as 'correct/*'; may be repeated."),
+    ] = None,
+    kv_format: Annotated[
+        str | None,
+        _which(
+            "--format",
+            metavar="NAME",
+            autocompletion=complete_kv_cache_dtypes,
+            help="Only the checks of a KV format; of TORCH unless a backend is named.",
+        ),
     ] = None,
     shard: Annotated[str | None, _which(metavar="I/N", help="Run only the I-th of N parts.")] = None,
     resume: Annotated[
@@ -134,6 +145,12 @@ def conformance(
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 
+    if kv_format is not None:
+        if only:
+            raise PolicyError("--only", only[0], "is left out with --format, which chooses the checks")
+        backend, only = backend or "TORCH", [f"format/{kv_format}/*", f"*-{kv_format}*"]
+    if backend is None:
+        raise typer.BadParameter("name a backend, or a KV format with --format", param_hint="NAME")
     if level not in _LEVELS:
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
