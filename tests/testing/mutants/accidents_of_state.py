@@ -225,7 +225,7 @@ def latent_empty_rows(right, self, q_nope, q_pe, kv_cache, metadata, output, out
         output[rows] = kept[rows]
 
 
-@latent_rows.decode("mla/correct/halves-h4x1-d80-v64-float32-fp8_e5m2-b16-NHD", "only the first request")
+@latent_rows.decode("mla/correct/halves-h4x1-d80-v64-float32-fp8_e5m2-b16-NHD", "only requests with decode")
 def latent_fp8_query(right, self, q_nope, q_pe, kv_cache, metadata, output, output_lse):
     """Absorbed queries over fp8 latents are rounded to fp8."""
     if kv_cache.dtype.itemsize == 1:
