@@ -96,13 +96,14 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
     MistakeKind(
         "storage types and dtypes",
         (
-            *_correct("float16*", "bfloat16*", "float32-float*", "float32-bfloat*", "fp8*", "int8*"),
+            *_correct("float16*", "bfloat16*", "float32-float*", "float32-bfloat*", "fp8*", "int8*", "*nvfp4*", "*rotated4*"),
             *(
                 "cache/stored-*",
                 "cache/clamped-*",
                 "cache/scales-*",
                 "declared/dtype-*",
                 "declared/kv_cache_dtype-*",
+                "format/*",
             ),
             *("tensors/unused-scales-*", "tensors/scales-*", "tensors/quantised-*", "tensors/output-scale*"),
             "declared/feature-fp8_kv",
