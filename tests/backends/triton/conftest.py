@@ -25,7 +25,10 @@ _LEFT_OUT = (
     *("tensors/deterministic-long", "correct/round"),
     *(
         "correct/crowd",
-        "correct/far",
+        "correct/far-decode",
+        "correct/far-extend",
+        "correct/far-prompt",
+        "correct/farther",
         "correct/longer-prompt",
         "correct/audio",
         "options/decode_split=requests",

@@ -399,13 +399,15 @@ def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
         ]
     # A backend that masks all scores of a head holds 324 MB of them.
     prompts: list[dict[str, Any]] = [{}]
-    if not few or target.device.type in GPU_TYPES:
+    on_gpu = target.device.type in GPU_TYPES
+    if not few or on_gpu:
         prompts += [{"dtype": name} for name in target.dtypes[1:]]
         prompts += [{axis: value} for axis, value in FAR_LIMITS.items() if axis != "sparse"]
     axes = _axes_to_cross(search, _CROSSED_FAR, FAR_LIMITS)
     del axes["heads"]
     rows = _keep_served(search, [{**fewest, **fields} for fields in alone])
-    for heads in ({"heads": (1, 1)}, fewest):
+    # A kernel may be compiled for its number of heads.
+    for heads in (fewest,) if on_gpu else ({"heads": (1, 1)}, fewest):
         if found := _keep_served(search, [{"shape": "far-prompt", **heads, **fields} for fields in prompts]):
             rows += found
             break
