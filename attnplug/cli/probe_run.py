@@ -19,9 +19,10 @@ from attnplug._system.processes import Child, python_command, signal_name
 
 def main(task: str, report: str) -> None:
     """Run the steps for the names in the file `task`, and end; raises the plugin's own errors."""
+    _run(report, *json.loads(Path(task).read_text(encoding="utf-8")))
+    # Imported late: it takes longer than a small plugin.
     from attnplug.cli.own_process import leave_threads
 
-    _run(report, *json.loads(Path(task).read_text(encoding="utf-8")))
     leave_threads(0)
 
 

@@ -33,7 +33,10 @@ ATTACKS = {
         "its report lacks",
     ),
     "deleted": ("shutil.rmtree(report.parent)\nos._exit(0)", "left the process starting"),
-    "folder": ("report.unlink()\nreport.mkdir()\nos._exit(3)", "raised starting: the process left with exit code 3"),
+    "folder": (
+        "report.unlink()\nreport.mkdir()\nos._exit(3)",
+        "raised starting: the process left with exit code 3",
+    ),
     "fifo": ("report.unlink()\nos.mkfifo(report)\nos._exit(0)", "left the process starting"),
     "left": ("os._exit(0)", "left the process importing {}"),
 }
