@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
     decode_lengths,
     layers_of_each_feature,
@@ -147,7 +148,7 @@ def _mallinfo() -> Callable[[], Any] | None:
     except (OSError, TypeError, AttributeError):
         return None
     found.restype = _MallInfo
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _native_bytes() -> int:
@@ -215,8 +216,13 @@ def _check_layers(target: Target) -> None:
     for spec in layers_of_each_feature(target):
         with contextlib.suppress(CheckSkipped):
             batch = target.batch(spec, *mixed_lengths(target.block_size(spec)))
-            works[layer_words(spec)] = lambda batch=batch: Harness.of(target, batch).forward(batch)
+            works[layer_words(spec)] = functools.partial(_live, target, batch)
     _expect_bounded(works, "layer that was made, run and dropped", _MOST // 2)
+
+
+def _live(target: Target, batch: Batch) -> None:
+    """Make a layer and its builder, run a step and drop them."""
+    Harness.of(target, batch).forward(batch)
 
 
 def _expect_bounded(works: dict[str, _Work], what: str, most: int, first: int = _ROUND) -> None:
