@@ -82,7 +82,8 @@ class Rotated4Codec:
         return self._transformed(rows * signs)
 
     def _transformed(self, rows: torch.Tensor) -> torch.Tensor:
-        turned, step = _blocks(rows, self.block) * self.block**-0.5, 1
+        turned: torch.Tensor = _blocks(rows, self.block) * self.block**-0.5
+        step = 1
         shape = turned.shape
         while step < self.block:
             one, other = turned.reshape(*shape[:-1], self.block // (2 * step), 2, step).unbind(-2)

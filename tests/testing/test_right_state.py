@@ -21,7 +21,10 @@ from attnplug.testing.conformance.process.process_settings import read_settings,
 from attnplug.testing.conformance.serving import runtimes, serving
 from attnplug.testing.conformance.target import Target
 
-GROUPS = (process_state, layer_state, process_memory, serving, common_prefix, runtimes)
+GROUPS = (
+    *(process_state.kept_checks, process_state.checks, layer_state.checks, process_memory.checks),
+    *(serving.checks, common_prefix.checks, runtimes.checks),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +38,7 @@ def process() -> Iterator[None]:
 
 def of(start: str) -> Callable[[Target], Iterator[Check]]:
     def checks(target: Target) -> Iterator[Check]:
-        return (check for group in GROUPS for check in group.checks(target) if check.id.startswith(start))
+        return (check for group in GROUPS for check in group(target) if check.id.startswith(start))
 
     return checks
 

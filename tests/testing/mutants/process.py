@@ -194,7 +194,6 @@ at_making("became 20; root logger handlers: [] became", configures_logging=lambd
 at_making("from_spec changes function of torch or numpy torch.Tensor.__matmul__",
     replaces_matmul=lambda: setattr(torch.Tensor, "__matmul__", lambda one, other: torch.matmul(one, other)))
 at_build("build changes garbage collector: frozen: False became True", freezes=gc.freeze)
-at_forward("attend changes default dtype: torch.float64 became torch.float32", sets_usual_dtype=lambda: torch.set_default_dtype(torch.float32))
 at_forward("attend changes threads of torch", sets_usual_threads=lambda: torch.set_num_threads(1))
 table.add("sparse_threads | state/settings-kept-layers | forward changes threads of torch", impl=SparseThreads)
 table.add("seeds_latents | state/settings-kept-layers | build changes random state of torch", builder=Seeded)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
     decode_lengths,
     layers_of_each_feature,
@@ -76,10 +77,7 @@ class _Alive(NamedTuple):
     @classmethod
     def now(cls, older: list[Any]) -> _Alive:
         """The numbers now, without garbage and without the interpreter's own caches; `older` are frozen containers."""
-        # torch looks methods up by names that it makes anew, and the type cache keeps some thousand of them.
-        clear: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
-        clear()
-        gc.collect()
+        _collect()
         objects = sys.getallocatedblocks()
         # A container grows in leaps of its memory, so its entries are counted.
         entries = sum(map(len, older)) + sum(map(len, _containers()))
@@ -94,6 +92,14 @@ class _Alive(NamedTuple):
         # One of two calls may keep something.
         least = dict.fromkeys(grown, count // 2) | {"native": max(_SLACK, 24 * count), "device": 32 * count}
         return {name: -(-more // count) for name, more in grown.items() if more >= least[name]}
+
+
+def _collect() -> None:
+    """Drop garbage and the interpreter's own caches."""
+    # torch looks methods up by names that it makes anew, and the type cache keeps some thousand of them.
+    clear: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+    clear()
+    gc.collect()
 
 
 def _containers() -> list[Any]:
@@ -142,7 +148,7 @@ def _mallinfo() -> Callable[[], Any] | None:
     except (OSError, TypeError, AttributeError):
         return None
     found.restype = _MallInfo
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _native_bytes() -> int:
@@ -210,8 +216,13 @@ def _check_layers(target: Target) -> None:
     for spec in layers_of_each_feature(target):
         with contextlib.suppress(CheckSkipped):
             batch = target.batch(spec, *mixed_lengths(target.block_size(spec)))
-            works[layer_words(spec)] = lambda batch=batch: Harness.of(target, batch).forward(batch)
+            works[layer_words(spec)] = functools.partial(_live, target, batch)
     _expect_bounded(works, "layer that was made, run and dropped", _MOST // 2)
+
+
+def _live(target: Target, batch: Batch) -> None:
+    """Make a layer and its builder, run a step and drop them."""
+    Harness.of(target, batch).forward(batch)
 
 
 def _expect_bounded(works: dict[str, _Work], what: str, most: int, first: int = _ROUND) -> None:
@@ -237,11 +248,12 @@ def _expect_bounded(works: dict[str, _Work], what: str, most: int, first: int = 
 def _kept(work: _Work, most: int, older: list[Any], count: int) -> dict[str, int]:
     """What each call keeps in each of ever longer rounds, until `most` calls; empty once a round keeps nothing."""
     # Time of this process, because other processes must not change what is tried.
-    for _ in range(max(_WARM, count // 4)):  # first calls import, compile and allocate
+    for number in range(max(_WARM, count // 4)):  # first calls import, compile and allocate
         begin = time.process_time()
         work()
-    if time.process_time() - begin > _SLOW:
-        count = _ROUND
+        if number and time.process_time() - begin > _SLOW:
+            count = _ROUND
+            break
     done, before = 0, _Alive.now(older)
     # The numbers themselves are objects, so they are there at each count.
     before = _Alive.now(older)
@@ -281,7 +293,7 @@ def _sizes_and_line(work: _Work) -> tuple[list[str], str]:
         for count in (_WARM, _ROUND):
             for _ in range(count):
                 work()
-            gc.collect()
+            _collect()
             found.append((tracemalloc.take_snapshot(), _tensor_bytes()))
     finally:
         if not was_tracing:

@@ -316,13 +316,7 @@ def _negation(value: bool) -> bool:
 
 
 TORCH_SETTINGS = (
-    Setting(
-        "default dtype",
-        torch.get_default_dtype,
-        torch.set_default_dtype,
-        other=lambda dtype: torch.float32 if dtype == torch.float64 else torch.float64,
-        slow=True,
-    ),
+    Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("default device", torch.get_default_device, _set_device),
     Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled, other=_negation, slow=True),
     Setting("inference mode", torch.is_inference_mode_enabled),
