@@ -145,12 +145,7 @@ def conformance(
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 
-    if kv_format is not None:
-        if only:
-            raise PolicyError("--only", only[0], "is left out with --format, which chooses the checks")
-        backend, only = backend or "TORCH", [f"format/{kv_format}/*", f"*-{kv_format}*"]
-    if backend is None:
-        raise typer.BadParameter("name a backend, or a KV format with --format", param_hint="NAME")
+    backend, only = _chosen(backend, only, kv_format)
     if level not in _LEVELS:
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
@@ -205,6 +200,19 @@ def conformance(
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)
+
+
+def _chosen(
+    backend: str | None, only: list[str] | None, kv_format: str | None
+) -> tuple[str, list[str] | None]:
+    """The backend to check and the patterns of its checks: with a format those of the format, TORCH by default."""
+    if kv_format is not None:
+        if only:
+            raise PolicyError("--only", only[0], "is left out with --format, which chooses the checks")
+        return backend or "TORCH", [f"format/{kv_format}/*", f"*-{kv_format}*"]
+    if backend is None:
+        raise typer.BadParameter("name a backend, or a KV format with --format", param_hint="NAME")
+    return backend, only
 
 
 def _shrink_steps(listing: Listing, limits: Limits, report: Report) -> None:

@@ -96,7 +96,16 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
     MistakeKind(
         "storage types and dtypes",
         (
-            *_correct("float16*", "bfloat16*", "float32-float*", "float32-bfloat*", "fp8*", "int8*", "*nvfp4*", "*rotated4*"),
+            *_correct(
+                "float16*",
+                "bfloat16*",
+                "float32-float*",
+                "float32-bfloat*",
+                "fp8*",
+                "int8*",
+                "*nvfp4*",
+                "*rotated4*",
+            ),
             *(
                 "cache/stored-*",
                 "cache/clamped-*",
