@@ -71,7 +71,7 @@ def assert_step_correct(
     drawn |= {"numbers": Numbers(drawn.get("numbers", Numbers.PLAIN))}
     chosen = None if options is None else build_options(backend, options)
     target = Target(backend, resolve_device(device), options=chosen)
-    target.require(spec, "on this device")
+    target.require(spec)
     step = StepArguments(target, spec, tuple(query_lens), tuple(seq_lens), drawn, config or {})
     if wrong := wrong_step(step):
         raise wrong_answer(wrong.problem, None, wrong)
