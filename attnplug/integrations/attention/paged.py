@@ -30,7 +30,7 @@ from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.steps import Ints, Lengths, lengths_of, paged_step
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LayerCache:
     """One layer's part of a cache, whose block tables and slots are those of `group`.
 
@@ -44,6 +44,17 @@ class LayerCache:
     kind: str
     window: int | None
 
+    @functools.cached_property
+    def step(self) -> int:
+        """Pages from one block's keys to those of the next, by which transformers numbers them.
+
+        The later form of caches has the values and the other layers of a block between them.
+        """
+        if not _has_allocators(self.cache):
+            return 1
+        allocator = self.cache.layer_to_allocator[self.layer]
+        return int(allocator.block_physical_stride // allocator.tokens_per_page)
+
     def pages(self) -> Pages:
         """The pages of keys and values, which backends read as one view; without a table yet.
 
@@ -51,7 +62,9 @@ class LayerCache:
         """
         cache = self.cache
         if _has_allocators(cache):
-            keys, values = cache.layer_to_allocator[self.layer].get_cache_for_block_table(self.layer)
+            views = cache.layer_to_allocator[self.layer].get_cache_for_block_table(self.layer)
+            # The views have the pages of other layers too, so those of keys and of values overlap.
+            keys, values = (pages[:: self.step] for pages in views)
         else:
             index = cache.layer_index_to_group_indices[self.layer][1]
             keys, values = cache.key_cache[index], cache.value_cache[index]
@@ -166,11 +179,13 @@ class PagedStep:
     def paged(self, part: LayerCache, pages: Pages, needs: str) -> CommonAttentionMetadata:
         """The step of a layer that reads pages; `needs` is what the builder needs of the lengths on the host."""
         device = pages.keys.device
-        table = self._table(part.group, pages.block_size)
+        table = self._table(part.group, pages.block_size) // part.step
         lengths = Lengths.of(self.key_lens, device)
         given = self.arguments["block_table"]
         if given is None:
-            slots = self.arguments["write_index"][part.group][: self.tokens]
+            places = self.arguments["write_index"][part.group][: self.tokens]
+            size = pages.block_size
+            slots = places if part.step == 1 else places // (size * part.step) * size + places % size
         else:
             last = (lengths.tensor - 1).long()
             block = table.long().gather(1, (last // pages.block_size)[:, None])[:, 0]
