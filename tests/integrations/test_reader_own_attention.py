@@ -193,7 +193,9 @@ def test_a_decoder_that_runs_its_last_token_alone_is_refused(small):
         "tgt_vocab_size": 64,
     }
 
-    with pytest.raises(ModelConfigError, match="one query and one key, which show no mask"):
+    # transformers 5.23 gives this layer all tokens and no mask, and earlier versions the last token alone.
+    reasons = "one query and one key, which show no mask|Attention is not causal in the decoder"
+    with pytest.raises(ModelConfigError, match=reasons):
         read_config(small("FSMT", langs=["en", "de"], **sizes, **heads))
 
 

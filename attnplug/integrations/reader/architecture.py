@@ -55,12 +55,17 @@ def with_known_types(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str
 
 def _family_of(class_name: str) -> str | None:
     """The model type of transformers' class of that name."""
-    for name, table in vars(modeling_auto).items():
-        if name.endswith("MAPPING_NAMES") and isinstance(table, Mapping):
-            for family, classes in table.items():
-                if class_name in ((classes,) if isinstance(classes, str) else classes):
-                    return str(family)
-    return None
+    tables = (table for name, table in vars(modeling_auto).items() if name.endswith("MAPPING_NAMES"))
+    found = [
+        str(family)
+        for table in tables
+        if isinstance(table, Mapping)
+        for family, classes in table.items()
+        if class_name in ((classes,) if isinstance(classes, str) else classes)
+    ]
+    # Other families use the class too, with sizes of their own: InternLM3 has that of Llama.
+    own = [family for family in found if _plain(class_name).startswith(_plain(family))]
+    return max(own, key=len) if own else next(iter(found), None)
 
 
 # Parts of a model. DeepSeek-V3 has about 1,300, since transformers keeps the experts of a layer in one module.
