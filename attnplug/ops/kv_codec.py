@@ -131,9 +131,9 @@ def write_pages(
 def encoded(codec: KVCodec, rows: torch.Tensor, scale: float) -> Iterator[torch.Tensor]:
     """The planes of rows, as bytes `[..., width]`."""
     for plane in codec.encode(rows.float(), scale):
-        # One dimension first: a last dimension of one element may have any stride, which no view of bytes allows.
-        items = plane.reshape(-1).contiguous().view(torch.uint8)
-        yield items.view(*plane.shape[:-1], plane.shape[-1] * plane.element_size())
+        # A copy, because a dimension of one element may have any stride, which no view of bytes allows.
+        items = torch.empty(plane.shape, dtype=plane.dtype, device=plane.device).copy_(plane)
+        yield items.view(torch.uint8)
 
 
 @torch.no_grad()

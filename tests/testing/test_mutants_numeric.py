@@ -83,7 +83,6 @@ def test_a_limit_beyond_small_sizes_is_caught_in_words(mutant: Mutant) -> None:
     assert mutant.says in str(problem)
 
 
-@pytest.mark.parametrize("mutant", mutants_of("inputs"), ids=named)
 @pytest.mark.parametrize("mutant", mutants_of("inputs", "values"), ids=named)
 def test_an_input_that_is_not_ordinary_shows_what_others_hide(mutant: Mutant) -> None:
     assert list(failures_of_torch(mutant, mutant.passes)) == []

@@ -13,7 +13,7 @@ from attnplug.backends.torch_native.decode import SHORT_QUERY, attend_pages, att
 from attnplug.backends.torch_native.dense import Scoring, attend_request, attend_shared, shared_prefix_len
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.backends.torch_native.selected import attend_selected
-from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys, decoded_blocks
+from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.core.kv_format import kv_format
@@ -81,7 +81,9 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         """Attend into `output`, of the layer's dtype or float32."""
         check_spans_given(attn_metadata.spans is not None, self.spec)
         reach = Reach.of(self.spec, attn_metadata.causal)
-        source = self._source(layer, key, value, kv_cache, attn_metadata)
+        source = self._source(key, value, kv_cache, attn_metadata)
+        if isinstance(source, PagedKeys) and kv_format(self.spec.resolved_kv_cache_dtype).codec is not None:
+            source = source.decoded(self.spec, self._scales(layer, source.k.dtype))
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
         if self.spec.sparse is not None:
             sparse = self.spec.sparse
@@ -181,7 +183,6 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
 
     def _source(
         self,
-        layer: AttentionLayer | None,
         key: torch.Tensor | None,
         value: torch.Tensor | None,
         kv_cache: torch.Tensor | None,
@@ -189,12 +190,8 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     ) -> KeySource:
         check_cache_given(kv_cache, self.spec)
         if kv_cache is not None:
-            pages, table = self._pages_of(kv_cache), metadata.block_table
-            if kv_format(self.spec.resolved_kv_cache_dtype).codec is None:
-                return PagedKeys(pages.k, pages.v, table, metadata.seq_lens)
-            scales = self._scales(layer, pages.k.dtype)
-            decoded = decoded_blocks(pages, table, metadata.seq_lens, self.spec, scales)
-            return PagedKeys(*decoded, metadata.seq_lens)
+            pages = self._pages_of(kv_cache)
+            return PagedKeys(pages.k, pages.v, metadata.block_table, metadata.seq_lens)
         starts = metadata.query_starts if metadata.key_starts is None else metadata.key_starts
         key, value = check_keys(key, value, int(starts[-1]), self.spec)
         source = PackedKeys(key, value, starts, metadata.seq_lens)

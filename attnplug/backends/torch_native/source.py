@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attnplug.backends.impl import Pages
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import LayerSpec
@@ -119,25 +118,24 @@ class PagedKeys:
             tensors.append(rows.gather(index)[0])
         return tensors[0], tensors[1]
 
+    def decoded(self, spec: LayerSpec, scales: tuple[float, float]) -> PagedKeys:
+        """The same keys decoded to float32, of the blocks that the requests have, under other numbers.
 
-def decoded_blocks(
-    pages: Pages, table: torch.Tensor, lengths: _Ints, spec: LayerSpec, scales: tuple[float, float]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V of the blocks that requests of these `lengths` have, decoded to float32, and a table of their places.
-
-    Raises:
-        BatchError: a request has a block that is not in the cache.
-    """
-    counts = -(-torch.from_numpy(lengths).to(table.device) // pages.k.shape[1])
-    held = torch.arange(table.shape[1], device=table.device) < counts[:, None]
-    # Tails of rows and padding requests may hold anything.
-    blocks, places = torch.unique(table[: len(counts)][held].long(), return_inverse=True)
-    compact = torch.zeros_like(table)
-    compact[: len(counts)][held] = places.to(table.dtype)
-    k, v = (
-        read_pages(each, blocks, spec, scale) for each, scale in zip((pages.k, pages.v), scales, strict=True)
-    )
-    return k, v, compact
+        Raises:
+            BatchError: a request has a block that is not in the cache.
+        """
+        table, size = self.block_table, self.k.shape[1]
+        counts = -(-torch.from_numpy(self.end).to(table.device) // size)
+        held = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+        # Tails of rows and padding requests may hold anything.
+        blocks, places = torch.unique(table[: len(counts)][held].long(), return_inverse=True)
+        compact = torch.zeros_like(table)
+        compact[: len(counts)][held] = places.to(table.dtype)
+        k, v = (
+            read_pages(pages, blocks, spec, scale)
+            for pages, scale in zip((self.k, self.v), scales, strict=True)
+        )
+        return PagedKeys(k, v, compact, self.end, self.start)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
