@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import io
 import os
+import re
 import runpy
 import sys
 import tomllib
@@ -18,6 +19,8 @@ from fences import ROOT, Fence, commands, fences
 from workplace import Workplace
 
 FLAGS = doctest.ELLIPSIS | doctest.REPORT_NDIFF
+# `tune` adds such a line wherever the machine was busy with something else.
+NOISE = re.compile(r"^.*: noisy: .*\n", re.MULTILINE)
 
 
 def run_page(page: str, folder: Path) -> None:
@@ -62,6 +65,7 @@ def run_commands(fence: Fence, workplace: Workplace) -> None:
         if command.shown:
             checker = doctest.OutputChecker()
             example = doctest.Example(command.text, command.shown)
+            printed = NOISE.sub("", printed)
             same = checker.check_output(command.shown, printed, FLAGS)
             assert same, f"{place}\n{checker.output_difference(example, printed, FLAGS)}"
 
