@@ -15,6 +15,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_format import kv_format
 from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import round_to_float, rounding_of, storage_dtype
 
 COMPUTED = (
@@ -152,6 +153,7 @@ def request_oracle(
     causal: bool | None = None,
     spans: Spans | None = None,
     selection: Selection | None = None,
+    rows: torch.Tensor | None = None,
 ) -> OracleResult:
     """The result of one request of `seq_len` tokens.
 
@@ -167,6 +169,7 @@ def request_oracle(
         causal: True if the batch narrows the spec.
         spans: the multimodal spans, for layers with mm_prefix.
         selection: of the n queries, for sparse layers.
+        rows: int64, the queries to compute, in this order; default all n.
 
     Raises:
         SpecError: the layer needs a feature that is not in COMPUTED.
@@ -190,6 +193,9 @@ def request_oracle(
         for tensor in (key, value)
     )
     query_positions = torch.arange(q.shape[1]) + seq_len - q.shape[1]
+    if rows is not None:
+        q, query, query_positions = q[:, rows], query[rows.to(query.device)], query_positions[rows]
+        selection = None if selection is None else selection[rows.to(selection.counts.device)]
     key_positions = torch.arange(k.shape[1]) + seq_len - k.shape[1]
 
     logits = q @ k.transpose(1, 2) * spec.scale
@@ -236,10 +242,12 @@ def attention_oracle(
     causal: bool | None = None,
     spans: Sequence[Spans] | None = None,
     selection: Selection | None = None,
+    rows: torch.Tensor | None = None,
 ) -> OracleResult:
     """The results of a batch, one request after another; the arguments are those of `request_oracle`.
 
-    The rows of `selection` are those of all requests together.
+    The rows of `selection` are those of all requests together, as are `rows`, int64 and sorted: the results of other
+    queries are zeros.
 
     Raises:
         BatchError: the sequences have different lengths, or a layer with mm_prefix gets no spans.
@@ -249,34 +257,40 @@ def attention_oracle(
     if len(set(counts)) != 1:
         raise BatchError("requests", counts, "queries, keys, values, seq_lens and spans must be as many")
     of_each = [None] * len(seq_lens) if spans is None else spans
-    parts, start = [], 0
-    for query, key, value, seq_len, own in zip(queries, keys, values, seq_lens, of_each, strict=True):
-        rows = slice(start, start := start + query.shape[0])
-        parts.append(
-            request_oracle(
-                spec,
-                query,
-                key,
-                value,
-                seq_len,
-                tensors=tensors,
-                use_sinks=use_sinks,
-                causal=causal,
-                spans=own,
-                selection=None if selection is None else selection[rows],
-            )
-        )
-    nothing = torch.empty(0, spec.num_heads, spec.output_size, dtype=torch.float64)
-    return OracleResult(
-        torch.cat([nothing, *(part.output for part in parts)]),
-        torch.cat([nothing[:, :, 0], *(part.lse for part in parts)]),
-        torch.cat([nothing[:, :, 0], *(part.logit_size for part in parts)]),
+    total = sum(query.shape[0] for query in queries)
+    output = torch.zeros(total, spec.num_heads, spec.output_size, dtype=torch.float64)
+    found, start = (
+        OracleResult(output, torch.zeros_like(output[:, :, 0]), torch.zeros_like(output[:, :, 0])),
+        0,
     )
+    for query, key, value, seq_len, own in zip(queries, keys, values, seq_lens, of_each, strict=True):
+        span = slice(start, start := start + query.shape[0])
+        computed = None if rows is None else rows[(rows >= span.start) & (rows < span.stop)] - span.start
+        part = request_oracle(
+            spec,
+            query,
+            key,
+            value,
+            seq_len,
+            tensors=tensors,
+            use_sinks=use_sinks,
+            causal=causal,
+            spans=own,
+            selection=None if selection is None else selection[span],
+            rows=computed,
+        )
+        for field in dataclasses.fields(part):
+            into = getattr(found, field.name)[span]
+            into[slice(None) if computed is None else computed] = getattr(part, field.name)
+    return found
 
 
 def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
     """The values that a KV cache of `spec` returns for `tensor`: rounded, or quantised with `scale`; float64."""
     dtype, row = storage_dtype(spec), kv_format(spec.resolved_kv_cache_dtype)
+    codec = codec_of(spec)
+    if codec is not None:
+        return codec.decode(codec.encode(tensor.float(), scale), scale).double()
     rounding = rounding_of(row) or round_to_float
     if not row.layer_scales:
         return rounding(tensor.clone(), dtype).double()

@@ -16,6 +16,7 @@ from attnplug.backends.torch_native.selected import attend_selected
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
+from attnplug.core.kv_format import kv_format
 from attnplug.ops.checks import check_cache_given, check_keys, check_queries, check_spans_given
 from attnplug.ops.merging import merge
 from attnplug.ops.reach import Reach
@@ -81,6 +82,8 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         check_spans_given(attn_metadata.spans is not None, self.spec)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._source(key, value, kv_cache, attn_metadata)
+        if isinstance(source, PagedKeys) and kv_format(self.spec.resolved_kv_cache_dtype).codec is not None:
+            source = source.decoded(self.spec, self._scales(layer, source.k.dtype))
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
         if self.spec.sparse is not None:
             sparse = self.spec.sparse
