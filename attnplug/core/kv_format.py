@@ -19,6 +19,8 @@ from attnplug.core.errors import SpecError
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
 
+__all__ = ["KVFormat", "Plane", "kv_format"]
+
 CODEC: Final = "codec"
 """In `supported_kv_cache_dtypes`: every registered format that has a codec, which the backend reads by it."""
 _ROUNDS_FLOATS: Final = "attnplug.ops.storage:round_to_float"
