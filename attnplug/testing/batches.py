@@ -210,6 +210,8 @@ def paged_batch(
     table, num_blocks = block_table(seq_lens, size, generator, skip_blocks)
     cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
+    held_keys = [stored_values(tokens, spec, k_scale) for tokens in keys]
+    held_values = [stored_values(tokens, spec, v_scale) for tokens in values]
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
 
     slots = []
@@ -220,8 +222,11 @@ def paged_batch(
         missing = torch.full((max(new - seq_len, 0),), PAD_SLOT_ID)
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
-        for pages, tokens, scale in ((k_pages, keys[row], k_scale), (v_pages, values[row], v_scale)):
-            put(pages, blocks[old], positions[old] % size, tokens[old], spec, scale)
+        for pages, tokens, held, scale in (
+            (k_pages, keys[row], held_keys[row], k_scale),
+            (v_pages, values[row], held_values[row], v_scale),
+        ):
+            put(pages, blocks[old], positions[old] % size, tokens[old], held[old], spec, scale)
         if drop_window and spec.causal and spec.window[0] >= 0:
             # Only pages that no new query can see, in its window or span, are dropped.
             begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]
@@ -252,8 +257,8 @@ def paged_batch(
         value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec, device),
         kv_cache=between(cache.to(device), block),
         queries=queries,
-        keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
-        values=[stored_values(tokens, spec, v_scale) for tokens in values],
+        keys=held_keys,
+        values=held_values,
         seq_lens=list(seq_lens),
         tensors=layer_tensors(
             spec, seed=seed, k_scale=k_scale, v_scale=v_scale, numbers=numbers, device=device

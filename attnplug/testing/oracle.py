@@ -93,11 +93,15 @@ def chosen_keys(spec: LayerSpec, selection: Selection, key_positions: torch.Tens
     sparse = spec.sparse
     if sparse is None:
         raise SpecError("sparse", None, "is required: a layer without it attends no selection")
-    positions, rows = selection.positions.tolist(), []
-    for row, count in enumerate(selection.counts.tolist()):
-        blocks = torch.tensor(positions[row][:count], dtype=torch.int64)
-        rows.append(torch.isin(key_positions // sparse.block, blocks))
-    return torch.stack(rows) if rows else torch.empty(0, key_positions.shape[0], dtype=torch.bool)
+    blocks = key_positions // sparse.block
+    positions, counts = selection.positions.cpu().long(), selection.counts.cpu()
+    # The last column is that of positions which are not counted, or of no key.
+    last = max(blocks.tolist(), default=-1) + 1
+    is_counted = torch.arange(positions.shape[1]) < counts[:, None]
+    chosen = torch.zeros(counts.shape[0], last + 1, dtype=torch.bool)
+    chosen.scatter_(1, positions.where(is_counted & (positions >= 0) & (positions < last), last), True)
+    chosen[:, last] = False
+    return chosen[:, blocks]
 
 
 def latent_weights(spec: LayerSpec, tensors: LayerTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,17 +132,23 @@ def expanded_latents(
     return keys, torch.einsum("sl,hlv->shv", rows[:, :rank], up_value)
 
 
+def _largest_sizes(queries: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """The largest product `[H, n]` of the norms of a query `[H, n]` and of a key `[Hkv, m]` that it sees."""
+    # A column of zeros is the size for queries without keys.
+    most = torch.nn.functional.pad(keys[:, None, :].where(seen, 0.0), (0, 1)).amax(2)
+    return queries * most.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)
+
+
 def _absorbed_sizes(
-    spec: LayerSpec, query: torch.Tensor, latent: torch.Tensor, tensors: LayerTensors
+    spec: LayerSpec, query: torch.Tensor, latent: torch.Tensor, seen: torch.Tensor, tensors: LayerTensors
 ) -> torch.Tensor:
-    """The sizes `[H, n, m]` of the logits of absorbed queries, which are sums of other terms than the expanded ones."""
+    """As `_largest_sizes`, of absorbed queries, whose logits are sums of other terms than the expanded ones."""
     up_key, _ = latent_weights(spec, tensors)
     nope = up_key.shape[1]
     wide = query.detach().cpu().double()
     absorbed = torch.einsum("thp,hpl->thl", wide[..., :nope], up_key).square().sum(2)
     norms: torch.Tensor = (absorbed + wide[..., nope:].square().sum(2)).sqrt()
-    sizes: torch.Tensor = norms.T[:, :, None] * latent[:, 0].detach().cpu().double().norm(dim=1) * spec.scale
-    return sizes
+    return _largest_sizes(norms.T, latent.detach().cpu().double().norm(dim=2).T, seen)
 
 
 def request_oracle(
@@ -182,23 +192,17 @@ def request_oracle(
         raise SpecError(asked, getattr(spec, asked), limit)
     tensors = tensors or LayerTensors()
     tensors.check(spec)
-    groups = spec.num_heads // spec.num_kv_heads
     latent = key
     if spec.mla is not None:
-        (key, value), groups = expanded_latents(spec, key, tensors), 1
-    q = query.detach().cpu().double().transpose(0, 1)
-    k, v = (
-        # Consecutive query heads share a KV head; interleaved groups are a known mistake.
-        tensor.detach().cpu().double().repeat_interleave(groups, dim=1).transpose(0, 1)
-        for tensor in (key, value)
-    )
+        key, value = expanded_latents(spec, key, tensors)
+    q, k, v = (each.detach().cpu().double().transpose(0, 1) for each in (query, key, value))
     query_positions = torch.arange(q.shape[1]) + seq_len - q.shape[1]
     if rows is not None:
         q, query, query_positions = q[:, rows], query[rows.to(query.device)], query_positions[rows]
         selection = None if selection is None else selection[rows.to(selection.counts.device)]
     key_positions = torch.arange(k.shape[1]) + seq_len - k.shape[1]
 
-    logits = q @ k.transpose(1, 2) * spec.scale
+    logits = _of_groups(q, k.transpose(1, 2)) * spec.scale
     if spec.logits_soft_cap is not None:
         # The cap comes after the scale and before ALiBi and the mask.
         logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
@@ -212,11 +216,10 @@ def request_oracle(
             raise BatchError("selection", found, f"must have a row for each of {q.shape[1]} queries")
         seen &= chosen_keys(spec, selection, key_positions)
     logits = logits.masked_fill(~seen, -math.inf)
-    sizes = q.norm(dim=2)[:, :, None] * k.norm(dim=2)[:, None, :] * spec.scale
+    logit_size = _largest_sizes(q.norm(dim=2), k.norm(dim=2), seen)
     if spec.mla is not None:
-        sizes = sizes.maximum(_absorbed_sizes(spec, query, latent, tensors))
-    # A column of zeros is the size for queries without keys.
-    logit_size = torch.nn.functional.pad(sizes.masked_fill(~seen, 0.0), (0, 1)).amax(2)
+        logit_size = logit_size.maximum(_absorbed_sizes(spec, query, latent, seen, tensors))
+    logit_size = logit_size * spec.scale
     terms = logits
     # A sink enters the denominator only: it has a logit and no value.
     if tensors.sinks is not None and use_sinks:
@@ -227,7 +230,15 @@ def request_oracle(
     lse = torch.logsumexp(terms, dim=2)
     # A query without keys has an LSE of -inf; 0 in its place gives weights of 0 instead of NaN.
     weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
-    return OracleResult((weights @ v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1))
+    return OracleResult(_of_groups(weights, v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1))
+
+
+def _of_groups(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Rows `[H, n, ...]` times the matrices `[Hkv, ...]`, of which consecutive heads share one."""
+    # Interleaved groups are a known mistake.
+    heads, count, size = rows.shape
+    grouped = rows.reshape(shared.shape[0], heads // shared.shape[0] * count, size)
+    return (grouped @ shared).reshape(heads, count, shared.shape[2])
 
 
 def attention_oracle(

@@ -14,7 +14,7 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.kv_codec import codec_of, encoded, page_planes, typed
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.testing.oracle import Spans, stored_values
+from attnplug.testing.oracle import Spans
 from attnplug.testing.views import trap
 
 
@@ -65,17 +65,18 @@ def put(
     blocks: torch.Tensor,
     offsets: torch.Tensor,
     tokens: torch.Tensor,
+    stored: torch.Tensor,
     spec: LayerSpec,
     scale: float,
 ) -> None:
-    """Write tokens `[n, Hkv, D]` to rows of the pages, rounded, quantised or encoded."""
+    """Write tokens `[n, Hkv, D]`, whose `stored_values` are given, to rows of the pages."""
     codec = codec_of(spec)
     if codec is not None:
         planes = page_planes(pages, kv_format(spec.resolved_kv_cache_dtype), spec.head_size)
         for plane, items in zip(planes, encoded(codec, tokens, scale), strict=True):
             plane[blocks, offsets] = items
         return
-    stored = stored_values(tokens, spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
+    stored = stored / (scale if spec.has_quantized_kv_cache else 1.0)
     # A value times its scale and divided by it may be just below an integer in float64, but not in float32.
     tokens = stored.float().to(pages.dtype)
     # The assignment copies the bytes of fp8 values, which are already rounded.

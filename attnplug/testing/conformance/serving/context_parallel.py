@@ -155,7 +155,9 @@ def _on_rank(
         at = table[row].long()[places // size]
         old = positions < count - written
         for each, tokens_of in zip(pages, (whole.keys[row], whole.values[row]), strict=True):
-            put(each, at[old], places[old] % size, tokens_of[positions[old]], spec, 1.0)
+            # The whole batch's keys and values are those that its pages give back.
+            kept = tokens_of[positions[old]]
+            put(each, at[old], places[old] % size, kept, kept, spec, 1.0)
         first = int(whole.common.query_start_loc_cpu[row])
         slots[first + positions[~old] - (count - written)] = (at * size + places % size)[~old]
     common = dataclasses.replace(
