@@ -41,7 +41,7 @@ def test_a_shipped_format_passes_all_its_proofs(name: str) -> None:
 
 def test_the_kit_lists_the_proofs_of_each_format_that_a_backend_reads() -> None:
     ids = [check.id for check in proofs.checks(Target(TorchBackend, Device("cpu")))]
-    assert ids[:2] == ["format/nvfp4/planes", "format/nvfp4/errors"]
+    assert ids[:2] == ["format/nvfp4-planes", "format/nvfp4-errors"]
     assert len(ids) == len(proofs._PROOFS) * sum(row.codec is not None for row in kv_formats())
 
 

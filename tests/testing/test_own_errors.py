@@ -103,7 +103,7 @@ def test_a_builder_that_refuses_an_order_is_asked_for_its_own() -> None:
         ("ALWAYS_CROSS", sparse_selections.checks, ("selection/all-token_topk", "selection/all-block")),
         ("ALWAYS_MM_PREFIX", sparse_selections.checks, ("selection/all-token_topk",)),
         ("LATENT_SPARSE", cache_writes.checks, ("cache/sharing-writes-none",)),
-        ("LATENT_SPARSE", process_state.checks, ("state/settings-kept-decode",)),
+        ("LATENT_SPARSE", process_state.kept_checks, ("state/settings-kept-decode",)),
     ],
 )  # fmt: skip
 def test_a_right_narrow_backend_passes_and_is_tried(name: str, group: Any, ids: tuple[str, ...]) -> None:

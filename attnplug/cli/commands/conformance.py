@@ -209,7 +209,7 @@ def _chosen(
     if kv_format is not None:
         if only:
             raise PolicyError("--only", only[0], "is left out with --format, which chooses the checks")
-        return backend or "TORCH", [f"format/{kv_format}/*", f"*-{kv_format}*"]
+        return backend or "TORCH", [f"format/{kv_format}-*", f"*-{kv_format}*"]
     if backend is None:
         raise typer.BadParameter("name a backend, or a KV format with --format", param_hint="NAME")
     return backend, only

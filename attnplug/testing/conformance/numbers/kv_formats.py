@@ -28,7 +28,7 @@ def checks(target: Target) -> Iterator[Check]:
         row = kv_format(name)
         if row.codec is not None:
             for each, (prove, summary) in _PROOFS.items():
-                yield Check.of(f"format/{row.name}/{each}", summary, _run, prove, row)
+                yield Check.of(f"format/{row.name}-{each}", summary, _run, prove, row)
 
 
 def _run(prove: Callable[[KVFormat, KVCodec, int], None], row: KVFormat) -> None:
