@@ -230,7 +230,9 @@ def request_oracle(
     lse = torch.logsumexp(terms, dim=2)
     # A query without keys has an LSE of -inf; 0 in its place gives weights of 0 instead of NaN.
     weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
-    return OracleResult(_of_groups(weights, v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1))
+    return OracleResult(
+        _of_groups(weights, v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1)
+    )
 
 
 def _of_groups(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:

@@ -383,6 +383,8 @@ class Target:
 
 def _with_tensors_of_layer(batch: Batch) -> Batch:
     """The batch with the sinks and slopes that its layer has in batches of every seed."""
+    if not (batch.spec.has_sinks or batch.spec.has_alibi):
+        return batch
     own = layer_tensors(batch.spec, numbers=batch.numbers, device=str(batch.query.device))
     tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=own.alibi_slopes)
     return dataclasses.replace(batch, tensors=tensors)
