@@ -30,9 +30,11 @@ class KVCodec(Protocol):
 
     def encode(self, rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
         """The planes `[..., items]` of float32 `rows [..., head_size]`, each in the dtype of its Plane."""
+        ...
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
         """The float32 rows `[..., head_size]` of planes."""
+        ...
 
 
 def codec_of(spec: LayerSpec) -> KVCodec | None:

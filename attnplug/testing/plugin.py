@@ -79,7 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     try:
         config.stash[SUITE] = _load(config, name)
-        config.stash[SHRINK] = config.getoption("--attn-shrink")
+        config.stash[SHRINK] = config.option.attn_shrink
         config.stash[RERUN] = _rerun(config)
     except AttnplugError as problem:
         raise pytest.UsageError(str(problem)) from None

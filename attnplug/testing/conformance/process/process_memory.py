@@ -248,6 +248,7 @@ def _expect_bounded(works: dict[str, _Work], what: str, most: int, first: int = 
 def _kept(work: _Work, most: int, older: list[Any], count: int) -> dict[str, int]:
     """What each call keeps in each of ever longer rounds, until `most` calls; empty once a round keeps nothing."""
     # Time of this process, because other processes must not change what is tried.
+    begin = time.process_time()
     for number in range(max(_WARM, count // 4)):  # first calls import, compile and allocate
         begin = time.process_time()
         work()
