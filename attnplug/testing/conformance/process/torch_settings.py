@@ -254,8 +254,8 @@ def _registered(kernels: int, operators: int) -> dict[str, str]:
         if space in _OF_TORCH and name not in _BY_TORCH:
             operator, _, key = rest.partition("/")
             lines = torch._C._dispatch_dump(f"{space}::{operator}").splitlines()
-            # The dump marks keys that stand for several others.
-            starts = f"{key}: ", f"{key}[alias]: "
+            # The dump marks keys that stand for several others; a name without a key is the operator's own.
+            starts = (f"{key}: ", f"{key}[alias]: ") if key else "debug: "
             place = next((line for line in lines if line.startswith(starts)), "").partition(" at ")[2]
             # Parts of torch that are imported later register kernels too.
             if not place.startswith(_TORCH):
