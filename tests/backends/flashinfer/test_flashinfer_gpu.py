@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import types
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
     # What the library warns of when it compiles is none of attnplug's warnings.
     pytest.mark.filterwarnings("default", "error:::attnplug"),
 ]

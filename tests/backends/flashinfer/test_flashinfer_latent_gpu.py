@@ -9,6 +9,7 @@ called directly, and `get_priority` of FlashInferMLABackend gets the measured ra
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import types
 from typing import Any
 
@@ -26,6 +27,7 @@ from attnplug.testing.conformance.mistakes.expectations import difference
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="flashinfer is not installed"),
     # What the library warns of when it compiles is none of attnplug's warnings.
     pytest.mark.filterwarnings("default", "error:::attnplug"),
 ]
