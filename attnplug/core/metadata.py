@@ -328,8 +328,11 @@ class AttentionMetadataBuilder(NotCopied, ABC, Generic[_M]):
 
     @functools.cached_property
     def reads_pages(self) -> bool:
-        """Whether the layers have their keys in pages, as far as `config.layers` says; others get them with the call."""
-        return not any(spec.direct_kv for spec in self._specs)
+        """Whether the layers have their keys in pages, as far as `config.layers` says.
+
+        Others get them with the call, as do those of an encoder, which may have no cache.
+        """
+        return not any(spec.direct_kv or spec.is_encoder for spec in self._specs)
 
     @functools.cached_property
     def _specs(self) -> frozenset[LayerSpec]:

@@ -299,14 +299,20 @@ def check_step_sizes(common: CommonAttentionMetadata) -> None:
 
 def check_table_width(common: CommonAttentionMetadata, block_size: int) -> None:
     """BatchError if the host knows that a request has more tokens than the pages of its row in the table."""
-    room = common.block_table_tensor.shape[1] * block_size
+    pages = common.block_table_tensor.shape[1]
     # The bound of the step is enough for most.
-    if common.max_seq_len <= room or common.seq_lens_host is None or not common.seq_lens_host_exact:
-        return
-    longest = int(common.seq_lens_host[: common.num_reqs].max(initial=0))
-    if longest > room:
-        pages = common.block_table_tensor.shape[1]
-        limit = f"is past the {room} tokens of {pages} pages per request"
+    if (
+        common.max_seq_len > pages * block_size
+        and common.seq_lens_host is not None
+        and common.seq_lens_host_exact
+    ):
+        check_room(int(common.seq_lens_host[: common.num_reqs].max(initial=0)), pages, block_size)
+
+
+def check_room(longest: int, pages: int, block_size: int) -> None:
+    """BatchError unless `pages` of a table have the tokens of the longest request."""
+    if longest > pages * block_size:
+        limit = f"is past the {pages * block_size} tokens of {pages} pages per request"
         raise BatchError("seq_lens", longest, limit, "widen block_table_tensor")
 
 

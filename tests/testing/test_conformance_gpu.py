@@ -107,8 +107,8 @@ IN_A_CHILD = """
 from catching import failures, variant
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionCGSupport
-from attnplug.testing.conformance import graphs
 from attnplug.testing.conformance.check import Level
+from attnplug.testing.conformance.serving import gpu
 
 builder = type("Declares", (TorchBackend.get_builder_cls(),), {"cudagraph_support": AttentionCGSupport.ALWAYS})
 found = failures(variant("TORCH_GRAPHS", builder=builder), gpu.graph_checks, Level.SMOKE, "current")

@@ -323,7 +323,7 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
 # and `waves` programs fit at once. Keys are bytes of a head in the tables, then rows of a tile.
 _LAUNCHES = {
     128: {
-        16: ShareLaunch(16, 64, 4, 3, 4, 4, 3, 128),
+        16: ShareLaunch(16, 64, 4, 3, 3, 4, 3, 168),
         32: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
         64: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
         128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),

@@ -13,13 +13,16 @@ from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.flashinfer.options import Options
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.testing import assert_close, paged_batch, parametrize_with_checks, tolerance
 
 if TYPE_CHECKING:
     from attnplug.backends.flashinfer.step import Part
 
+LACKING = missing_requirements(FlashInferBackend.requires)
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(bool(LACKING), reason=", ".join(map(str, LACKING))),
     # What the library warns of when it compiles is none of attnplug's warnings.
     pytest.mark.filterwarnings("default", "error:::attnplug"),
 ]

@@ -19,13 +19,16 @@ from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import BuilderConfig, LayerSpec, MLADims
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.testing import paged_batch, parametrize_with_checks, run_batch
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
+LACKING = missing_requirements(FlashInferBackend.requires)
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.skipif(bool(LACKING), reason=", ".join(map(str, LACKING))),
     # What the library warns of when it compiles is none of attnplug's warnings.
     pytest.mark.filterwarnings("default", "error:::attnplug"),
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,8 @@ from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
 from attnplug.core import LayerSpec
-from attnplug.testing import paged_batch, run_batch
+from attnplug.core.errors import BatchError
+from attnplug.testing import direct_batch, paged_batch, run_batch
 from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
@@ -86,3 +88,18 @@ def test_programs_of_short_prompts_are_smaller():
 def test_extends_are_not_divided_where_most_multiprocessors_have_a_tile(heads, tokens, reqs, fills):
     layer = SimpleNamespace(_group=heads[0] // heads[1], kv_heads=heads[1], _gpu=H200)
     assert bindings.BoundLayer.fills_gpu(layer, tokens, reqs) is fills
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder_only"])
+def test_an_encoders_layer_needs_room_in_the_table_only_where_it_has_pages(kind):
+    spec = SPEC.replace(attn_type=kind)
+    batch = direct_batch(spec, [3, 30], [3, 30], device=DEVICE)
+    assert batch.common.block_table_tensor.shape[1] == 1
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    paged = paged_batch(spec, [3, 30], [3, 30], device=DEVICE)
+    assert difference(paged, Output(*run_batch(TritonBackend, paged))) is None
+    narrow = dataclasses.replace(paged.common, block_table_tensor=paged.common.block_table_tensor[:, :1])
+    with pytest.raises(
+        BatchError, match=r"seq_lens=30 is past the 16 tokens of 1 pages.*widen block_table_tensor"
+    ):
+        run_batch(TritonBackend, dataclasses.replace(paged, common=narrow))

@@ -157,9 +157,12 @@ def _share_size(own, others, blocks, longest, programs, least):
     slack = tl.maximum(size // 32, SLACK)
     whole = tl.maximum(tl.cdiv(blocks, programs), 1) * longest
     part = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
-    part = tl.where(
-        part < longest, tl.cdiv(longest, tl.maximum(longest // part, 1)), tl.cdiv(part, longest) * longest
-    )
+    # One part more makes all of them shorter, where there are programs for it.
+    parts = tl.cdiv(longest, part)
+    cut = tl.cdiv(longest, parts)
+    fewer = tl.cdiv(longest, tl.maximum(longest // part, 1))
+    cut = tl.where(blocks * parts * cut + others <= cut * programs, cut, fewer)
+    part = tl.where(part < longest, cut, tl.cdiv(part, longest) * longest)
     part = tl.where((others == 0) & (whole - size <= slack), whole, part)
     stream = tl.where(part < longest, tl.cdiv(longest, part) * part, longest)
     stream = tl.where(blocks * stream + others <= part * programs, stream, longest)
