@@ -21,14 +21,18 @@ def between(tensor: torch.Tensor, margin: int | None = None) -> torch.Tensor:
     # Rows may be apart, with others' memory between them.
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
     length = 2 * margin + (span if tensor.numel() else 0)
-    memory = trap(tensor.dtype).to(tensor.device).expand(length).clone()
+    # Filled on its device: a copy from the host would make the host wait.
+    memory = tensor.new_full((length,), _worst(tensor.dtype))
     return memory.as_strided(shape, strides, margin).copy_(tensor)
 
 
 def trap(dtype: torch.dtype) -> torch.Tensor:
     """The number of memory that nobody may read: NaN, of integers the largest."""
-    worst = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.tensor(worst).to(dtype)
+    return torch.tensor(_worst(dtype)).to(dtype)
+
+
+def _worst(dtype: torch.dtype) -> float:
+    return torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 def shard(tensor: torch.Tensor) -> torch.Tensor:
