@@ -15,7 +15,7 @@ from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
-from attnplug.ops.checks import check_keys, check_kv_write, kv_scales, pages_of
+from attnplug.ops.checks import check_keys, check_kv_write, check_room, kv_scales, pages_of
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 
@@ -134,6 +134,13 @@ class BuiltinImpl(AttentionImpl[_M]):
                 limit = "must end in 1: kernels read adjacent elements of a head"
                 raise LayoutError("kv_cache.stride()", kv_cache.stride(), limit, "make the cache contiguous")
             self._last_pages = pages
+        return pages
+
+    def _pages_with_room(self, kv_cache: torch.Tensor, table: torch.Tensor, longest: int) -> Pages:
+        """`_pages_of`; BatchError if an encoder's table is too narrow: its builder does not know of its cache."""
+        pages = self._pages_of(kv_cache)
+        if self.spec.is_encoder:
+            check_room(longest, table.shape[1], pages.k.shape[1])
         return pages
 
     def _forget_pages(self, _: object) -> None:

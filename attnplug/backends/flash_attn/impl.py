@@ -112,7 +112,12 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
         if kv_cache is not None:
             own = self._attends_own_keys and meta.all_new and not meta.chunk
             if key is None or value is None or not own:
-                pages = self._pages_of(kv_cache)
+                requests = meta.all_requests
+                pages = (
+                    self._pages_of(kv_cache)
+                    if requests is None
+                    else self._pages_with_room(kv_cache, requests.block_table, requests.max_query_len)
+                )
                 return pages.k, pages.v, True
             rows = meta.num_actual_tokens
         else:

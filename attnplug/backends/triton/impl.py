@@ -20,7 +20,6 @@ from attnplug.ops.checks import (
     check_cache_given,
     check_keys,
     check_queries,
-    check_room,
     check_spans_given,
     refuse_output_scales,
 )
@@ -99,7 +98,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                     batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
                     _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
                 return output
-            pages = self._pages_for(kv_cache, meta)
+            longest = max(meta.max_query_len, meta.max_decode_len)
+            pages = self._pages_with_room(kv_cache, meta.block_table, longest)
             if meta.max_decode_len:
                 if self.by_shares:
                     tokens, table = meta.num_decode_tokens, meta.block_table
@@ -123,15 +123,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     def by_shares(self) -> bool:
         """Whether all programs take equal shares of a step's keys, instead of items of single requests."""
         return (self.options or Options()).decode_split == "shares"
-
-    def _pages_for(self, kv_cache: torch.Tensor, meta: TritonMetadata) -> Pages:
-        """The layer's pages; BatchError if a table is too narrow, where the builder could not see it."""
-        pages = self._pages_of(kv_cache)
-        # A builder does not know whether an encoder's layer has a cache.
-        if self.spec.is_encoder:
-            longest = max(meta.max_query_len, meta.max_decode_len)
-            check_room(longest, meta.block_table.shape[1], pages.k.shape[1])
-        return pages
 
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import flash_attn_2_fakes
 import flash_attn_cpu_impls
 import flash_attn_fakes
@@ -144,6 +146,22 @@ def test_all_generations_give_the_oracles_numbers(backend, asked):
 @pytest.mark.parametrize("backend", BLOCKS)
 def test_with_chunks_a_query_of_a_request_of_length_0_sees_nothing(backend):
     check(backend, LayerSpec(**SIZES, chunk_size=512, needs_lse=True), ([1, 1, 20], [600, 0, 530]))
+
+
+@pytest.mark.parametrize("backend", BLOCKS)
+def test_an_encoders_layer_needs_room_in_the_table_only_where_it_reads_pages(backend):
+    spec, size = LayerSpec(**SIZES, attn_type="encoder"), BLOCKS[backend]
+    lens = [3, size + 9]
+    batch = direct_batch(spec, lens, lens)
+    output, _ = run_batch(backend, batch)
+    assert_close(output, batch.oracle().output, tolerance(spec).output)
+    paged = paged_batch(spec, lens, lens, block_size=size, backend=backend)
+    narrow = dataclasses.replace(paged.common, block_table_tensor=paged.common.block_table_tensor[:, :1])
+    # Without the call's keys, all are read from pages.
+    unwritten = dataclasses.replace(paged, common=narrow, key=None, value=None)
+    limit = f"seq_lens={size + 9} is past the {size} tokens of 1 pages"
+    with pytest.raises(BatchError, match=limit):
+        run_batch(backend, unwritten)
 
 
 def test_sinks_enter_once_and_an_empty_row_has_the_sinks_lse():
