@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 import pytest
 from hypothesis import settings
@@ -130,9 +131,21 @@ def run_with_plugins(plugin_environments: PluginEnvironments) -> RunWithPlugins:
     return plugin_environments.run
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none, and note the group of attacks on their reports."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--share K/N` runs one share of the tests that were selected, so that N runs run each of them once."""
+    parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the selected tests")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Mark what was measured as slow, then keep one share, skip `gpu` where there is none, and note groups of attacks."""
+    measured = set(Path(__file__).with_name("slow_tests.txt").read_text().split())
+    for item in items:
+        if item.nodeid.partition("[")[0] in measured:
+            item.add_marker("slow")
+    yield  # pytest selects by markers
+    if share := config.getoption("share"):
+        _keep_share(share, config, items)
     for item in items:
         for marker in item.iter_markers("attack"):
             # Unlike markers, these properties reach the terminal from workers of pytest-xdist.
@@ -141,6 +154,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+def _keep_share(share: str, config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A test's name says in which share it is, so that other tests that come or go do not move it.
+    number, _, shares = share.partition("/")
+    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
+        raise pytest.UsageError(f"--share={share}: K/N is expected, with K from 1 to N")
+    others = [item for item in items if crc32(item.nodeid.encode()) % int(shares) != int(number) - 1]
+    config.hook.pytest_deselected(items=others)
+    left_out = set(others)
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

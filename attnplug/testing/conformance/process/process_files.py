@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Environment variables that torch itself sets when it initialises CUDA or compiles.
+SET_BY_TORCH = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 # The place of the path among the arguments of events that make a file.
 _MAKES = {"open": 0, "os.mkdir": 0, "os.rename": 1, "os.link": 1, "os.symlink": 1}
@@ -42,7 +44,11 @@ class FileWatch:
     def found(self, is_again: bool) -> list[str]:
         """What was done since the last call, each as a phrase with a verb; `is_again`: as in an earlier round."""
         values, self._values = self._values, {}
-        again = [name for name, own in values.items() if len(set(own)) == 1 and own[0] is not None]
+        again = [
+            name
+            for name, own in values.items()
+            if name not in SET_BY_TORCH and len(set(own)) == 1 and own[0] is not None
+        ]
         made, self._made = {path for path in self._made if path.exists()}, set()
         phrases = [f"sets environment variable {name} to the value that it has" for name in again]
         here = {path for path in self._folder.iterdir() if not self._is_named(path)}

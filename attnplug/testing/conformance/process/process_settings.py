@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from attnplug.testing.conformance.process.process_files import SET_BY_TORCH
 from attnplug.testing.conformance.process.torch_settings import (
     TORCH_SETTINGS,
     Functions,
@@ -38,8 +39,6 @@ try:
 except ImportError:  # Windows has none
     resource = None
 
-# Environment variables that torch itself sets when it initialises CUDA or compiles.
-_SET_BY_TORCH = ("CUDA_MODULE_LOADING", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Packages whose loggers belong to the process: a backend may set those of its own package.
 _LOGGING = ("attnplug", "numpy", "py", "torch")
 _HOOKS: tuple[tuple[Any, str], ...] = (
@@ -92,7 +91,7 @@ def _as_it_is(value: Any) -> Any:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _SET_BY_TORCH}
+    return {name: value for name, value in os.environ.items() if name not in SET_BY_TORCH}
 
 
 def _set_environment(values: Mapping[str, str]) -> None:

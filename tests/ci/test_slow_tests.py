@@ -1,0 +1,45 @@
+"""The list of tests that were measured as slow names tests that exist, and a share of the tests is each in one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from slow_tests import LIST, slow_tests
+
+ROOT = Path(__file__).parent.parent.parent
+TESTS_HERE = 4
+
+
+def test_each_line_names_a_test_that_exists() -> None:
+    for line in LIST.read_text().split():
+        path, *_, name = line.split("::")
+        assert re.search(rf"def {name}\(", (ROOT / path).read_text()), line
+
+
+def test_a_test_is_slow_by_its_slowest_case_or_by_its_fixtures() -> None:
+    log = "1.20s call     tests/a.py::test_b[x y]\n0.20s call     tests/a.py::test_c\n2.00s setup    tests/a.py::T::test_d\n"
+    assert slow_tests(log) == ["tests/a.py::T::test_d", "tests/a.py::test_b"]
+
+
+def _collected(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-m", "pytest", "-q", "-n", "0", "--collect-only", "-p", "no:cacheprovider"]
+    return subprocess.run([*program, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_shares_have_each_test_once_and_an_unknown_share_is_refused() -> None:
+    collected = [_collected("--share", f"{share}/2", "tests/ci/test_slow_tests.py") for share in (1, 2)]
+    names = [line for run in collected for line in run.stdout.splitlines() if "::" in line]
+    assert len(names) == len(set(names)) == TESTS_HERE
+    refused = _collected("--share", "3/2", "tests/ci/test_slow_tests.py")
+    assert refused.returncode == TESTS_HERE
+    assert "K/N is expected, with K from 1 to N" in refused.stderr + refused.stdout
+
+
+@pytest.mark.parametrize("line", LIST.read_text().split()[:1])
+def test_a_test_of_the_list_is_left_out_of_a_plain_run(line: str) -> None:
+    assert line not in _collected(line.partition("::")[0]).stdout
+    assert line in _collected("-m", "slow", line.partition("::")[0]).stdout
