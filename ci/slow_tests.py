@@ -1,8 +1,9 @@
 """Writes `tests/slow_tests.txt`, the tests that a plain run leaves out because they take a second or more.
 
-usage: pytest -q -n 2 -m "not gpu" --durations=0 > LOG; python ci/slow_tests.py LOG
+usage: : > tests/slow_tests.txt; pytest -q -n 2 --durations=0 > LOG; python ci/slow_tests.py LOG
 
-A test with `@pytest.mark.slow` is slow by what it does. Those in the list were measured, each with all of its cases.
+A test with `@pytest.mark.slow` is slow by what it does. Those in the list were measured, each with all of its cases; the
+list is empty while they are, as a plain run leaves out what is in it.
 """
 
 from __future__ import annotations

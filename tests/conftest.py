@@ -161,10 +161,12 @@ def _keep_share(share: str, config: pytest.Config, items: list[pytest.Item]) -> 
     number, _, shares = share.partition("/")
     if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
         raise pytest.UsageError(f"--share={share}: K/N is expected, with K from 1 to N")
-    others = [item for item in items if crc32(item.nodeid.encode()) % int(shares) != int(number) - 1]
+    kept: list[pytest.Item] = []
+    others: list[pytest.Item] = []
+    for item in items:
+        (kept if crc32(item.nodeid.encode()) % int(shares) == int(number) - 1 else others).append(item)
     config.hook.pytest_deselected(items=others)
-    left_out = set(others)
-    items[:] = [item for item in items if item not in left_out]
+    items[:] = kept
 
 
 @pytest.hookimpl(wrapper=True)

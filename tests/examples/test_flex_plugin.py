@@ -45,7 +45,7 @@ print(attnplug.select(spec, "sm90", backend="FLEX", options={"compile": True}).g
     assert run(code) == "FlexOptions(compile=True)\n"
 
 
-@pytest.mark.slow  # `.ci/run` runs `attnplug conformance FLEX` with the wheel
+@pytest.mark.slow  # `.ci/run` runs a share of `attnplug conformance FLEX` with the wheel
 @pytest.mark.rare
 def test_conformance_checks_pass(run: RunWithPlugins) -> None:
     door = ["-m", "pytest", "-q", "-p", "attnplug.testing.plugin", "-p", "no:cacheprovider", "-W", "error"]

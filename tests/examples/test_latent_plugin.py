@@ -40,7 +40,7 @@ def test_it_serves_both_phases_of_deepseek_v3_2(run: RunWithPlugins) -> None:
     assert "MLA, sparse token_topk 2048  LATENT   LATENT     16" in table
 
 
-@pytest.mark.slow  # `.ci/run` runs `attnplug conformance LATENT` with the wheel
+@pytest.mark.slow  # `.ci/run` runs a share of `attnplug conformance LATENT` with the wheel
 @pytest.mark.rare
 def test_checks_of_the_kit_pass(run: RunWithPlugins) -> None:
     code = """
