@@ -13,9 +13,11 @@ from attnplug.core.batch.host import IntArray
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionImpl, AttentionLayer
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
+from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
 from attnplug.ops.checks import check_keys, check_kv_write, check_room, kv_scales, pages_of
+from attnplug.ops.kv_codec import write_pages
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 
@@ -112,8 +114,13 @@ class BuiltinImpl(AttentionImpl[_M]):
         # Tensors of the last call's form need no second check.
         if form != self._write_form or keys[0] < rows or values[0] < rows:
             check_keys(key, value, rows, self.spec)
-            check_kv_write(key, value, pages.k, pages.v, slot_mapping)
-            self._bound_write = self._bind_write(key, value, pages.k, pages.v, slot_mapping, scales)
+            row = kv_format(self.spec.resolved_kv_cache_dtype)
+            check_kv_write(key, value, pages.k, pages.v, slot_mapping, row if row.codec else None)
+            given = key, value, pages.k, pages.v, slot_mapping
+            if row.codec:
+                self._bound_write = functools.partial(write_pages, self.spec, scales)
+            else:
+                self._bound_write = self._bind_write(*given, scales)
             self._write_form = form
         self._bound_write(key, value, pages.k, pages.v, slot_mapping)
 

@@ -153,7 +153,7 @@ def _known_kv_cache_dtype(text: str) -> str:
 
     known = dict.fromkeys(kv_format.kv_cache_dtypes())
     for offer in get_registry().plugins.offers:
-        known |= dict.fromkeys(str(each) for each in offer.declared.supported_kv_cache_dtypes)
+        known |= dict.fromkeys(kv_format.with_codecs(map(str, offer.declared.supported_kv_cache_dtypes)))
     if kv_cache_dtype_name(text) in known:
         return text
     asked = text.strip().lower()

@@ -17,6 +17,7 @@ from attnplug.core.errors import LayoutError, PluginError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.interface.guarded import class_name, guarded_call
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes, validate
 
@@ -60,6 +61,9 @@ class AttentionBackend(ABC):
     because kernels that read a selection usually need one."""
     step_safe: ClassVar[bool] = False
     """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
+    quantizes_queries: ClassVar[bool] = False
+    """Whether kernels round queries, or weights, to 8 bits for layers whose pages have 8 bits. By default the
+    conformance kit compares such layers as closely as others, since its oracle reads the values as stored."""
     Options: ClassVar[type[Any] | None] = None
     """A frozen dataclass of the options that a user may set, or None."""
     accept_output_buffer: ClassVar[bool] = True
@@ -247,13 +251,14 @@ class AttentionBackend(ABC):
         """Logical shape of one layer's cache: `(num_blocks, 2, block_size, num_kv_heads, head_size)`.
 
         With another `head_size_v`: `(num_blocks, block_size, num_kv_heads, head_size + head_size_v)`,
-        K first. With MLA: `(num_blocks, block_size, head_size)`.
+        K first. With MLA: `(num_blocks, block_size, head_size)`. A format with planes has the bytes of a row, in
+        place of `head_size`; `attnplug.ops.kv_codec.page_planes` views them.
         """
         if answer(cls, "is_mla"):
             return (num_blocks, block_size, head_size)
         if head_size_v not in (None, head_size):
             return (num_blocks, block_size, num_kv_heads, head_size + (head_size_v or 0))
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+        return (num_blocks, 2, block_size, num_kv_heads, kv_format(cache_dtype).width(head_size))
 
     @classmethod
     def split_kv(cls, kv_cache: torch.Tensor, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ _M = TypeVar("_M", bound=AttentionMetadata)
 # A generated __eq__ would compare tensors, and a tensor of several elements has no truth value.
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class LayerTensors:
-    """The learned or calibrated tensors of one layer.
+    """The learned or calibrated tensors of one layer. Each may be a part of a larger tensor, with an offset and strides.
 
     Args:
         sinks: float32 `[num_heads]`, in natural logit units.

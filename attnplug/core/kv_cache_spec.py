@@ -6,8 +6,9 @@ import dataclasses
 from typing import Any
 
 from attnplug.core.checks import check_instances, check_names, check_size
-from attnplug.core.dtypes import element_size, kv_cache_dtype_name
+from attnplug.core.dtypes import kv_cache_dtype_name
 from attnplug.core.errors import SpecError
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec
 
 # torch takes sizes of 64 bits.
@@ -24,7 +25,7 @@ class KVCacheSpec:
         head_size: elements per key head.
         head_size_v: elements per value head; 0 means `head_size`.
         dtype: storage dtype, such as "bfloat16" or "fp8_e4m3"; a torch.dtype becomes its name.
-        scale_bytes: bytes of quantisation scales stored inside each page; 0 for per-tensor scales.
+        padding: unused bytes at the end of each page, where layers of unlike formats share a pool.
     """
 
     block_size: int
@@ -32,7 +33,7 @@ class KVCacheSpec:
     head_size: int
     head_size_v: int = 0
     dtype: str
-    scale_bytes: int = 0
+    padding: int = 0
 
     def __post_init__(self) -> None:
         # False == 0, so without the second test False would count as the default.
@@ -43,20 +44,21 @@ class KVCacheSpec:
             if field.name == "dtype":
                 value = kv_cache_dtype_name(value, "dtype")
                 # Called for its error: pages of an unknown element size cannot be measured in bytes.
-                element_size(value)
+                kv_format(value).row_bytes(self.head_size)
             else:
-                value = check_size(field.name, value, 0 if field.name == "scale_bytes" else 1)
+                value = check_size(field.name, value, 0 if field.name == "padding" else 1)
             object.__setattr__(self, field.name, value)
 
     @property
-    def elements_per_token(self) -> int:
-        """Elements stored for one token: K and V of every head."""
-        return self.num_kv_heads * (self.head_size + self.head_size_v)
+    def bytes_per_token(self) -> int:
+        """Bytes stored for one token: K and V of every head, with the scales that its format has for rows."""
+        row_bytes = kv_format(self.dtype).row_bytes
+        return self.num_kv_heads * (row_bytes(self.head_size) + row_bytes(self.head_size_v))
 
     @property
     def page_size_bytes(self) -> int:
-        """Bytes of one page of this layer: K and V of `block_size` tokens, and scales stored with them."""
-        return self.block_size * self.elements_per_token * element_size(self.dtype) + self.scale_bytes
+        """Bytes of one page of this layer: K and V of `block_size` tokens, and the padding."""
+        return self.block_size * self.bytes_per_token + self.padding
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +85,9 @@ class MLAAttentionSpec(KVCacheSpec):
     """One latent vector of `head_size` elements per token instead of K and V."""
 
     @property
-    def elements_per_token(self) -> int:
-        """Elements stored for one token: the latent, which includes the value."""
-        return self.num_kv_heads * self.head_size
+    def bytes_per_token(self) -> int:
+        """Bytes stored for one token: the latent, which includes the value."""
+        return self.num_kv_heads * kv_format(self.dtype).row_bytes(self.head_size)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

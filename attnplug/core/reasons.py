@@ -188,6 +188,14 @@ REASON_HELP: Mapping[str, CodeHelp] = {
             _OTHER_BACKEND,
         ),
     ),
+    "kv_format": CodeHelp(
+        "no KV format has the name acme_3bit",
+        "No loaded plugin offers the format, or its pages cannot have the layer's heads.",
+        (
+            "Install the plugin that offers the format, or choose another `--kv-cache-dtype`.",
+            "The reason names the head sizes that the format has.",
+        ),
+    ),
     "block_size": CodeHelp(
         "block_size not supported: 16 is not a multiple of 256; leave block_size unset and the backend chooses",
         "The backend reads KV blocks of other sizes, or two backends of one layer read no size in common.",

@@ -20,6 +20,7 @@ from attnplug.core.checks import (
 from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import FEATURES, Feature
+from attnplug.core.kv_format import kv_format
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec, check_sparse
 
@@ -335,6 +336,11 @@ class LayerSpec:
     def has_quantized_kv_cache(self) -> bool:
         """Whether the KV cache stores values that differ from the computed ones by a scale."""
         return is_quantized_kv_cache(self.resolved_kv_cache_dtype)
+
+    @property
+    def has_kv_scales(self) -> bool:
+        """Whether `k_scale` and `v_scale` of the layer are scales of its stored keys and values."""
+        return kv_format(self.resolved_kv_cache_dtype).layer_scales
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field, and with the names of filled-in defaults as `derived`."""

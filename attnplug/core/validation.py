@@ -12,7 +12,7 @@ from attnplug.core.dtypes import DtypeName, bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.interface.answers import HookError, answer, declared
 from attnplug.core.interface.signatures import overrides
-from attnplug.core.kv_format import kv_format
+from attnplug.core.kv_format import kv_format, with_codecs
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType
 
@@ -68,8 +68,11 @@ def _sizes_and_dtypes(backend: type[AttentionBackend], spec: LayerSpec, device: 
         dtypes = [bare_dtype_name(dtype, "supported_dtypes") for dtype in names]
         yield _outside("dtype", spec.dtype, _limit(backend, "supports_dtype", dtypes))
     if not _stores(backend, spec):
-        limit = _limit(backend, "supports_kv_cache_dtype", declared(backend, "supported_kv_cache_dtypes"))
+        names = with_codecs(map(str, declared(backend, "supported_kv_cache_dtypes")))
+        limit = _limit(backend, "supports_kv_cache_dtype", names)
         yield _outside("kv_cache_dtype", spec.kv_cache_dtype, limit)
+    elif why := kv_format(spec.resolved_kv_cache_dtype).fault(spec):
+        yield Reason(why, code="kv_format", field="kv_cache_dtype")
     # With direct K and V there are no pages, and so no block size to refuse.
     if spec.block_size is not None and not spec.direct_kv:
         yield from _block_size(backend, spec, spec.block_size, device)
@@ -146,9 +149,9 @@ def _stores(backend: type[AttentionBackend], spec: LayerSpec) -> bool:
 
 
 def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
-    """The names of the storage types that a backend declares; an alias means the name too."""
+    """The names of the storage types that a backend declares; an alias means the name too, CODEC all with a codec."""
     field = "supported_kv_cache_dtypes"
-    names = [kv_cache_dtype_name(each, field) for each in declared(backend, field)]
+    names = with_codecs(kv_cache_dtype_name(each, field) for each in declared(backend, field))
     return list(dict.fromkeys([*names, *(kv_format(name).name for name in names)]))
 
 

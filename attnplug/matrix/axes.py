@@ -16,7 +16,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer, declared
 from attnplug.core.interface.guarded import guarded_call
-from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format
+from attnplug.core.kv_format import common_kv_cache_dtypes, kv_format, with_codecs
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.model import CLAIMED, Cell, Finding, Run, Status
 from attnplug.matrix.words import AXIS_NAMES, Value
@@ -52,7 +52,9 @@ def axes_of(backend: type[AttentionBackend], most_own: int | None = None) -> dic
     preferred = _read(lambda: (answer(backend, "get_preferred_block_size"),))
     kv_dtypes = _read(
         lambda: tuple(
-            kv_cache_dtype_name(name, "kv") for name in declared(backend, "supported_kv_cache_dtypes")
+            with_codecs(
+                kv_cache_dtype_name(name, "kv") for name in declared(backend, "supported_kv_cache_dtypes")
+            )
         )
     )
     layouts = _read(lambda: answer(backend, "supported_kv_cache_layouts"))

@@ -51,7 +51,7 @@ def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
     spec = spec_of(cell)
     if untried := spec.required_features() & ~COMPUTED:
         raise CheckSkipped(f"the conformance kit has no batches of {', '.join(untried.names())} layers")
-    if kv_format(spec.resolved_kv_cache_dtype).rounding is None:
+    if not kv_format(spec.resolved_kv_cache_dtype).has_numbers:
         raise CheckSkipped(f"the conformance kit stores no kv_cache_dtype={spec.kv_cache_dtype!r}")
     block_size, layout = cell.block_size or _BLOCK_SIZE, cell.layout or _LAYOUT
     shapes = _SHAPES[cell.phase]

@@ -14,6 +14,7 @@ from attnplug.core.arguments import Shape, listed
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.impl import AttentionLayer, LayerTensors
+from attnplug.core.kv_format import KVFormat, kv_format
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.shared_memory import overlaps_itself, share_memory
@@ -93,8 +94,9 @@ def check_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    row: KVFormat | None = None,
 ) -> None:
-    """The arguments of `write_kv_cache`.
+    """The arguments of `write_kv_cache`; `row` is the format of pages with planes.
 
     Raises:
         BatchError: fewer rows than slots, or rows of another shape than the pages'.
@@ -108,7 +110,7 @@ def check_kv_write(
     if len(slots) != 1:
         raise BatchError("slot_mapping", tuple(slots), "must have one dimension")
     for name, pages in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if not pages.is_floating_point() and rounding_to(pages.dtype) is None:
+        if row is None and not pages.is_floating_point() and rounding_to(pages.dtype) is None:
             remedy = "view raw bytes as their 8-bit float"
             raise LayoutError(f"{name}.dtype", pages.dtype, "must be a float type", remedy)
     if k_cache.dtype != v_cache.dtype:
@@ -118,8 +120,10 @@ def check_kv_write(
         limit = "must be [num_blocks, block_size, num_kv_heads, head_size], alike but for the head size"
         raise LayoutError("k_cache, v_cache", (tuple(k_pages), tuple(v_pages)), limit)
     for name, rows, page in (("key", key.shape, k_pages), ("value", value.shape, v_pages)):
-        if len(rows) != 3 or rows[1:] != page[2:]:
-            raise BatchError(name, tuple(rows), f"must be of shape (tokens, {page[2]}, {page[3]})")
+        fits = len(rows) == 3 and (rows[1], rows[2] if row is None else row.width(rows[2])) == page[2:]
+        if not fits:
+            size = page[3] if row is None else f"head_size of {page[3]} bytes in {row.name}"
+            raise BatchError(name, tuple(rows), f"must be of shape (tokens, {page[2]}, {size})")
         if rows[0] < slots[0]:
             raise BatchError(name, tuple(rows), f"must have a row for each of {slots[0]} slots")
     for name, pages, others in (
@@ -349,8 +353,9 @@ def check_cache_given(kv_cache: torch.Tensor | None, spec: LayerSpec) -> None:
 def check_cache(kv_cache: torch.Tensor, spec: LayerSpec) -> None:
     """LayoutError unless `kv_cache` has the logical shape of the layer's cache."""
     heads, block = spec.num_kv_heads, spec.block_size or "block_size"
+    width = kv_format(spec.resolved_kv_cache_dtype).width
     if spec.head_size_v == spec.head_size:
-        limits: tuple[int | str, ...] = ("num_blocks", 2, block, heads, spec.head_size)
+        limits: tuple[int | str, ...] = ("num_blocks", 2, block, heads, width(spec.head_size))
     else:
         limits = ("num_blocks", block, heads, spec.head_size + spec.head_size_v)
     shape = tuple(kv_cache.shape)

@@ -54,8 +54,8 @@ def compute_dtype(spec: LayerSpec) -> torch.dtype:
 def storage_dtype(spec: LayerSpec) -> torch.dtype:
     """The dtype of the layer's cache; LayoutError unless the table of stored types knows its numbers."""
     row = kv_format(spec.resolved_kv_cache_dtype)
-    if row.dtype is None or row.rounding is None:
-        known = ", ".join(name for row in kv_formats() if row.rounding for name in row.names)
+    if row.dtype is None or not row.has_numbers:
+        known = ", ".join(name for row in kv_formats() if row.has_numbers for name in row.names)
         raise LayoutError("kv_cache_dtype", spec.kv_cache_dtype, f"must be one of {known}")
     return STORAGE_DTYPES[row.name]
 

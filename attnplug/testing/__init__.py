@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from attnplug.testing.comparison import tolerance as tolerance
     from attnplug.testing.conformance.harness import run_batch as run_batch
     from attnplug.testing.conformance.listing import conformance_checks as conformance_checks
+    from attnplug.testing.conformance.mistakes.single_step import (
+        assert_step_correct as assert_step_correct,
+    )
     from attnplug.testing.decorator import parametrize_with_checks as parametrize_with_checks
     from attnplug.testing.drawn_values import layer_tensors as layer_tensors
     from attnplug.testing.oracle import OracleResult as OracleResult
@@ -31,6 +34,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "comparison": "Tolerance assert_close assert_lse_close tolerance",
         "conformance.harness": "run_batch",
         "conformance.listing": "conformance_checks",
+        "conformance.mistakes.single_step": "assert_step_correct",
         "decorator": "parametrize_with_checks",
         "drawn_values": "layer_tensors",
         "oracle": "OracleResult attention_oracle request_oracle stored_values visible_keys",

@@ -1,9 +1,13 @@
-"""Batches with traps: shuffled pages, NaN in unused rows, table tails that must not be followed."""
+"""Batches with traps: shuffled pages, NaN in unused rows, table tails that must not be followed.
+
+All tensors of a step are parts of larger ones, with traps in front and behind.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,6 +17,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.testing.comparison import Tolerance, tolerance
 from attnplug.testing.drawn_values import (
     Numbers,
     draw_tokens,
@@ -29,6 +34,26 @@ from attnplug.testing.pages import (
     put,
     rows_of_spans,
 )
+from attnplug.testing.views import between
+
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.target import Target
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepArguments:
+    """The arguments of `Target.batch` that make a batch, and the fields of BuilderConfig that it is run with."""
+
+    target: Target
+    spec: LayerSpec
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    options: Mapping[str, Any]
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def batch(self) -> Batch:
+        """A batch of these arguments; CheckSkipped if the backend serves another phase."""
+        return self.target.batch(self.spec, self.query_lens, self.seq_lens, exact=True, **self.options)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -50,6 +75,9 @@ class Batch:
         spans: for layers with mm_prefix, the multimodal spans of each request, as positions `[start, stop)`.
         numbers: the sizes of the numbers.
         strange: requests with keys of NaN or large ones, whose own results are not compared.
+        made_of: the arguments that made it, if `Target.batch` did. Some checks change the batch afterwards.
+        quantized_queries: whether the backend rounds queries to 8 bits, as it declares.
+        sampled: sorted rows, int64, of a step too large for the oracle: no others are compared. None is all.
     """
 
     spec: LayerSpec
@@ -66,20 +94,43 @@ class Batch:
     spans: list[Spans] | None = None
     numbers: Numbers = Numbers.PLAIN
     strange: frozenset[int] = frozenset()
+    made_of: StepArguments | None = None
+    quantized_queries: bool = False
+
+    def row_bounds(self, expected: OracleResult) -> Tolerance[torch.Tensor]:
+        """The bounds of each row of an answer."""
+        return tolerance(self.spec, expected.logit_size, quantized_queries=self.quantized_queries)
+
+    @property
+    def bound(self) -> float:
+        """The bound of outputs for about the largest logits."""
+        return tolerance(self.spec, quantized_queries=self.quantized_queries).output
+
+    sampled: torch.Tensor | None = None
+
+    @property
+    def is_compared(self) -> torch.Tensor:
+        """Whether each row is compared with the oracle's, bool `[T]`."""
+        starts = self.common.query_start_loc_cpu.tolist()
+        chosen = torch.full((starts[-1],), self.sampled is None)
+        if self.sampled is not None:
+            chosen[self.sampled] = True
+        for request in self.strange:
+            chosen[starts[request] : starts[request + 1]] = False
+        return chosen
 
     def compared(self, rows: torch.Tensor) -> torch.Tensor:
-        """The batch's own rows `[T, ...]`, with zeros in those that are not compared: of strange requests."""
-        if not self.strange:
+        """The batch's own rows `[T, ...]`, with zeros in those that are not compared: see `is_compared`."""
+        if not self.strange and self.sampled is None:
             return rows
-        rows, starts = rows.clone(), self.common.query_start_loc_cpu.tolist()
-        for request in self.strange:
-            rows[starts[request] : starts[request + 1]] = 0
+        rows = rows.clone()
+        rows[~self.is_compared.to(rows.device)] = 0
         return rows
 
     def oracle(self, spec: LayerSpec | None = None, *, use_sinks: bool = True) -> OracleResult:
         """The reference result; with another `spec`, the result of a backend that misreads the layer.
 
-        Rows of strange requests are zeros, as in `compared`.
+        Rows that are not compared are zeros, as in `compared`.
         """
         spec = spec or self.spec
         tensors = LayerTensors(
@@ -101,6 +152,7 @@ class Batch:
             spans=self.spans,
             # Read here, because an indexer may write the step's buffers after the batch was made.
             selection=None if spec.sparse is None else self.common.selection,
+            rows=self.sampled,
         )
         parts = (getattr(result, field.name) for field in dataclasses.fields(result))
         return OracleResult(*map(self.compared, parts))
@@ -154,10 +206,12 @@ def paged_batch(
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
-    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers)
+    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers, (k_scale, v_scale))
     table, num_blocks = block_table(seq_lens, size, generator, skip_blocks)
     cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
+    held_keys = [stored_values(tokens, spec, k_scale) for tokens in keys]
+    held_values = [stored_values(tokens, spec, v_scale) for tokens in values]
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
 
     slots = []
@@ -168,9 +222,11 @@ def paged_batch(
         missing = torch.full((max(new - seq_len, 0),), PAD_SLOT_ID)
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
-        for pages, tokens, scale in ((k_pages, keys[row], k_scale), (v_pages, values[row], v_scale)):
-            stored = stored_values(tokens[old], spec, scale) / (scale if spec.has_quantized_kv_cache else 1.0)
-            put(pages, blocks[old], positions[old] % size, stored)
+        for pages, tokens, held, scale in (
+            (k_pages, keys[row], held_keys[row], k_scale),
+            (v_pages, values[row], held_values[row], v_scale),
+        ):
+            put(pages, blocks[old], positions[old] % size, tokens[old], held[old], spec, scale)
         if drop_window and spec.causal and spec.window[0] >= 0:
             # Only pages that no new query can see, in its window or span, are dropped.
             begun = [start for start, stop in (chosen[row] if chosen else ()) if stop > seq_len - new]
@@ -181,7 +237,7 @@ def paged_batch(
     new_keys = [_last(tokens, new) for tokens, new in zip(keys, new_lens, strict=True)]
     new_values = [_last(tokens, new) for tokens, new in zip(values, new_lens, strict=True)]
     pad_slots = torch.full((padding,), PAD_SLOT_ID)
-    on_device = torch.empty_strided(cache.shape, cache.stride(), dtype=cache.dtype, device=device)
+    block = cache.numel() // cache.shape[0]
     return Batch(
         spec=spec,
         common=_common(
@@ -196,13 +252,13 @@ def paged_batch(
             seed,
             device,
         ),
-        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec).to(device),
-        key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
-        value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
-        kv_cache=on_device.copy_(cache),
+        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec, device),
+        key=_pack(new_keys, spec.num_kv_heads, spec.head_size, padding, spec, device),
+        value=_pack(new_values, spec.num_kv_heads, spec.head_size_v, padding, spec, device),
+        kv_cache=between(cache.to(device), block),
         queries=queries,
-        keys=[stored_values(tokens, spec, k_scale) for tokens in keys],
-        values=[stored_values(tokens, spec, v_scale) for tokens in values],
+        keys=held_keys,
+        values=held_values,
         seq_lens=list(seq_lens),
         tensors=layer_tensors(
             spec, seed=seed, k_scale=k_scale, v_scale=v_scale, numbers=numbers, device=device
@@ -210,6 +266,7 @@ def paged_batch(
         spans=chosen,
         numbers=numbers,
         strange=frozenset(strange_requests(numbers, query_lens, seq_lens)),
+        quantized_queries=backend.quantizes_queries,
     )
 
 
@@ -249,14 +306,14 @@ def direct_batch(
         device,
     )
     if key_lens is not None:
-        common.key_start_loc_cpu = _starts(key_lens)
-        common.key_start_loc = common.key_start_loc_cpu.to(device)
+        common.key_start_loc_cpu = between(_starts(key_lens))
+        common.key_start_loc = between(common.key_start_loc_cpu.to(device))
     return Batch(
         spec=spec,
         common=common,
-        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec).to(device),
-        key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec).to(device),
-        value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec).to(device),
+        query=_pack(queries, spec.num_heads, spec.query_size, padding, spec, device),
+        key=_pack(keys, spec.num_kv_heads, spec.head_size, padding, spec, device),
+        value=_pack(values, spec.num_kv_heads, spec.head_size_v, padding, spec, device),
         kv_cache=None,
         queries=queries,
         keys=keys,
@@ -284,11 +341,12 @@ def _last(tokens: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _pack(
-    parts: Sequence[torch.Tensor], heads: int, size: int, padding: int, spec: LayerSpec
+    parts: Sequence[torch.Tensor], heads: int, size: int, padding: int, spec: LayerSpec, device: str
 ) -> torch.Tensor:
     dtype = getattr(torch, spec.dtype)
     nothing = torch.empty(0, heads, size, dtype=dtype)
-    return torch.cat([nothing, *parts, torch.full((padding, heads, size), torch.nan, dtype=dtype)])
+    rows = [nothing, *parts, torch.full((padding, heads, size), torch.nan, dtype=dtype)]
+    return between(torch.cat(rows).to(device))
 
 
 def _starts(lengths: Sequence[int]) -> torch.Tensor:
@@ -308,25 +366,24 @@ def _common(
     device: str,
 ) -> CommonAttentionMetadata:
     is_causal = spec.causal if causal is None else causal
-    # The device tensor gets a copy, so that it and the host array share no memory.
+    # Copies between traps, so tensors of the device and the host share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)
     starts = _starts(query_lens)
     rows = None if spans is None else rows_of_spans(spans, query_lens, seq_lens)
     return CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.from_numpy(host.copy()).to(device),
+        query_start_loc=between(starts.to(device)),
+        query_start_loc_cpu=between(starts),
+        seq_lens=between(torch.from_numpy(host).to(device)),
         num_reqs=len(query_lens),
         num_actual_tokens=sum(query_lens),
         max_query_len=max(query_lens, default=0),
         max_seq_len=max(seq_lens, default=0),
-        block_table_tensor=table.to(device),
-        slot_mapping=slots.to(device),
+        block_table_tensor=between(table.to(device)),
+        slot_mapping=between(slots.to(device)),
         causal=is_causal,
-        seq_lens_host=host,
-        mm_prefix_spans=None if rows is None else rows.to(device),
-        # The device tensor gets a copy, so that it and the host tensor share no memory.
-        mm_prefix_spans_cpu=None if rows is None else rows.clone(),
+        seq_lens_host=between(torch.from_numpy(host)).numpy(),
+        mm_prefix_spans=None if rows is None else between(rows.to(device)),
+        mm_prefix_spans_cpu=None if rows is None else between(rows),
         selection=random_selection(
             spec,
             query_lens,

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.errors import BackendUnavailableError, SpecError
 from attnplug.registry.devices import DeviceLike, resolve_device
-from attnplug.testing.conformance.check import Check, CheckSkipped, Level
+from attnplug.testing.conformance.check import SHRINK_SECONDS, Check, CheckSkipped, Level
 from attnplug.testing.conformance.check_filter import checked_reasons, known_reasons
 from attnplug.testing.conformance.listing import conformance_checks
+from attnplug.testing.conformance.mistakes.smallest_step import Shrinker
 from attnplug.testing.conformance.suites import refusals
 from attnplug.testing.isolation.results import node_command
 
@@ -28,6 +29,7 @@ def parametrize_with_checks(
     level: Level | str = Level.SMOKE,
     device: DeviceLike = None,
     options: Any = None,
+    shrink: float = SHRINK_SECONDS,
 ) -> pytest.MarkDecorator:
     """Run a test function once for each conformance check of `backend`, under the check's id.
 
@@ -46,6 +48,8 @@ def parametrize_with_checks(
             the default device, the one test is skipped with the reasons.
         options: a mapping or an instance of the backend's `Options`, with which layers are made; default the
             defaults. ATTNPLUG_OPTIONS is not read.
+        shrink: seconds in which the first wrong answers of each mistake are shrunk to their smallest failing
+            steps, which a failure prints as a test; 0 shrinks none.
 
     Raises:
         PolicyError: a reason is empty, or an id matches no check; the error names the nearest ids. An option is
@@ -77,19 +81,23 @@ def parametrize_with_checks(
             check.id for check in conformance_checks(backend, device=where, level=other, options=options)
         ],
     )
-    return pytest.mark.parametrize("check", as_parameters(checks, by_id))
+    return pytest.mark.parametrize("check", as_parameters(checks, by_id, shrink=shrink))
 
 
 def as_parameters(
     checks: list[Check] | tuple[Check, ...],
     known: Mapping[str, str],
     rerun: Callable[[str], str | None] = lambda check: node_command(),
+    shrink: float = 0.0,
 ) -> list[Any]:
     """Checks as pytest parameters: CheckSkipped becomes a pytest skip, and checks of `known` must fail.
 
-    A failure has a note with the line that `rerun` gives for the id, which runs the check again.
+    A failure has a note with the line that `rerun` gives for the id, which runs the check again. The first failure of
+    each mistake has one with its smallest failing step, if `shrink` seconds for all are enough to find it.
     """
     import pytest
+
+    shrinker = Shrinker(shrink)
 
     def marks(check: Check) -> list[pytest.MarkDecorator]:
         fails = [pytest.mark.xfail(strict=True, reason=known[check.id])] if check.id in known else []
@@ -97,7 +105,9 @@ def as_parameters(
 
     return [
         pytest.param(
-            dataclasses.replace(check, run=functools.partial(_run, check, rerun)),
+            dataclasses.replace(
+                check, run=functools.partial(_run, check, rerun, None if check.id in known else shrinker)
+            ),
             id=check.id,
             marks=marks(check),
         )
@@ -105,7 +115,7 @@ def as_parameters(
     ]
 
 
-def _run(check: Check, rerun: Callable[[str], str | None]) -> None:
+def _run(check: Check, rerun: Callable[[str], str | None], shrinker: Shrinker | None) -> None:
     import pytest
 
     __tracebackhide__ = True
@@ -115,6 +125,9 @@ def _run(check: Check, rerun: Callable[[str], str | None]) -> None:
     except CheckSkipped as why:
         pytest.skip(why.text)
     except Exception as problem:
+        if shrinker is not None:
+            with _one_thread():
+                shrinker.shrink(problem)
         if line := rerun(check.id):
             problem.add_note(f"rerun: {line}")
         raise

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from attnplug.core.impl import LayerTensors
 from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.storage import storage_dtype
 from attnplug.testing.oracle import Spans
 from attnplug.testing.pages import rows_of_spans
+from attnplug.testing.views import between, column, scales_in_a_table, shard
 
 # No powers of two, and neither is the inverse of the other, so that each confusion of them changes the result.
 FP8_SCALES: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9}
@@ -28,6 +31,13 @@ _CONSTANT = 4.0
 _SHARP = 50.0
 _WIDE = 2.0**20
 _LARGE = 1e4
+_TINY = 2.0**-10
+# A mean of all values that is far from 0: without weights, 3,000 of them are more than float16 holds.
+_MEAN = 40.0
+# Factors of queries and keys.
+_BEYOND = 2.0**6, 2.0**7
+# Float16 holds the queries whose products with such keys are ordinary logits.
+_MOST_IN_FLOAT16 = 2.0**10
 
 
 class Numbers(enum.StrEnum):
@@ -45,6 +55,39 @@ class Numbers(enum.StrEnum):
     STRANGERS = "strangers"
     """Of three requests, the second has keys and values of NaN, and the third has large ones. Only the results
     of the first are compared."""
+    ZEROS = "zeros"
+    """Of each three keys, queries and values one is zero."""
+    EQUAL = "equal"
+    """All keys of a request are equal, so all its logits are. Values are around 40: their sum is large."""
+    NEGATIVE = "negative"
+    """As FAR, with logits and sinks around -100 in all heads: a hidden key that counts with a logit of 0 is all."""
+    TINY = "tiny"
+    """Queries and values of about 2**-10: weights are nearly equal, and outputs are small."""
+    BEYOND = "beyond"
+    """Products of queries and keys of about 2**17, which float16 does not hold. A layer with a scale of 2**-13 of
+    the usual one has the logits of PLAIN."""
+    RANGE = "range"
+    """Keys and values up to the largest that the stored type holds; the logits are those of PLAIN."""
+    EACH = "each"
+    """Each request has the numbers of another of these."""
+
+
+NUMBERS_IN_WORDS: Mapping[Numbers, str] = {
+    Numbers.FAR: "logits and sinks around 100 in even heads, around -100 in odd ones",
+    Numbers.SHARP: "queries times 50",
+    Numbers.WIDE: "queries and values of about 2**20, keys of 2**-20",
+    Numbers.ZEROS: "one of three keys, queries and values is zero",
+    Numbers.EQUAL: "all keys of a request are equal, values are around 40",
+    Numbers.NEGATIVE: "logits and sinks around -100",
+    Numbers.TINY: "queries and values of about 2**-10",
+    Numbers.BEYOND: "products of queries and keys beyond 65504",
+    Numbers.RANGE: "stored keys and values up to the largest of their type",
+    Numbers.EACH: "each request has other numbers: plain, sharp, zeros, equal or tiny ones",
+}
+"""For the messages of failing checks; PLAIN needs none."""
+
+_OF_REQUESTS = (Numbers.PLAIN, Numbers.SHARP, Numbers.ZEROS, Numbers.EQUAL, Numbers.TINY)
+"""The numbers of the requests of EACH, in turns."""
 
 
 def strange_requests(
@@ -73,19 +116,28 @@ def layer_tensors(
     numbers: Numbers = Numbers.PLAIN,
     device: str = "cpu",
 ) -> LayerTensors:
-    """The tensors that `spec` needs: sinks around 1, slopes from 0.001 to 2 in no order, scales of fp8, W_UK and W_UV."""
+    """The tensors that `spec` needs: sinks around 1, slopes from 0.001 to 2 in no order, scales of fp8, W_UK and W_UV.
+
+    Each is a part of a larger tensor, whose other numbers are far from its own.
+    """
     generator = torch.Generator().manual_seed(seed)
     heads = spec.num_heads
     # Sinks near 1 are different for each head, so swapped heads change the result.
     sinks = torch.randn(heads, generator=generator) + 1 + _sink_offsets(spec, numbers)
     # Slopes of models are geometric, and a backend that computes them itself must not pass.
     steps = (torch.randperm(heads, generator=generator) + torch.rand(heads, generator=generator)) / heads
+    # Each layer has one form in all processes, and layers of all kinds have both.
+    is_shard, is_table = (zlib.crc32(f"{way} {spec}".encode()) % 2 for way in ("shard", "table"))
+    part = shard if is_shard else column
+    scales: list[Any] = [k_scale, v_scale] if spec.has_kv_scales else [1.0, 1.0]
+    if spec.has_kv_scales and is_table:
+        scales = scales_in_a_table(*scales, device=device)
     return LayerTensors(
         **_latent_weights(spec, device),
-        sinks=sinks.to(device) if spec.has_sinks else None,
-        alibi_slopes=(2.0 ** (1 - 11 * steps)).to(device) if spec.has_alibi else None,
-        k_scale=k_scale if spec.has_quantized_kv_cache else 1.0,
-        v_scale=v_scale if spec.has_quantized_kv_cache else 1.0,
+        sinks=part(sinks.to(device)) if spec.has_sinks else None,
+        alibi_slopes=part((2.0 ** (1 - 11 * steps)).to(device)) if spec.has_alibi else None,
+        k_scale=scales[0],
+        v_scale=scales[1],
     )
 
 
@@ -93,12 +145,16 @@ def _signs(heads: int) -> torch.Tensor:
     return 1.0 - 2.0 * (torch.arange(heads) % 2)
 
 
+def _far_signs(numbers: Numbers, heads: int) -> torch.Tensor:
+    return -torch.ones(heads) if numbers is Numbers.NEGATIVE else _signs(heads)
+
+
 def _sink_offsets(spec: LayerSpec, numbers: Numbers) -> torch.Tensor:
-    if numbers not in (Numbers.FAR, Numbers.SHARP):
+    if numbers not in (Numbers.FAR, Numbers.SHARP, Numbers.NEGATIVE):
         return torch.zeros(spec.num_heads)
     # A cap holds back the logits, and a sink far above them would leave no weight to compare.
     cap = spec.logits_soft_cap
-    return _signs(spec.num_heads) * (_FAR if cap is None else cap * math.tanh(_FAR / cap))
+    return _far_signs(numbers, spec.num_heads) * (_FAR if cap is None else cap * math.tanh(_FAR / cap))
 
 
 def _latent_weights(spec: LayerSpec, device: str) -> dict[str, torch.Tensor]:
@@ -111,9 +167,11 @@ def _latent_weights(spec: LayerSpec, device: str) -> dict[str, torch.Tensor]:
     fixed = torch.Generator().manual_seed(1)
     # Expanded keys and values then have elements near 1, as the rotated parts of keys have.
     return {
-        name: (torch.randn(spec.num_heads, *shape, generator=fixed) / _latent_size(spec) / rank**0.5)
-        .to(dtype)
-        .to(device)
+        name: shard(
+            (torch.randn(spec.num_heads, *shape, generator=fixed) / _latent_size(spec) / rank**0.5)
+            .to(dtype)
+            .to(device)
+        )
         for name, shape in shapes.items()
     }
 
@@ -130,8 +188,12 @@ def draw_tokens(
     key_lens: Sequence[int],
     generator: torch.Generator,
     numbers: Numbers = Numbers.PLAIN,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
-    """Random queries, keys and values of each request; with MLA keys are latents, and values their first part."""
+    """Random queries, keys and values of each request; with MLA keys are latents, and values their first part.
+
+    The `scales` are those with which keys and values are stored.
+    """
     dtype = getattr(torch, spec.dtype)
 
     def tokens(count: int, heads: int, size: int) -> torch.Tensor:
@@ -151,22 +213,62 @@ def draw_tokens(
         queries = [2 * tokens(count, spec.num_heads, spec.head_size) for count in query_lens]
         keys = [tokens(count, spec.num_kv_heads, spec.head_size) for count in key_lens]
         values = [tokens(count, spec.num_kv_heads, spec.head_size_v) for count in key_lens]
-    if numbers is Numbers.SHARP:
-        queries = [query * _SHARP for query in queries]
-    if numbers is Numbers.WIDE:
-        queries = [query * _WIDE for query in queries]
-        keys, values = [key / _WIDE for key in keys], [value * _WIDE for value in values]
-    if numbers is Numbers.FAR:
-        # An element that all keys have in common moves all logits of a query by the same. With MLA it is one of
-        # the rotated part, which is not multiplied with weights.
-        for query in queries:
-            query[:, :, -1] = _signs(spec.num_heads) * _FAR / (spec.scale * _CONSTANT)
-        for key in keys:
-            key[:, :, -1] = _CONSTANT
+    for request, parts in enumerate(zip(queries, keys, values, strict=True)):
+        own = _OF_REQUESTS[request % len(_OF_REQUESTS)] if numbers is Numbers.EACH else numbers
+        _change(spec, own, *parts, scales)
+        if spec.mla is not None:
+            values[request] = keys[request][..., : spec.head_size_v].clone()
     for request, factor in strange_requests(numbers, query_lens, key_lens).items():
         for part in (keys[request], values[request]):
             part.mul_(factor)
     return queries, keys, values
+
+
+def _change(
+    spec: LayerSpec,
+    numbers: Numbers,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scales: tuple[float, float],
+) -> None:
+    """Change the tokens of a request, which are PLAIN, in place."""
+    if numbers is Numbers.SHARP:
+        query *= _SHARP
+    elif numbers is Numbers.WIDE:
+        query *= _WIDE
+        key /= _WIDE
+        value *= _WIDE
+    elif numbers in (Numbers.FAR, Numbers.NEGATIVE):
+        # An element that all keys have in common moves all logits of a query by the same. With MLA it is one of
+        # the rotated part, which is not multiplied with weights.
+        query[:, :, -1] = _far_signs(numbers, spec.num_heads) * _FAR / (spec.scale * _CONSTANT)
+        key[:, :, -1] = _CONSTANT
+    elif numbers is Numbers.ZEROS:
+        for part, first in ((query, 1), (key, 0), (value, 2)):
+            part[first::3] = 0
+    elif numbers is Numbers.EQUAL:
+        key[1:] = key[:1]
+        value += _MEAN
+    elif numbers is Numbers.TINY:
+        query *= _TINY
+        value *= _TINY
+    elif numbers is Numbers.BEYOND:
+        query *= _BEYOND[0]
+        key *= _BEYOND[1]
+    elif numbers is Numbers.RANGE:
+        for part, scale in ((key, scales[0]), (value, scales[1])):
+            most = _most_stored(spec) * scale
+            most = min(most, _MOST_IN_FLOAT16) if spec.dtype == "float16" else most
+            # The normal distribution's own function makes the numbers uniform.
+            part.copy_(torch.special.erf(part.float() * 0.5**0.5) * most)
+            if part is key:
+                query /= most * 3**-0.5
+
+
+def _most_stored(spec: LayerSpec) -> float:
+    dtype = storage_dtype(spec)
+    return torch.finfo(dtype).max if dtype.is_floating_point else float(torch.iinfo(dtype).max)
 
 
 _WIDER = 3
@@ -219,4 +321,4 @@ def random_selection(
             chosen.positions[token, :count] = torch.randperm(among, generator=generator)[:count].int()
             chosen.counts[token] = count
             token += 1
-    return Selection(chosen.positions.to(device), chosen.counts.to(device))
+    return Selection(between(chosen.positions.to(device)), between(chosen.counts.to(device)))

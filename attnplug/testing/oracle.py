@@ -15,6 +15,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.kv_format import kv_format
 from attnplug.core.selection import Selection
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import round_to_float, rounding_of, storage_dtype
 
 COMPUTED = (
@@ -92,11 +93,15 @@ def chosen_keys(spec: LayerSpec, selection: Selection, key_positions: torch.Tens
     sparse = spec.sparse
     if sparse is None:
         raise SpecError("sparse", None, "is required: a layer without it attends no selection")
-    positions, rows = selection.positions.tolist(), []
-    for row, count in enumerate(selection.counts.tolist()):
-        blocks = torch.tensor(positions[row][:count], dtype=torch.int64)
-        rows.append(torch.isin(key_positions // sparse.block, blocks))
-    return torch.stack(rows) if rows else torch.empty(0, key_positions.shape[0], dtype=torch.bool)
+    blocks = key_positions // sparse.block
+    positions, counts = selection.positions.cpu().long(), selection.counts.cpu()
+    # The last column is that of positions which are not counted, or of no key.
+    last = max(blocks.tolist(), default=-1) + 1
+    is_counted = torch.arange(positions.shape[1]) < counts[:, None]
+    chosen = torch.zeros(counts.shape[0], last + 1, dtype=torch.bool)
+    chosen.scatter_(1, positions.where(is_counted & (positions >= 0) & (positions < last), last), True)
+    chosen[:, last] = False
+    return chosen[:, blocks]
 
 
 def latent_weights(spec: LayerSpec, tensors: LayerTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,17 +132,23 @@ def expanded_latents(
     return keys, torch.einsum("sl,hlv->shv", rows[:, :rank], up_value)
 
 
+def _largest_sizes(queries: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """The largest product `[H, n]` of the norms of a query `[H, n]` and of a key `[Hkv, m]` that it sees."""
+    # A column of zeros is the size for queries without keys.
+    most = torch.nn.functional.pad(keys[:, None, :].where(seen, 0.0), (0, 1)).amax(2)
+    return queries * most.repeat_interleave(queries.shape[0] // keys.shape[0], dim=0)
+
+
 def _absorbed_sizes(
-    spec: LayerSpec, query: torch.Tensor, latent: torch.Tensor, tensors: LayerTensors
+    spec: LayerSpec, query: torch.Tensor, latent: torch.Tensor, seen: torch.Tensor, tensors: LayerTensors
 ) -> torch.Tensor:
-    """The sizes `[H, n, m]` of the logits of absorbed queries, which are sums of other terms than the expanded ones."""
+    """As `_largest_sizes`, of absorbed queries, whose logits are sums of other terms than the expanded ones."""
     up_key, _ = latent_weights(spec, tensors)
     nope = up_key.shape[1]
     wide = query.detach().cpu().double()
     absorbed = torch.einsum("thp,hpl->thl", wide[..., :nope], up_key).square().sum(2)
     norms: torch.Tensor = (absorbed + wide[..., nope:].square().sum(2)).sqrt()
-    sizes: torch.Tensor = norms.T[:, :, None] * latent[:, 0].detach().cpu().double().norm(dim=1) * spec.scale
-    return sizes
+    return _largest_sizes(norms.T, latent.detach().cpu().double().norm(dim=2).T, seen)
 
 
 def request_oracle(
@@ -152,6 +163,7 @@ def request_oracle(
     causal: bool | None = None,
     spans: Spans | None = None,
     selection: Selection | None = None,
+    rows: torch.Tensor | None = None,
 ) -> OracleResult:
     """The result of one request of `seq_len` tokens.
 
@@ -167,6 +179,7 @@ def request_oracle(
         causal: True if the batch narrows the spec.
         spans: the multimodal spans, for layers with mm_prefix.
         selection: of the n queries, for sparse layers.
+        rows: int64, the queries to compute, in this order; default all n.
 
     Raises:
         SpecError: the layer needs a feature that is not in COMPUTED.
@@ -179,20 +192,17 @@ def request_oracle(
         raise SpecError(asked, getattr(spec, asked), limit)
     tensors = tensors or LayerTensors()
     tensors.check(spec)
-    groups = spec.num_heads // spec.num_kv_heads
     latent = key
     if spec.mla is not None:
-        (key, value), groups = expanded_latents(spec, key, tensors), 1
-    q = query.detach().cpu().double().transpose(0, 1)
-    k, v = (
-        # Consecutive query heads share a KV head; interleaved groups are a known mistake.
-        tensor.detach().cpu().double().repeat_interleave(groups, dim=1).transpose(0, 1)
-        for tensor in (key, value)
-    )
+        key, value = expanded_latents(spec, key, tensors)
+    q, k, v = (each.detach().cpu().double().transpose(0, 1) for each in (query, key, value))
     query_positions = torch.arange(q.shape[1]) + seq_len - q.shape[1]
+    if rows is not None:
+        q, query, query_positions = q[:, rows], query[rows.to(query.device)], query_positions[rows]
+        selection = None if selection is None else selection[rows.to(selection.counts.device)]
     key_positions = torch.arange(k.shape[1]) + seq_len - k.shape[1]
 
-    logits = q @ k.transpose(1, 2) * spec.scale
+    logits = _of_groups(q, k.transpose(1, 2)) * spec.scale
     if spec.logits_soft_cap is not None:
         # The cap comes after the scale and before ALiBi and the mask.
         logits = spec.logits_soft_cap * torch.tanh(logits / spec.logits_soft_cap)
@@ -206,11 +216,10 @@ def request_oracle(
             raise BatchError("selection", found, f"must have a row for each of {q.shape[1]} queries")
         seen &= chosen_keys(spec, selection, key_positions)
     logits = logits.masked_fill(~seen, -math.inf)
-    sizes = q.norm(dim=2)[:, :, None] * k.norm(dim=2)[:, None, :] * spec.scale
+    logit_size = _largest_sizes(q.norm(dim=2), k.norm(dim=2), seen)
     if spec.mla is not None:
-        sizes = sizes.maximum(_absorbed_sizes(spec, query, latent, tensors))
-    # A column of zeros is the size for queries without keys.
-    logit_size = torch.nn.functional.pad(sizes.masked_fill(~seen, 0.0), (0, 1)).amax(2)
+        logit_size = logit_size.maximum(_absorbed_sizes(spec, query, latent, seen, tensors))
+    logit_size = logit_size * spec.scale
     terms = logits
     # A sink enters the denominator only: it has a logit and no value.
     if tensors.sinks is not None and use_sinks:
@@ -221,7 +230,17 @@ def request_oracle(
     lse = torch.logsumexp(terms, dim=2)
     # A query without keys has an LSE of -inf; 0 in its place gives weights of 0 instead of NaN.
     weights = torch.exp(logits - lse[:, :, None].nan_to_num(neginf=0.0))
-    return OracleResult((weights @ v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1))
+    return OracleResult(
+        _of_groups(weights, v).transpose(0, 1), lse.transpose(0, 1), logit_size.transpose(0, 1)
+    )
+
+
+def _of_groups(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Rows `[H, n, ...]` times the matrices `[Hkv, ...]`, of which consecutive heads share one."""
+    # Interleaved groups are a known mistake.
+    heads, count, size = rows.shape
+    grouped = rows.reshape(shared.shape[0], heads // shared.shape[0] * count, size)
+    return (grouped @ shared).reshape(heads, count, shared.shape[2])
 
 
 def attention_oracle(
@@ -236,10 +255,12 @@ def attention_oracle(
     causal: bool | None = None,
     spans: Sequence[Spans] | None = None,
     selection: Selection | None = None,
+    rows: torch.Tensor | None = None,
 ) -> OracleResult:
     """The results of a batch, one request after another; the arguments are those of `request_oracle`.
 
-    The rows of `selection` are those of all requests together.
+    The rows of `selection` are those of all requests together, as are `rows`, int64 and sorted: the results of other
+    queries are zeros.
 
     Raises:
         BatchError: the sequences have different lengths, or a layer with mm_prefix gets no spans.
@@ -249,34 +270,40 @@ def attention_oracle(
     if len(set(counts)) != 1:
         raise BatchError("requests", counts, "queries, keys, values, seq_lens and spans must be as many")
     of_each = [None] * len(seq_lens) if spans is None else spans
-    parts, start = [], 0
-    for query, key, value, seq_len, own in zip(queries, keys, values, seq_lens, of_each, strict=True):
-        rows = slice(start, start := start + query.shape[0])
-        parts.append(
-            request_oracle(
-                spec,
-                query,
-                key,
-                value,
-                seq_len,
-                tensors=tensors,
-                use_sinks=use_sinks,
-                causal=causal,
-                spans=own,
-                selection=None if selection is None else selection[rows],
-            )
-        )
-    nothing = torch.empty(0, spec.num_heads, spec.output_size, dtype=torch.float64)
-    return OracleResult(
-        torch.cat([nothing, *(part.output for part in parts)]),
-        torch.cat([nothing[:, :, 0], *(part.lse for part in parts)]),
-        torch.cat([nothing[:, :, 0], *(part.logit_size for part in parts)]),
+    total = sum(query.shape[0] for query in queries)
+    output = torch.zeros(total, spec.num_heads, spec.output_size, dtype=torch.float64)
+    found, start = (
+        OracleResult(output, torch.zeros_like(output[:, :, 0]), torch.zeros_like(output[:, :, 0])),
+        0,
     )
+    for query, key, value, seq_len, own in zip(queries, keys, values, seq_lens, of_each, strict=True):
+        span = slice(start, start := start + query.shape[0])
+        computed = None if rows is None else rows[(rows >= span.start) & (rows < span.stop)] - span.start
+        part = request_oracle(
+            spec,
+            query,
+            key,
+            value,
+            seq_len,
+            tensors=tensors,
+            use_sinks=use_sinks,
+            causal=causal,
+            spans=own,
+            selection=None if selection is None else selection[span],
+            rows=computed,
+        )
+        for field in dataclasses.fields(part):
+            into = getattr(found, field.name)[span]
+            into[slice(None) if computed is None else computed] = getattr(part, field.name)
+    return found
 
 
 def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
     """The values that a KV cache of `spec` returns for `tensor`: rounded, or quantised with `scale`; float64."""
     dtype, row = storage_dtype(spec), kv_format(spec.resolved_kv_cache_dtype)
+    codec = codec_of(spec)
+    if codec is not None:
+        return codec.decode(codec.encode(tensor.float(), scale), scale).double()
     rounding = rounding_of(row) or round_to_float
     if not row.layer_scales:
         return rounding(tensor.clone(), dtype).double()

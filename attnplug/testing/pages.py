@@ -10,9 +10,12 @@ from collections.abc import Sequence
 import torch
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import codec_of, encoded, page_planes, typed
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.testing.oracle import Spans
+from attnplug.testing.views import trap
 
 
 def block_table(
@@ -41,7 +44,7 @@ def poisoned_cache(
     order = backend.get_kv_cache_stride_order(layout=layout, spec=spec)
     dtype = STORAGE_DTYPES[spec.resolved_kv_cache_dtype]
     # NaN in unused rows reaches the output of a backend that reads them.
-    physical = _trap(dtype).expand([shape[dim] for dim in order]).contiguous()
+    physical = trap(dtype).expand([shape[dim] for dim in order]).contiguous()
     cache = physical.permute([order.index(dim) for dim in range(len(order))])
     # Block 0 holds zeros because table entries of dropped pages point to it.
     cache[0].zero_() if dtype.itemsize > 1 else cache.view(torch.uint8)[0].zero_()
@@ -50,26 +53,84 @@ def poisoned_cache(
 
 def fill_with_nan(cache: torch.Tensor, blocks: torch.Tensor) -> None:
     """Fill whole blocks with NaN, those of integers with the largest one."""
-    trap = _trap(cache.dtype)
+    worst = trap(cache.dtype)
     if cache.dtype.itemsize == 1:
         # torch assigns no elements of 8-bit floats.
-        cache, trap = cache.view(torch.uint8), trap.view(torch.uint8)
-    cache[blocks] = trap
+        cache, worst = cache.view(torch.uint8), worst.view(torch.uint8)
+    cache[blocks] = worst
 
 
-def _trap(dtype: torch.dtype) -> torch.Tensor:
-    worst = torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
-    return torch.tensor(worst).to(dtype)
-
-
-def put(pages: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, stored: torch.Tensor) -> None:
-    """Write tokens `[n, Hkv, D]`, already rounded or quantised, to rows of the pages."""
+def put(
+    pages: torch.Tensor,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+    tokens: torch.Tensor,
+    stored: torch.Tensor,
+    spec: LayerSpec,
+    scale: float,
+) -> None:
+    """Write tokens `[n, Hkv, D]`, whose `stored_values` are given, to rows of the pages."""
+    codec = codec_of(spec)
+    if codec is not None:
+        planes = page_planes(pages, kv_format(spec.resolved_kv_cache_dtype), spec.head_size)
+        for plane, items in zip(planes, encoded(codec, tokens, scale), strict=True):
+            plane[blocks, offsets] = items
+        return
+    stored = stored / (scale if spec.has_quantized_kv_cache else 1.0)
     # A value times its scale and divided by it may be just below an integer in float64, but not in float32.
     tokens = stored.float().to(pages.dtype)
     # The assignment copies the bytes of fp8 values, which are already rounded.
     if pages.dtype.itemsize == 1:
         pages, tokens = pages.view(torch.uint8), tokens.view(torch.uint8)
     pages[blocks, offsets] = tokens
+
+
+def rows_at(pages: torch.Tensor, slots: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
+    """What K or V pages give back at slots, float64 `[T, Hkv, D]`."""
+    size = pages.shape[1]
+    codec = codec_of(spec)
+    if codec is None:
+        rows = pages.float()[slots // size, slots % size].double()
+        return rows * scale if spec.has_kv_scales else rows
+    row = kv_format(spec.resolved_kv_cache_dtype)
+    planes = page_planes(pages, row, spec.head_size)
+    items = (
+        typed(plane[slots // size, slots % size], each.dtype)
+        for plane, each in zip(planes, row.planes, strict=True)
+    )
+    return codec.decode(tuple(items), scale).double()
+
+
+def row_bytes(pages: torch.Tensor, spec: LayerSpec) -> torch.Tensor:
+    """The bytes of each row of K or V pages, uint8 `[num_blocks, block_size, ...]`."""
+    if codec_of(spec) is None:
+        return pages.contiguous().view(torch.uint8).flatten(2)
+    planes = page_planes(pages, kv_format(spec.resolved_kv_cache_dtype), spec.head_size)
+    return torch.cat([plane.flatten(2) for plane in planes], 2)
+
+
+def encoding_fault(found: torch.Tensor, wanted: torch.Tensor, rows: torch.Tensor) -> str | None:
+    """Why `found`, decoded from pages, is no encoding of `rows` as good as the codec's `wanted`; None if it is.
+
+    A kernel may round otherwise than the codec: a row's error is at most 1.05 times the codec's, and that of all rows
+    together 1.005 times.
+    """
+    if torch.equal(found, wanted):
+        return None
+    if not bool(found.isfinite().all()):
+        return f"{int((~found.isfinite()).sum())} elements are NaN or infinite"
+    rows = rows.double()
+    error, best = ((each - rows).norm(dim=-1) for each in (found, wanted))
+    # An exact row has no error to compare with, only the rounding of float32.
+    more = error - 1.05 * best - 1e-6 * rows.norm(dim=-1)
+    if bool((more > 0).any()):
+        place = int(more.argmax())
+        ratio = float(error.flatten()[place] / best.flatten()[place].clamp_min(1e-30))
+        return f"the error of a row is {ratio:.3g} times that of the codec, more than 1.05 times"
+    total, least = float(error.norm()), float(best.norm())
+    if total > 1.005 * least + 1e-6 * float(rows.norm()):
+        return f"the error of all rows is {total / least:.4g} times that of the codec, more than 1.005 times"
+    return None
 
 
 def default_spans(query_lens: Sequence[int], seq_lens: Sequence[int]) -> list[Spans]:

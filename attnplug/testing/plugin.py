@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from attnplug.core.errors import AttnplugError
-from attnplug.testing.conformance.check import SkipKind
+from attnplug.testing.conformance.check import SHRINK_SECONDS, SkipKind
 from attnplug.testing.isolation.listing import option_words
 from attnplug.testing.skips import skip_counts, untested_words
 
@@ -26,6 +26,9 @@ SUITE: pytest.StashKey[Suite] = pytest.StashKey()
 
 RERUN: pytest.StashKey[Callable[[str], str]] = pytest.StashKey()
 """The key of a function of a check's id, which gives the line that runs the check again."""
+
+SHRINK: pytest.StashKey[float] = pytest.StashKey()
+"""The key of the seconds in which wrong answers are shrunk to their smallest failing steps."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,6 +56,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=[],
         help="Set an option of the backend; may be repeated.",
     )
+    group.addoption(
+        "--attn-shrink",
+        metavar="SECONDS",
+        type=float,
+        default=SHRINK_SECONDS,
+        help="Time to shrink wrong answers to their smallest failing steps; 0 shrinks none.",
+    )
     group.addoption("--shard", metavar="I/N", help="Run one of N disjoint parts of the checks.")
 
 
@@ -69,6 +79,7 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     try:
         config.stash[SUITE] = _load(config, name)
+        config.stash[SHRINK] = config.option.attn_shrink
         config.stash[RERUN] = _rerun(config)
     except AttnplugError as problem:
         raise pytest.UsageError(str(problem)) from None

@@ -10,7 +10,8 @@ import pytest
 
 from attnplug.testing.conformance.check import Check, ConformanceError
 from attnplug.testing.decorator import as_parameters
-from attnplug.testing.plugin import RERUN, SUITE
+from attnplug.testing.isolation.failures import Failure
+from attnplug.testing.plugin import RERUN, SHRINK, SUITE
 
 _SHOWN = 200
 
@@ -25,7 +26,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     # Workers of `attnplug conformance` have none: the command prints a line of its own.
     rerun = metafunc.config.stash.get(RERUN, lambda check: None)
-    metafunc.parametrize("check", as_parameters(suite.checks, suite.known, rerun))
+    shrink = metafunc.config.stash.get(SHRINK, 0.0)
+    metafunc.parametrize("check", as_parameters(suite.checks, suite.known, rerun, shrink))
 
 
 def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
@@ -33,6 +35,7 @@ def test_conformance(check: Check, capfd: pytest.CaptureFixture[str], request: p
     try:
         check()
     except Exception as problem:
+        request.node.user_properties += Failure.of(problem).properties()
         _flush()
         out, err = capfd.readouterr()
         for name, text in (("stdout", out), ("stderr", err)):

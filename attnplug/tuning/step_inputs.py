@@ -17,7 +17,7 @@ import torch
 from attnplug.core.config import BuilderConfig
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
-from attnplug.core.interface.answers import answer
+from attnplug.core.interface.answers import answer, declared
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import LayerSpec, Phase
@@ -26,6 +26,7 @@ from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.testing.comparison import assert_close, tolerance
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.oracle import OracleResult, request_oracle
+from attnplug.testing.views import with_own_memory
 from attnplug.tuning.timers import least_bytes
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class StepInputs:
         lse: float32 `[T, H]` if the layer needs it.
         tensors: sinks, slopes, scales and weights of the layer.
         keys: gives all keys and values of a request, `[seq_len, Hkv, ...]`, from the first cache.
+        quantized_queries: whether the backend rounds queries to 8 bits, as it declares.
     """
 
     spec: LayerSpec
@@ -69,6 +71,7 @@ class StepInputs:
     lse: torch.Tensor | None
     tensors: LayerTensors
     keys: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    quantized_queries: bool
 
     def forward(self, impl: AttentionImpl[Any], metadata: Any) -> Callable[[int], object]:
         """The forward of a layer, as a model calls it: it writes the new keys and values, and attends."""
@@ -163,8 +166,10 @@ def made_inputs(
     output = torch.full((count, spec.num_heads, spec.output_size), torch.nan, device=device, dtype=dtype)
     lse = torch.full(output.shape[:2], torch.nan, device=device) if spec.needs_lse else None
     common = _common(spec, shape, table, slots, device)
-    tensors = layer_tensors(spec, seed=_SEED, device=str(device))
-    return StepInputs(spec, shape, common, query, key, value, caches, output, lse, tensors, keys)
+    # Backends copy a column in each call, and most models have none.
+    tensors = with_own_memory(layer_tensors(spec, seed=_SEED, device=str(device)))
+    quantized = declared(backend, "quantizes_queries")
+    return StepInputs(spec, shape, common, query, key, value, caches, output, lse, tensors, keys, quantized)
 
 
 def made_parts(
@@ -328,6 +333,7 @@ class _Part:
     seq_len: int
     found: torch.Tensor
     tensors: LayerTensors
+    quantized_queries: bool
 
     def problem(self, spec: LayerSpec) -> str | None:
         """The difference from the oracle of `spec`, or None."""
@@ -340,7 +346,7 @@ class _Part:
         expected: OracleResult = request_oracle(
             few, self.query, self.key.double(), self.value.double(), self.seq_len, tensors=tensors
         )
-        bound = tolerance(few, expected.logit_size)
+        bound = tolerance(few, expected.logit_size, quantized_queries=self.quantized_queries)
         try:
             assert_close(self.found, expected.output, bound.output, self.name, whole=bound.whole)
         except AssertionError as problem:
@@ -379,4 +385,5 @@ def _parts(inputs: StepInputs) -> Iterator[_Part]:
                 end,
                 inputs.output[span][:, heads],
                 tensors,
+                inputs.quantized_queries,
             )

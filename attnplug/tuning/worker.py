@@ -173,7 +173,7 @@ class Runner:
             synchronize(self._where)
             return inputs.output.clone()
 
-        most = tolerance(inputs.spec).whole
+        most = tolerance(inputs.spec, quantized_queries=inputs.quantized_queries).whole
         # A graph over lost tensors would write nothing, or an old output.
         timed, alone = written(run), written(lambda: call(call.last))
         if bool(timed.isnan().any()):

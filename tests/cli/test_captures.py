@@ -16,6 +16,7 @@ from attnplug.cli.output.doctor_sections import EngineState
 from attnplug.cli.probe_run import Probe
 from attnplug.testing.isolation import listing
 from attnplug.testing.isolation import run as isolation_run
+from attnplug.testing.isolation.failures import Failure
 from attnplug.testing.isolation.listing import Listing, SuiteRequest
 from attnplug.testing.isolation.results import CheckOutcome, Result
 
@@ -39,7 +40,7 @@ COMMANDS = {
     "matrix": ("matrix", "--device", "h100", "--backend", "TRITON", "--backend", "TORCH", "--backend", "FLASHINFER"),
     "matrix-one": ("matrix", "--device", "h100", "--backend", "TRITON", "--feature", "sinks"),
     "doctor": ("doctor",),
-    "conformance": ("conformance", "TORCH", "--device", "cpu"),
+    "conformance": ("conformance", "TORCH", "--device", "cpu", "--summary"),
     **{
         f"help-{name.replace(' ', '-')}": (*name.split(), "--help")
         for name in (
@@ -68,13 +69,30 @@ def probe(plugin: str | None, backend: str | None, timeout: float) -> Probe:
     return Probe({"unmet": [], "get_impl_cls": f"{name}Impl", "get_builder_cls": f"{name}Builder"}, None)
 
 
+IGNORED = "sliding window ignored"
+PRINTED = """from attnplug.backends.torch_native.backend import TorchBackend
+from attnplug.core import LayerSpec
+from attnplug.testing import assert_step_correct
+
+def test_sliding_window_ignored():
+    layer = LayerSpec(num_heads=1, num_kv_heads=1, head_size=16, dtype="float32", window=(0, 0))
+    assert_step_correct(TorchBackend, layer, query_lens=[1], seq_lens=[2], block_size=1)"""
 RESULTS = (
-    Result("correct/decode/d64", CheckOutcome.PASSED, 0.2),
+    Result("correct/decode-h4x2-d64-float32-b16-NHD", CheckOutcome.PASSED, 0.2),
     Result(
-        "correct/decode/d128", CheckOutcome.FAILED, 3.4, "the output of row 3 differs by 0.25, more than 0.02"
+        "correct/mixed-h4x2-d64-float32-b16-NHD-window40.0", CheckOutcome.FAILED, 0.2, f"wrong: {IGNORED}",
+        failure=Failure(IGNORED, is_named=True, tokens=644),
     ),
-    Result("options/known", CheckOutcome.SKIPPED, 0.0, "the backend has no options"),
-)
+    Result(
+        "correct/mixed-h4x2-d64-float32-b16-NHD-window6.0", CheckOutcome.FAILED, 3.4, f"wrong: {IGNORED}",
+        failure=Failure(IGNORED, is_named=True, tokens=60, size="1 request of 2 tokens", test=PRINTED),
+    ),
+    Result("declaration/light-import", CheckOutcome.FAILED, 1.4, "the import of the backend loads torch"),
+    Result("cache/negative-slots", CheckOutcome.PASSED),
+    Result("refused/feature-lse", CheckOutcome.PASSED),
+    Result("merge/2-parts", CheckOutcome.SKIPPED, 0.0, "layer not served: TORCH serves no layer with LSE"),
+    Result("declared/layout-HND", CheckOutcome.UNTESTED, 0.0, "layout HND: only cuda devices serve it"),
+)  # fmt: skip
 
 
 ENGINES = (

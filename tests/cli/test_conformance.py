@@ -14,6 +14,7 @@ import pytest
 from attnplug.cli.output import conformance_report
 from attnplug.testing.isolation import listing as listing_module
 from attnplug.testing.isolation import run as run_module
+from attnplug.testing.isolation.failures import Failure
 from attnplug.testing.isolation.listing import Listing, SuiteRequest, list_checks
 from attnplug.testing.isolation.results import CheckOutcome, Result, SavedResults
 
@@ -204,6 +205,36 @@ def test_failures_are_told_with_their_first_lines_and_a_check_unheard_of_failed(
     assert "the run stopped:\nall workers are gone\n" in outcome.out
     assert "2 checks failed, 0 checks passed, 1 failed as known in " in outcome.out
     assert "        the whole\n        traceback\n" in command(*first(torch_checks, 3), "--verbose").out
+
+
+def test_the_first_check_of_each_mistake_is_shrunk_in_a_second_run(command, torch_checks, monkeypatch):
+    calls = []
+
+    def run_checks(listing, ids, limits, observer, **rest):
+        calls.append((list(ids), limits.shrink))
+        found = Failure("soft cap ignored", is_named=True, tokens=9)
+        if limits.shrink:
+            found = dataclasses.replace(found, size="1 request of 2 tokens", test="def test_soft_cap(): ...")
+        for check in ids:
+            # A verdict of the second run does not count.
+            outcome = CheckOutcome.PASSED if limits.shrink else CheckOutcome.FAILED
+            observer.finished(Result(check, outcome, failure=found))
+
+    monkeypatch.setattr(run_module, "run_checks", run_checks)
+    ids = list(torch_checks.ids[:3])
+    outcome = command(*first(torch_checks, 3), "--shrink", "7")
+    assert (outcome.code, calls) == (1, [(ids, 0.0), (ids[:1], 7.0)])
+    assert f"        and 2 more checks say the same: {ids[1]}, {ids[2]}\n" in outcome.out
+    assert (
+        "        smallest failing step, 1 request of 2 tokens:\n\ndef test_soft_cap(): ...\n" in outcome.out
+    )
+    assert "3 checks failed, 0 checks passed in " in outcome.out
+    checks = {each["id"]: each for each in command(*first(torch_checks, 3), "--json").json["checks"]}
+    assert [checks[check]["smallest_step"] for check in ids] == ["def test_soft_cap(): ...", None, None]
+    assert {each["mistake"] for each in checks.values()} == {"soft cap ignored"}
+    calls.clear()
+    command(*first(torch_checks, 3), "--shrink", "0")
+    assert calls == [(ids, 0.0)]
 
 
 def test_a_run_that_stops_is_no_success_even_where_nothing_failed(command, torch_checks, monkeypatch):

@@ -118,8 +118,8 @@ def test_any_devices_are_asked_at_once_and_nothing_is_run(command):
     assert (outcome.code, outcome.err) == (0, "")
     runs = read_matrix(Path("m.json")).runs
     assert [each.key for each in runs] == [("TORCH", "sm90"), ("TORCH", "cpu")]
-    # TORCH serves whatever is asked, so nothing is refused; "verified" would need a run.
-    assert {str(each.status) for one in runs for each in one.findings} == {"declared"}
+    # TORCH refuses only formats without pages for a layer's heads; "verified" would need a run.
+    assert {str(each.status) for one in runs for each in one.findings} == {"declared", "refused"}
     assert "sinks            ○ declared" in outcome.out
 
 

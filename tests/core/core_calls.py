@@ -322,7 +322,7 @@ CORE: dict[str, Call] = {
             "head_size": 8,
             "head_size_v": 8,
             "dtype": "float32",
-            "scale_bytes": 0,
+            "padding": 0,
         },
     ),
     "SlidingWindowSpec": (

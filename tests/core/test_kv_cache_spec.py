@@ -41,7 +41,10 @@ LEAST: dict[str, Any] = {"block_size": 16, "num_kv_heads": 8, "head_size": 128, 
         ({"dtype": "int8"}, 32_768),
         ({"head_size_v": 64}, 49_152),  # 16 x 8 x (128 + 64) x 2
         ({"block_size": 1, "num_kv_heads": 1, "head_size": 80}, 320),  # (80 + 80) x 2
-        ({"dtype": "fp8", "scale_bytes": 1024}, 33_792),  # 32768 + 1024
+        ({"dtype": "fp8", "padding": 1024}, 33_792),  # 32768 + 1024
+        ({"dtype": "int8_token_head"}, 33_792),  # 16 x 8 x 2 x (128 + 4)
+        ({"dtype": "nvfp4"}, 18_432),  # 16 x 8 x 2 x (64 + 8)
+        ({"dtype": "rotated4"}, 16_896),  # 16 x 8 x 2 x (64 + 2)
     ],
 )
 def test_a_page_holds_k_and_v_of_its_tokens(changes: dict[str, Any], page: int) -> None:
@@ -50,7 +53,7 @@ def test_a_page_holds_k_and_v_of_its_tokens(changes: dict[str, Any], page: int) 
 
 def test_a_page_of_latents_holds_one_vector_per_token() -> None:
     latent = MLAAttentionSpec(block_size=64, num_kv_heads=1, head_size=576, head_size_v=512, dtype="bfloat16")
-    assert latent.elements_per_token == 576
+    assert latent.bytes_per_token == 1_152
     assert latent.page_size_bytes == 73_728  # 64 x 576 x 2
     assert dataclasses.replace(latent, dtype="fp8_e4m3").page_size_bytes == 36_864
 
@@ -90,8 +93,8 @@ def test_the_reach_of_a_cache_is_checked() -> None:
         SlidingWindowSpec(**LEAST, sliding_window=0)
     with pytest.raises(SpecError, match="chunk=-1"):
         ChunkedLocalAttentionSpec(**LEAST, chunk=-1)
-    with pytest.raises(SpecError, match="scale_bytes=-1 must be an integer of at least 0"):
-        FullAttentionSpec(**LEAST, scale_bytes=-1)
+    with pytest.raises(SpecError, match="padding=-1 must be an integer of at least 0"):
+        FullAttentionSpec(**LEAST, padding=-1)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float64", "of_next_year", ""])

@@ -34,7 +34,7 @@ def test_the_rows_are_the_types_that_engines_have() -> None:
     assert kv_cache_dtypes() == (
         *("auto", "float16", "bfloat16", "float32"),
         *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_inc", "fp8_ds_mla"),
-        *("int8", "uint8", "int4", "nvfp4", "mxfp8", "mxfp4"),
+        *("int8", "uint8", "int4", "nvfp4", "mxfp8", "mxfp4", "int8_token_head", "rotated4"),
     )
     assert row_of("fp8") is row_of("fp8_e4m3")
     assert [row.name for row in kv_formats() if row.is_common] == ["fp8_e4m3", "fp8_e5m2"]
@@ -47,6 +47,10 @@ def test_a_row_has_the_bytes_and_the_rounding_of_its_torch_dtype(row: kv_format.
         assert row.rounding is None
         return
     dtype = STORAGE_DTYPES[row.name]
+    if row.codec:
+        assert (dtype, row.size, row.rounding) == (torch.uint8, None, None)
+        row.check()
+        return
     assert f"torch.{row.dtype}" == str(dtype)
     assert row.size == dtype.itemsize
     assert (row.rounding is not None) is dtype.is_floating_point

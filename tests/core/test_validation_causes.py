@@ -85,7 +85,6 @@ class TestStorage:
             (torch.float8_e5m2, "fp8", False),
             ("auto", "fp8", False),
             ("int8", "int8", True),
-            ("of_next_year", "of_next_year", True),
         ],
     )
     def test_storage_is_compared_by_what_the_names_stand_for(
@@ -94,6 +93,11 @@ class TestStorage:
         backend = variant(supported_kv_cache_dtypes=(offered,), features=Feature.FP8_KV)
         reasons = backend.validate_configuration(spec(kv_cache_dtype=asked), H100)
         assert codes(reasons) == ([] if stored else ["kv_cache_dtype"])
+
+    def test_a_type_without_known_bytes_is_refused_as_a_plan_refuses_it(self) -> None:
+        backend = variant(supported_kv_cache_dtypes=("of_next_year",))
+        reasons = backend.validate_configuration(spec(kv_cache_dtype="of_next_year"), H100)
+        assert codes(reasons) == ["kv_format"]
 
     def test_fp8_that_is_not_stored_is_one_reason(self) -> None:
         reasons = Plain.validate_configuration(spec(kv_cache_dtype="fp8"), H100)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections import Counter
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from attnplug.core import LayerSpec, MLADims, SparseSpec
+from attnplug.testing.conformance.cases.model_sizes import of_models
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 BF16 = {"dtype": "bfloat16"}
@@ -74,6 +76,23 @@ def test_every_layer_of_the_example_is_read(name, example):
     assert Counter(model.layers.values()) == EXPECTED[name]
     assert not model.other_layers
     assert not model.kv_sharing
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_conformance_kit_tries_the_sizes_of_the_example(name):
+    for spec in EXPECTED[name]:
+        sizes = {
+            "heads": (spec.num_heads, spec.num_kv_heads),
+            "chunk_size": spec.chunk_size,
+            "sparse": spec.sparse,
+        }
+        sizes |= {"window": spec.window} if spec.is_windowed else {}
+        if spec.mla is None:
+            sizes["head_size"] = spec.head_size
+        else:
+            sizes["mla"] = dataclasses.replace(spec.mla, q_lora_rank=None)
+        for axis, size in sizes.items():
+            assert size is None or size in of_models(axis)
 
 
 def test_the_scale_of_multi_head_latent_attention_counts_both_parts_of_a_query_and_yarn(example):

@@ -179,7 +179,7 @@ def test_a_cell_that_is_wrong_fails_with_the_case_the_numbers_and_the_name_of_th
 @pytest.mark.parametrize(
     ("values", "why"),
     [
-        ({"kv_cache_dtype": "nvfp4"}, "stores no kv_cache_dtype='nvfp4'"),
+        ({"kv_cache_dtype": "mxfp4"}, "stores no kv_cache_dtype='mxfp4'"),
     ],
 )
 def test_layers_that_the_kit_has_no_batches_of_are_skipped(values, why):

@@ -82,7 +82,7 @@ def test_a_cache_of_another_shape_is_refused(shape):
 
 
 def test_storage_that_torch_has_no_float_for_is_refused():
-    for stored in ("int8", "nvfp4"):
+    for stored in ("int8", "mxfp4"):
         with pytest.raises(LayoutError, match="kv_cache_dtype"):
             storage_dtype(SPEC.replace(kv_cache_dtype=stored))
 

@@ -88,4 +88,5 @@ def test_good_plugins_are_recorded_with_who_ships_them(see_plugins: See) -> None
         "status": "loaded",
         "reason": None,
         "backends": ["ACME_SM80"],
+        "formats": [],
     }

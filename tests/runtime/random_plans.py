@@ -53,6 +53,9 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "two-sided fp8": {"kv_cache_dtype": "fp8_e5m2", "causal": False},
+    "int8 rows": {"kv_cache_dtype": "int8_token_head"},
+    "sliding nvfp4": {"kv_cache_dtype": "nvfp4", "sliding_window": 20},
+    "rotated with sinks": {"kv_cache_dtype": "rotated4", "has_sinks": True},
     "direct": {"direct_kv": True},
     "two-sided direct": {"direct_kv": True, "causal": False},
     "encoder": {"direct_kv": True, "attn_type": "encoder_only"},
@@ -122,7 +125,7 @@ class RandomRun:
             num_speculative_tokens=2,
             cudagraph_batch_sizes=(MOST,) if graphs else (),
         )
-        quantised = any(spec.has_quantized_kv_cache for spec in specs.values())
+        quantised = any(spec.has_kv_scales for spec in specs.values())
         self._model = ServedModel(
             specs,
             max_model_len=LONGEST,

@@ -297,11 +297,16 @@ def test_a_backend_whose_shape_is_not_that_of_the_pages_is_refused():
     config, specs, raw = one_layer()
     with pytest.raises(LayoutError, match=r"is not an order of the 3 dimensions"):
         reshape_kv_cache(config, raw, specs, {"layers.0": Latent})
-    cache = dataclasses.replace(config.kv_cache_groups[0].kv_cache_spec, scale_bytes=PAGE)
+
+    class Wide(Plain):
+        @classmethod
+        def get_kv_cache_shape(cls, num_blocks: int, *sizes: Any) -> tuple[int, ...]:
+            return (2 * num_blocks, *super().get_kv_cache_shape(num_blocks, *sizes)[1:])
+
     with pytest.raises(
-        LayoutError, match=f"kv_cache_shape=.* of PLAIN is not that of 1 pages of {2 * PAGE} bytes"
+        LayoutError, match=rf"kv_cache_shape=.* of PLAIN is not that of \d+ pages of {PAGE} bytes"
     ):
-        view_kv_cache(raw["layers.0"], cache, specs["layers.0"], Plain)
+        reshape_kv_cache(config, raw, specs, {"layers.0": Wide})
 
 
 def test_a_storage_type_that_torch_lacks_is_refused():

@@ -235,12 +235,18 @@ def test_equal_pages_stay_as_they_are():
     assert unify_page_sizes({}) == {}
 
 
-def test_scales_stored_in_a_page_grow_with_it():
-    small = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype="fp8", scale_bytes=64)
-    large = dataclasses.replace(small, num_kv_heads=2, scale_bytes=128)
-    unified = unify_page_sizes({"small": small, "large": large})
-    assert unified["small"].page_size_bytes == unified["large"].page_size_bytes == 16 * 2 * 16 + 128
-    assert (unified["small"].block_size, unified["small"].scale_bytes) == (32, 128)
+@pytest.mark.parametrize(
+    ("other", "blocks"), [("int8_token_head", (176, 336)), ("nvfp4", (144, 512)), ("rotated4", (96, 368))]
+)
+def test_pages_of_unlike_formats_are_equal_with_little_padding(other, blocks):
+    plain = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    unified = unify_page_sizes({"plain": plain, "coded": dataclasses.replace(plain, dtype=other)})
+    assert tuple(cache.block_size for cache in unified.values()) == blocks
+    page = unified["plain"].page_size_bytes
+    for cache in unified.values():
+        assert cache.page_size_bytes == page
+        assert cache.padding <= 0.02 * page
+    assert unify_page_sizes(unified) == unified
 
 
 def test_pages_that_do_not_divide_the_largest_get_their_least_common_multiple():

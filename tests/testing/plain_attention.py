@@ -48,7 +48,7 @@ class PlainImpl(TorchImpl):
         if spec.sparse is not None:
             # The real path checks the indexer's values; its numbers are replaced below.
             super()._attend_call(layer, query, key, value, kv_cache, meta, output, output_lse, use_sinks)
-        source, heads = self._source(key, value, kv_cache, meta), self.kv_heads()
+        source, heads = self._decoded(layer, self._source(key, value, kv_cache, meta)), self.kv_heads()
         scales, sinks = self.read_scales(layer, source.k.dtype), self.sinks(use_sinks)
         lses = torch.empty(query.shape[0], spec.num_heads, dtype=self.wide)
         for request in self.in_order(np.flatnonzero(meta.query_lens).tolist()):

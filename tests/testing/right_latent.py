@@ -82,4 +82,14 @@ LATENT: dict[str, dict[str, Any]] = {
         "supported_dtypes": ("float16",),
     },
 }
+_STORED = {"auto": ("auto",), "alias": ("fp8",), "e4m3": ("fp8_e4m3",), "e5m2": ("fp8_e5m2",)}
+for _name, _types in _STORED.items():
+    served = Feature.MLA | Feature.LSE | (Feature(0) if _name == "auto" else Feature.FP8_KV)
+    LATENT[f"LATENT_{_name.upper()}"] = {"features": served, "supported_kv_cache_dtypes": _types}
+# The class that `for_layer` gives for sparse layers serves no others.
+LATENT["LATENT_SPARSE"] = {
+    "features": Feature.MLA | Feature.SPARSE | Feature.LSE,
+    "supported_kv_cache_dtypes": ("auto",),
+    "serves_dense": False,
+}
 LATENTS = {name: latent(name, **declared) for name, declared in LATENT.items()}

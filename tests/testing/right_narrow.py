@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from catching import variant
 
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import AttentionBackend, Device, Feature, LayerSpec, Reason
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import AttentionType, Phase
 
 __all__ = ["NARROWS"]
@@ -29,6 +32,53 @@ def alone(feature: Feature) -> type[AttentionBackend]:
         features=feature | _NEEDED.get(feature, Feature(0)),
         supported_kv_cache_dtypes=stored,
     )
+
+
+def always(feature: Feature) -> type[AttentionBackend]:
+    """TORCH with all features that a layer can have beside this one, without which it serves none."""
+    served = feature
+    # The kit has no cross layers whose keys come with the call.
+    unlike = {Feature.CROSS: Feature.DIRECT_KV, Feature.DIRECT_KV: Feature.CROSS}.get(feature, Feature(0))
+    for other in TorchBackend.features & ~unlike:
+        # Both orders, because one value of a field may ask for both features.
+        for first, last in ((feature, other), (other, feature)):
+            try:
+                spec = LayerSpec(
+                    num_heads=4, num_kv_heads=2, **{"head_size": 64, **first.fields(), **last.fields()}
+                )
+            except SpecError:
+                continue
+            is_served = not TorchBackend.validate_configuration(spec, Device("cpu"))
+            served |= other if is_served and feature | other in spec.required_features() else Feature(0)
+    stored = [name for name in TorchBackend.supported_kv_cache_dtypes if "fp8" in name]
+    if feature is not Feature.FP8_KV:
+        stored = ["auto", *(stored if Feature.FP8_KV in served else ())]
+    return variant(
+        f"ALWAYS_{feature.name}",
+        features=served,
+        supported_kv_cache_dtypes=tuple(stored),
+        serves_dense=feature is not Feature.SPARSE,
+        supports_combination=refusing(
+            f"layers with {feature.name} only", lambda spec: feature not in spec.required_features()
+        ),
+    )
+
+
+class DecodesFirst(TorchMetadataBuilder):
+    """Refuses steps in any other order than that of its threshold."""
+
+    build_key: Hashable = ()
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        assert self.reorder_batch_threshold is not None
+        lens = common_attn_metadata.query_start_loc_cpu.diff()
+        if (lens <= self.reorder_batch_threshold).int().diff().gt(0).any():
+            raise BatchError("query_start_loc_cpu", lens.tolist(), "has decodes behind longer queries")
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
 
 def blocks(*sizes: int | MultipleOf) -> Any:
@@ -84,6 +134,14 @@ NARROW: dict[str, dict[str, Any]] = {
     "HALF": {"supported_dtypes": ("float16",)},
     "BFLOAT": {"supported_dtypes": ("bfloat16",)},
     "SINGLE": {"supported_dtypes": ("float32",)},
+    "SINGLE_OVER_BFLOAT": {
+        "supported_dtypes": ("float32",),
+        "supported_kv_cache_dtypes": ("bfloat16",),
+        "features": TorchBackend.features & ~Feature.FP8_KV & ~Feature.DIRECT_KV & ~Feature.ENCODER,
+    },
+    "DECODES_FIRST": {"builder": DecodesFirst},
+    "FP8_BY_ALIAS": {"supported_kv_cache_dtypes": ("fp8",)},
+    "FP8_E5M2": {"supported_kv_cache_dtypes": ("fp8_e5m2",)},
     "STORED_AS_NAMED": {"supported_kv_cache_dtypes": ("bfloat16",), "features": Feature.SLIDING_WINDOW},
     "ONE_HEAD_SIZE": {"get_supported_head_sizes": heads(80), "features": _OF_ONE_SIZE},
     "ODD_HEAD_SIZE": {"get_supported_head_sizes": heads(20), "features": _OF_ONE_SIZE},
@@ -215,4 +273,5 @@ NARROW: dict[str, dict[str, Any]] = {
     "FP8_ONLY": {"supported_kv_cache_dtypes": ("fp8_e4m3",), "features": Feature.FP8_KV},
 }  # fmt: skip
 NARROWS = {name: variant(name, **declared) for name, declared in NARROW.items()}
-NARROWS |= {f"ONLY_{each.name}": alone(each) for each in TorchBackend.features}
+for feature in TorchBackend.features:
+    NARROWS |= {f"ONLY_{feature.name}": alone(feature), f"ALWAYS_{feature.name}": always(feature)}

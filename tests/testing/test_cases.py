@@ -57,7 +57,7 @@ def has(case: Case, fields: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("level", "most"), [(Level.SMOKE, 360), pytest.param(Level.FULL, 1500, marks=pytest.mark.slow)]
+    ("level", "most"), [(Level.SMOKE, 480), pytest.param(Level.FULL, 2200, marks=pytest.mark.slow)]
 )
 def test_a_level_has_a_bounded_number_of_cases(level: Level, most: int) -> None:
     assert most / 2 < len(cases(level)) < most

@@ -21,11 +21,11 @@ def spec(dtype: str, stored: str = "auto") -> LayerSpec:
         (spec("float32"), 1e-5, 1e-4),
         (spec("float16"), 2e-3, 1e-3),
         (spec("bfloat16"), 1e-2, 2.0**-9),
-        (spec("bfloat16", "fp8"), 5e-2, 2.0**-9),
-        (spec("float32", "fp8_e5m2"), 5e-2, 1e-4),
+        (spec("bfloat16", "fp8"), 1e-2, 2.0**-9),
+        (spec("float32", "fp8_e5m2"), 1e-5, 1e-4),
     ],
 )
-def test_bounds_of_small_logits_follow_the_dtype_and_the_storage(
+def test_bounds_of_small_logits_follow_the_dtype_whatever_is_stored(
     layer: LayerSpec, output: float, lse: float
 ) -> None:
     bounds = tolerance(layer, torch.zeros(2, dtype=torch.float64))

@@ -16,6 +16,7 @@ from attnplug.core import Device, LayerSpec
 from attnplug.testing import Batch, paged_batch
 from attnplug.testing.conformance.check import ConformanceError, error_context, naming_seconds, time_limit
 from attnplug.testing.conformance.harness import Harness, Output
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.mistakes import mistake_recognition
 from attnplug.testing.conformance.mistakes.deviation import Deviation, deviation, deviation_of
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
@@ -195,9 +196,9 @@ def test_an_error_names_the_call_the_layer_and_the_backends_lines() -> None:
         Harness.of(target, batch).forward(batch, what="with pages of 32 tokens")
     first, call, *frames = str(caught.value).splitlines()
     assert first == "with pages of 32 tokens: raised ValueError: no page 7"
-    assert call == (
-        "in forward of layers.0 (sliding, 8 heads over 2 KV heads of 16, float32, window (8, 0), LSE)"
-    )
+    (name,) = layer_names(1, batch.spec)
+    words = "sliding, 8 heads over 2 KV heads of 16, float32, window (8, 0), LSE"
+    assert call == f"in forward of {name} ({words})"
     assert [line.split(" in ")[1] for line in frames] == [
         "attend: return self._looked_up(7)",
         '_looked_up: raise ValueError(f"no page {page}")',
@@ -214,7 +215,7 @@ class _Refusing(TorchImpl):
 def test_an_error_of_from_spec_names_it() -> None:
     target = Target(variant("REFUSING", impl=_Refusing), Device("cpu"))
     with pytest.raises(
-        ConformanceError, match=r"(?s)raised RuntimeError: no kernel.*in from_spec of layers.0 \(full"
+        ConformanceError, match=r"(?s)raised RuntimeError: no kernel.*in from_spec of \S*attn\S* \(full"
     ):
         Harness.of(target, batch_of())
 

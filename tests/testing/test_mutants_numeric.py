@@ -13,12 +13,15 @@ import mutants.crossings
 import mutants.inputs
 import mutants.latents
 import mutants.masks
+import mutants.ranges
 import mutants.sinks
 import mutants.sizes
 import mutants.small_sizes
 import mutants.softmax
 import mutants.steps
-import mutants.storage  # noqa: F401 - each import lists its mutants
+import mutants.storage
+import mutants.values
+import mutants.views  # noqa: F401 - each import lists its mutants
 import pytest
 from mutants.declared import ReferenceBackend
 from mutants.running import checks_of_reference, failures_of, failures_of_torch, named_checks, problem_of
@@ -33,6 +36,10 @@ from attnplug.testing.conformance.serving import context_parallel
 from attnplug.testing.conformance.target import Target
 
 OF_REFERENCE = mutants_of("masks", "sinks", "sizes", "softmax", "steps", "storage")
+NUMERIC = OF_REFERENCE + mutants_of(
+    "accidents", "small_sizes", "crossings", "inputs", "combinations", "latents"
+)
+PLAIN_RANGES = ("window12", "pages512", "encoders1024")
 # Large batches take most of the time, and packed cases come after many others.
 LARGE = ("correct/long-", "correct/many-", "correct/far-", "correct/*-", "builder/common-prefix-")
 
@@ -56,14 +63,27 @@ def test_the_named_check_catches_the_mutant(mutant: Mutant) -> None:
     assert mutant.says in str(problem)
 
 
-@pytest.mark.parametrize("mutant", mutants_of("accidents", "small_sizes", "crossings"), ids=named)
+@pytest.mark.parametrize("mutant", mutants_of("accidents", "small_sizes", "crossings", "views"), ids=named)
 def test_accidents_of_ports_are_caught_in_words(mutant: Mutant) -> None:
     _, problem = next(failures_of_torch(mutant, mutant.check), (None, None))
     assert isinstance(problem, ConformanceError), problem
     assert mutant.says in str(problem)
 
 
-@pytest.mark.parametrize("mutant", mutants_of("inputs"), ids=named)
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(each, id=each.name, marks=[] if each.name in PLAIN_RANGES else [pytest.mark.slow])
+        for each in mutants_of("ranges")
+    ],
+)
+def test_a_limit_beyond_small_sizes_is_caught_in_words(mutant: Mutant) -> None:
+    _, problem = next(failures_of_torch(mutant, mutant.check), (None, None))
+    assert isinstance(problem, ConformanceError), problem
+    assert mutant.says in str(problem)
+
+
+@pytest.mark.parametrize("mutant", mutants_of("inputs", "values"), ids=named)
 def test_an_input_that_is_not_ordinary_shows_what_others_hide(mutant: Mutant) -> None:
     assert list(failures_of_torch(mutant, mutant.passes)) == []
     _, problem = next(failures_of_torch(mutant, mutant.check), (None, None))

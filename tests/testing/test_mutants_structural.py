@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import builtins
-import copy
 import gc
 import itertools
 import logging
-import os
-import signal
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import mutants.batches
 import mutants.builders
@@ -20,15 +18,17 @@ import mutants.claims
 import mutants.declarations
 import mutants.edges
 import mutants.halves
+import mutants.hooks
 import mutants.layers
+import mutants.leaks
 import mutants.limits
+import mutants.names
 import mutants.plans
 import mutants.process
 import mutants.refusals
 import mutants.state
-import mutants.structure  # noqa: F401 - each import lists its mutants
+import mutants.structure
 import pytest
-import torch
 from mutants.running import named_checks, problem_of
 from mutants.table import MUTANTS, Mutant, mutants_of
 
@@ -36,13 +36,14 @@ from attnplug.testing.conformance.listing import conformance_checks
 from attnplug.testing.conformance.process import process_memory
 from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
 
-FAMILIES = ("calls", "claims", "edges", "halves", "layers", "plans")
+FAMILIES = ("calls", "claims", "edges", "halves", "layers", "names", "plans")
 ALL = [mutant for mutant in mutants_of(*FAMILIES) if mutant.check != "*"]
 NUMERIC = [mutant for mutant in ALL if mutant.check.startswith("correct/")]
 OTHERS = [mutant for mutant in ALL if mutant not in NUMERIC]
 BY_START = mutants_of(
     *("batches", "builders", "caches", "declarations", "limits", "refusals", "structure"),
 )
+EACH_CALL = [each for each in mutants_of("process") if each.check == "state/settings-kept-decode"]
 _PLAIN_LEAKS = ("grows_history", "keeps_layers")
 
 
@@ -51,34 +52,26 @@ def named(mutant: Mutant) -> str:
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Leaves the process as it was, also where the kit cannot set a value back."""
-    before, printed = read_settings(), copy.copy(torch._tensor_str.PRINT_OPTS)
-    monkeypatch.setattr(torch.nn.functional, "softmax", torch.nn.functional.softmax)
-    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.cpu)
-    monkeypatch.setattr(builtins, "round", builtins.round)
-    monkeypatch.setattr(os, "getpriority", os.getpriority)
-    monkeypatch.setattr(logging.root, "handlers", [*logging.root.handlers])
-    handler = signal.getsignal(signal.SIGUSR1)
+def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Leaves the process as it was, also where the kit cannot set a value back, and has a home of its own."""
+    (tmp_path / "home").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = read_settings()
     yield
-    gc.enable()
-    signal.signal(signal.SIGUSR1, handler)
-    vars(torch._tensor_str.PRINT_OPTS).update(vars(printed))
+    gc.unfreeze()
+    logging.captureWarnings(False)
     atexit.unregister(int)
+    for each in mutants.process.LIBRARIES:
+        each._destroy()
+    mutants.process.LIBRARIES.clear()
     restore_settings(before)
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wrong caches grow at once; a busy machine must not try fewer steps or lengths than these."""
-    for name, value in {
-        "_STEPS": 100,
-        "_LAYERS": 20,
-        "_MOST_ROUNDS": 3,
-        "_SECONDS": 60.0,
-        "_SLOW": 60.0,
-    }.items():
-        monkeypatch.setattr(process_memory, name, value)
+    """The wrong caches grow at once."""
+    monkeypatch.setattr(process_memory, "_MOST", 170)
 
 
 @pytest.mark.parametrize("mutant", mutants_of("process"), ids=named)
@@ -87,6 +80,17 @@ def test_a_change_of_the_process_is_named(mutant: Mutant) -> None:
     problems = [problem_of(check) for check in named_checks(mutant, mutant.check)]
     assert [problem for problem in problems if problem is None or mutant.says not in problem] == []
     assert problems
+
+
+@pytest.mark.parametrize("mutant", EACH_CALL, ids=named)
+@pytest.mark.usefixtures("process")
+def test_a_setting_that_each_call_makes_is_found_after_other_checks(mutant: Mutant) -> None:
+    (other,) = named_checks(mutant, "state/no-grad")
+    problem_of(other)
+    (check,) = named_checks(mutant, mutant.check)
+    # The kit may name the variable that has its value already.
+    says = mutant.says if "environment" not in mutant.says else "environment variable ACME"
+    assert says.partition(":")[0] in (problem_of(check) or "no change")
 
 
 @pytest.mark.parametrize("mutant", NUMERIC, ids=named)
@@ -109,13 +113,19 @@ def test_all_checks_that_fail_name_the_cause(mutant: Mutant) -> None:
     assert [problem for problem in problems if problem and mutant.says not in problem] == []
 
 
+@pytest.mark.parametrize("mutant", mutants_of("hooks"), ids=named)
+def test_a_hook_that_is_wrong_in_some_states_is_caught_in_words(mutant: Mutant) -> None:
+    problems = [problem_of(check) for check in named_checks(mutant, mutant.check)]
+    assert any(problem and mutant.says in problem for problem in problems), problems
+
+
 def sampled(mutant: Mutant) -> object:
     """A test of the mutant; the checks of memory run 1,600 steps, so a plain run has one that fails them."""
     is_long = mutant.check.startswith("state/memory") and mutant.name not in _PLAIN_LEAKS
     return pytest.param(mutant, id=mutant.name, marks=[pytest.mark.slow] if is_long else [])
 
 
-@pytest.mark.parametrize("mutant", [sampled(mutant) for mutant in mutants_of("state")])
+@pytest.mark.parametrize("mutant", [sampled(mutant) for mutant in mutants_of("state", "leaks")])
 @pytest.mark.usefixtures("process", "few_steps")
 def test_a_state_that_is_kept_is_named(mutant: Mutant) -> None:
     test_all_checks_that_fail_name_the_cause(mutant)

@@ -21,18 +21,10 @@ from attnplug.testing.conformance.process.process_settings import read_settings,
 from attnplug.testing.conformance.serving import runtimes, serving
 from attnplug.testing.conformance.target import Target
 
-GROUPS = (process_state, layer_state, process_memory, serving, common_prefix, runtimes)
-
-
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right caches are small."""
-    monkeypatch.setattr(process_memory, "_STEPS", 100)
-    monkeypatch.setattr(process_memory, "_LAYERS", 20)
-    monkeypatch.setattr(process_memory, "_MOST_ROUNDS", 3)
-    # A busy machine must not try fewer steps or lengths than these.
-    monkeypatch.setattr(process_memory, "_SECONDS", 60.0)
-    monkeypatch.setattr(process_memory, "_SLOW", 60.0)
+GROUPS = (
+    *(process_state.kept_checks, process_state.checks, layer_state.checks, process_memory.checks),
+    *(serving.checks, common_prefix.checks, runtimes.checks),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +38,7 @@ def process() -> Iterator[None]:
 
 def of(start: str) -> Callable[[Target], Iterator[Check]]:
     def checks(target: Target) -> Iterator[Check]:
-        return (check for group in GROUPS for check in group.checks(target) if check.id.startswith(start))
+        return (check for group in GROUPS for check in group(target) if check.id.startswith(start))
 
     return checks
 

@@ -41,7 +41,8 @@ def checks(impl: type[TorchImpl] | None = None) -> dict[str, Check]:
     """The checks of int8 for TORCH with one type more, and perhaps an impl of its own."""
     stored = (*TorchBackend.supported_kv_cache_dtypes, "int8")
     backend = variant("TORCH_INT8", impl=impl, supported_kv_cache_dtypes=stored)
-    return {check.id: check for check in conformance_checks(backend, device="cpu") if "int8" in check.id}
+    found = conformance_checks(backend, device="cpu")
+    return {each.id: each for each in found if "int8" in each.id and "int8_token_head" not in each.id}
 
 
 def test_the_kit_tries_it_by_numbers_and_a_right_backend_passes_all_checks() -> None:
@@ -134,7 +135,7 @@ def test_without_the_rounding_no_numbers_are_known(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         kv_format, "TABLE", KVFormats((*kv_format.kv_formats(), dataclasses.replace(ROW, rounding=None)))
     )
-    with pytest.raises(LayoutError, match=r"kv_cache_dtype='int8' must be one of float16, .*fp8_e5m2fnuz$"):
+    with pytest.raises(LayoutError, match=r"kv_cache_dtype='int8' must be one of float16, .*rotated4$"):
         stored_values(torch.zeros(1, 2, 64), SPEC)
     pages = [torch.zeros(2, 16, 2, 4, dtype=torch.int8) for _ in "KV"]
     with pytest.raises(LayoutError, match="must be a float type"):

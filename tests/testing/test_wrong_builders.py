@@ -70,7 +70,8 @@ def test_partial_results_are_checked_only_where_they_can_be_merged() -> None:
         return [check.id for check in merging.checks(Target(backend, Device("cpu")))]
 
     assert listed(Feature.SINKS | Feature.NON_CAUSAL) == []
-    assert listed(Feature.LSE) == ["merge/2-parts", "merge/3-parts", "merge/empty-part"]
+    parts = [f"merge/{each}" for each in ("2-parts", "3-parts", "empty-part")]
+    assert set(parts) <= set(listed(Feature.LSE))
     assert "merge/context-and-new" in listed(Feature.LSE | Feature.NON_CAUSAL)
     assert "merge/use_sinks" in listed(Feature.LSE | Feature.SINKS)
 

@@ -86,8 +86,8 @@ class FlashAttnImpl(BuiltinImpl[FlashAttnMetadata]):
                 paged=paged,
                 causal=causal,
                 window=(reach.left, reach.right),
-                sinks=tensors.sinks if use_sinks else None,
-                alibi_slopes=tensors.alibi_slopes,
+                sinks=_dense(tensors.sinks) if use_sinks else None,
+                alibi_slopes=_dense(tensors.alibi_slopes),
                 wants_lse=output_lse is not None,
             )
             lse = kernels(call)
@@ -133,6 +133,11 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     strides = tensor.stride()
     aligned = strides[0] % each == 0 and strides[1] % each == 0 and strides[2] == 1
     return aligned and tensor.data_ptr() % _BYTES == 0
+
+
+def _dense(numbers: torch.Tensor | None) -> torch.Tensor | None:
+    """The numbers of a layer's heads side by side: they may be a column of a table."""
+    return None if numbers is None else numbers.contiguous()
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:

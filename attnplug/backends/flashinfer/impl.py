@@ -76,7 +76,9 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         if pages[0].dtype.itemsize == 1:
             kv_scales = self._scales(layer, pages[0].dtype)
             self._check_k_scale(kv_scales[0])
-        sinks = self.tensors.sinks
+        # The kernel reads sinks side by side, and a layer's may be a column of a table.
+        sinks = None if self.tensors.sinks is None else self.tensors.sinks.contiguous()
+        blind = sinks if use_sinks else None
         if not use_sinks and sinks is not None:
             sinks = self._no_sinks
         work = meta.planned(self.plan_group)
@@ -84,7 +86,6 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
         if plain and work.only is not None:
             work.only.run(query, pages, output, None, kv_scales, sinks)
         else:
-            blind = self.tensors.sinks if use_sinks else None
             _attend(work, tokens, query, pages, output, output_lse, kv_scales, sinks, blind)
         return output
 
@@ -112,7 +113,8 @@ class FlashInferImpl(BuiltinImpl[FlashInferMetadata]):
             return
         version = library().version
         limit = f"makes the scale of logits {scale:g}; below {LEAST_SCALE:g} FlashInfer {version} sees masked keys"
-        raise BatchError("k_scale", k_scale, limit, "pip install 'flashinfer-python>=0.7.2'")
+        # A scale from a tensor of float32 has digits that nobody wrote.
+        raise BatchError("k_scale", float(f"{k_scale:g}"), limit, "pip install 'flashinfer-python>=0.7.2'")
 
     @functools.cached_property
     def _no_sinks(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import CODEC
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 
@@ -34,6 +35,7 @@ class TorchBackend(AttentionBackend):
         "fp8",
         "fp8_e4m3",
         "fp8_e5m2",
+        CODEC,
     )
     features: ClassVar[Feature] = (
         Feature.SLIDING_WINDOW
@@ -97,7 +99,10 @@ class TorchMLABackend(MLADecodeBackend):
 
     device_types: ClassVar[Sequence[str]] = TorchBackend.device_types
     supported_dtypes: ClassVar[Sequence[object]] = TorchBackend.supported_dtypes
-    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = TorchBackend.supported_kv_cache_dtypes
+    # No format with a codec has pages for latents.
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = tuple(
+        name for name in TorchBackend.supported_kv_cache_dtypes if name != CODEC
+    )
     supported_phases: ClassVar[Sequence[Phase | str]] = tuple(Phase)
     features: ClassVar[Feature] = Feature.MLA | Feature.SPARSE | Feature.LSE | Feature.FP8_KV
     supported_sparse_kinds: ClassVar[Sequence[str]] = TorchBackend.supported_sparse_kinds

@@ -16,6 +16,7 @@ from attnplug.backends.torch_native.selected import attend_selected
 from attnplug.backends.torch_native.source import KeySource, PackedKeys, PagedKeys
 from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
+from attnplug.core.kv_format import kv_format
 from attnplug.ops.checks import check_cache_given, check_keys, check_queries, check_spans_given
 from attnplug.ops.merging import merge
 from attnplug.ops.reach import Reach
@@ -80,7 +81,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         """Attend into `output`, of the layer's dtype or float32."""
         check_spans_given(attn_metadata.spans is not None, self.spec)
         reach = Reach.of(self.spec, attn_metadata.causal)
-        source = self._source(key, value, kv_cache, attn_metadata)
+        source = self._decoded(layer, self._source(key, value, kv_cache, attn_metadata))
         scoring = self._scoring(layer, query.device, use_sinks, source.k.dtype)
         if self.spec.sparse is not None:
             sparse = self.spec.sparse
@@ -177,6 +178,12 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
     def _wide(self, stored: torch.dtype) -> torch.dtype:
         """The dtype to compute with: fp8 widens exactly to the layer's dtype, other floats to float32."""
         return self._dtype if stored == self._dtype or stored.itemsize == 1 else torch.float32
+
+    def _decoded(self, layer: AttentionLayer | None, source: KeySource) -> KeySource:
+        """The keys as elements of torch, which those of a format with a codec are not."""
+        if isinstance(source, PagedKeys) and kv_format(self.spec.resolved_kv_cache_dtype).codec is not None:
+            return source.decoded(self.spec, self._scales(layer, source.k.dtype))
+        return source
 
     def _source(
         self,

@@ -16,6 +16,8 @@ import torch
 
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core.errors import BatchError
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import read_pages
 from attnplug.ops.reach import Reach
 
 _Ints = npt.NDArray[np.int64]
@@ -115,6 +117,25 @@ class PagedKeys:
             index = rows.index(block * rows.steps[0] + offset * rows.steps[1], pages.shape[2])
             tensors.append(rows.gather(index)[0])
         return tensors[0], tensors[1]
+
+    def decoded(self, spec: LayerSpec, scales: tuple[float, float]) -> PagedKeys:
+        """The same keys decoded to float32, of the blocks that the requests have, under other numbers.
+
+        Raises:
+            BatchError: a request has a block that is not in the cache.
+        """
+        table, size = self.block_table, self.k.shape[1]
+        counts = -(-torch.from_numpy(self.end).to(table.device) // size)
+        held = torch.arange(table.shape[1], device=table.device) < counts[:, None]
+        # Tails of rows and padding requests may hold anything.
+        blocks, places = torch.unique(table[: len(counts)][held].long(), return_inverse=True)
+        compact = torch.zeros_like(table)
+        compact[: len(counts)][held] = places.to(table.dtype)
+        k, v = (
+            read_pages(pages, blocks, spec, scale)
+            for pages, scale in zip((self.k, self.v), scales, strict=True)
+        )
+        return PagedKeys(k, v, compact, self.end, self.start)
 
 
 @dataclasses.dataclass(slots=True, eq=False)

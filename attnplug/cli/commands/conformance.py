@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from attnplug._system import files
 from attnplug.cli.arguments import (
+    MOST_SECONDS,
     AsJson,
     Quiet,
     complete_backends,
     complete_devices,
+    complete_kv_cache_dtypes,
     jobs_option,
     memory_option,
     timeout_option,
@@ -26,6 +29,12 @@ from attnplug.cli.output.conformance_report import CHECK_SECONDS
 from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, write_text
 from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import PolicyError
+from attnplug.testing.conformance.check import SHRINK_SECONDS
+
+if TYPE_CHECKING:
+    from attnplug.cli.output.conformance_report import Report
+    from attnplug.testing.isolation.listing import Listing
+    from attnplug.testing.isolation.run import Limits
 
 _MODULES = {"pytest": "pytest", "xdist": "pytest-xdist", "pytest_timeout": "pytest-timeout"}
 # 130 is 128 plus SIGINT, the code that shells give to an interrupted program.
@@ -38,13 +47,14 @@ _which = functools.partial(typer.Option, rich_help_panel="Which checks")
 
 def conformance(
     backend: Annotated[
-        str,
+        str | None,
         typer.Argument(
             metavar="NAME",
             help="A backend of attnplug list, or NAME@DISTRIBUTION.",
             autocompletion=complete_backends,
+            show_default=False,
         ),
-    ],
+    ] = None,
     level: Annotated[
         str,
         _which(
@@ -64,6 +74,15 @@ def conformance(
     only: Annotated[
         list[str] | None,
         _which(metavar="PATTERN", help="Only checks whose id matches, such as 'correct/*'; may be repeated."),
+    ] = None,
+    kv_format: Annotated[
+        str | None,
+        _which(
+            "--format",
+            metavar="NAME",
+            autocompletion=complete_kv_cache_dtypes,
+            help="Only the checks of a KV format; of TORCH unless a backend is named.",
+        ),
     ] = None,
     shard: Annotated[str | None, _which(metavar="I/N", help="Run only the I-th of N parts.")] = None,
     resume: Annotated[
@@ -85,8 +104,22 @@ def conformance(
         ),
     ] = None,
     timeout: Annotated[float, timeout_option(_LIMITS, "Time limit of a check.")] = CHECK_SECONDS,
+    shrink: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=MOST_SECONDS,
+            metavar="SECONDS",
+            help="Time to shrink wrong answers to their smallest failing steps; 0 shrinks none.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = SHRINK_SECONDS,
     jobs: Annotated[int | None, jobs_option(_LIMITS)] = None,
     memory: Annotated[str | None, memory_option(_LIMITS)] = None,
+    summary: Annotated[
+        bool,
+        typer.Option("--summary", help="Also show the kinds of mistakes that were tried, and those not."),
+    ] = False,
     show_ids: Annotated[
         bool, typer.Option("--list", help="Print the ids of the checks, and run none.")
     ] = False,
@@ -112,6 +145,7 @@ def conformance(
     from attnplug.testing.conformance.check_filter import Shard, matching
     from attnplug.testing.isolation.listing import ListingFailure, SuiteRequest, list_checks
 
+    backend, only = _chosen(backend, only, kv_format)
     if level not in _LEVELS:
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
@@ -158,13 +192,39 @@ def conformance(
                 before = list(earlier.values())
                 with interrupt_on_sigterm(), _as_file(junit) as file:
                     problem = run_checks(listing, rest, limits, report, earlier=before, junit=file)
+        _shrink_steps(listing, dataclasses.replace(limits, shrink=0 if problem else shrink), report)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
-    report.end(rest, problem)
+    report.end(rest, problem, summary=summary)
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)
+
+
+def _chosen(
+    backend: str | None, only: list[str] | None, kv_format: str | None
+) -> tuple[str, list[str] | None]:
+    """The backend to check and the patterns of its checks: with a format those of the format, TORCH by default."""
+    if kv_format is not None:
+        if only:
+            raise PolicyError("--only", only[0], "is left out with --format, which chooses the checks")
+        return backend or "TORCH", [f"format/{kv_format}-*", f"*-{kv_format}*"]
+    if backend is None:
+        raise typer.BadParameter("name a backend, or a KV format with --format", param_hint="NAME")
+    return backend, only
+
+
+def _shrink_steps(listing: Listing, limits: Limits, report: Report) -> None:
+    """Run the first failed check of each mistake again, to find the smallest step that gives its wrong answer."""
+    from attnplug.cli.output.conformance_report import SmallestSteps
+    from attnplug.testing.isolation.run import run_checks
+
+    # In new workers, because a smaller step may crash them: the results so far are complete.
+    if limits.shrink and (wrong := report.to_shrink):
+        within = dataclasses.replace(limits, jobs=min(limits.jobs, len(wrong)))
+        with interrupt_on_sigterm(), report.waiting("shrinking wrong answers to their smallest steps"):
+            run_checks(listing, wrong, within, SmallestSteps(report))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from attnplug.cli.output.output import console, print_json, verdict
 from attnplug.cli.output.own_output import is_quiet
 from attnplug.core.errors import PolicyError
 from attnplug.core.interface.guarded import class_title, describe, guarded_call
+from attnplug.core.kv_format import with_codecs
 
 if TYPE_CHECKING:
     from attnplug.registry.plugins.records import Offer
@@ -207,7 +208,7 @@ def _facts(offer: Offer) -> dict[str, Any]:
         "missing": lambda: [str(reason) for reason in missing_requirements(declared.requires)],
         "device_types": lambda: [str(kind) for kind in declared.device_types],
         "dtypes": lambda: [str(dtype) for dtype in declared.supported_dtypes],
-        "kv_cache_dtypes": lambda: [str(dtype) for dtype in declared.supported_kv_cache_dtypes],
+        "kv_cache_dtypes": lambda: with_codecs(map(str, declared.supported_kv_cache_dtypes)),
         "head_sizes": lambda: (
             [str(size) for size in answer(backend, "get_supported_head_sizes")] or ["any size"]
         ),

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug._system import files
+from attnplug._system.terminal_tables import WrappedTable, verdict
 from attnplug.cli.output.run_report import RunReport, counted
+from attnplug.testing.conformance.mistakes.mistake_kinds import ProvenKind, proven_kinds
+from attnplug.testing.isolation.failures import Failure, folded
 from attnplug.testing.isolation.results import CheckOutcome, Result, SavedResults, cli_command
 from attnplug.testing.skips import skip_counts, untested_words
 
@@ -21,6 +25,9 @@ CHECK_SECONDS = 120.0
 """The time limit of a conformance check if none is given."""
 _CAUSE_LINES = 12
 """The lines of a failure's cause that are shown."""
+
+_OTHERS = 3
+"""The other checks of a mistake that are shown."""
 
 _MARKS = {
     CheckOutcome.PASSED: "green",
@@ -64,11 +71,27 @@ class Report(RunReport):
                     "outcome": str(each.outcome),
                     "seconds": round(each.seconds, 3),
                     "cause": each.cause,
+                    "mistake": each.failure.says or None,
+                    "smallest_step": each.failure.test or None,
                 }
                 for each in self.results
             ],
+            "kinds": [dataclasses.asdict(each) for each in proven_kinds(self.results, listing.ids)],
             "problem": problem,
         }
+
+    @property
+    def to_shrink(self) -> list[str]:
+        """The first check of each mistake that gives wrong numbers."""
+        wrong = ([each.id for each in group if each.failure.tokens] for group in self._groups())
+        return [first for first, *_ in filter(None, wrong)]
+
+    def add_smallest(self, check: str, failure: Failure) -> None:
+        """Add the smallest failing step of a failed check."""
+        result = self._results[check]
+        if result.outcome is CheckOutcome.FAILED and failure.test:
+            failure = dataclasses.replace(result.failure, size=failure.size, test=failure.test)
+            self._results[check] = dataclasses.replace(result, failure=failure)
 
     @property
     def failed(self) -> list[Result]:
@@ -133,19 +156,32 @@ class Report(RunReport):
         self.say(f"interrupted: {self._sum()}; {self._total - len(self._results)} to go")
         self.say("run the same command with --resume to continue")
 
-    def end(self, ids: Sequence[str], problem: str | None) -> None:
-        """Print the summary; a check without a result failed."""
+    def end(self, ids: Sequence[str], problem: str | None, *, summary: bool = False) -> None:
+        """Print the failures and the counts, and for a `summary` the kinds of mistakes; no result is a failure."""
         for check in ids:
             if check not in self._results:
                 self.finished(Result(check, CheckOutcome.FAILED, cause="did not run"))
         if problem:
             self.say(f"\nthe run stopped:\n{problem}")
-        failed = self.failed
-        if failed and not self._verbose:
+        groups = self._groups()
+        if groups:
             self.say("\nfailed:")
-            for result in sorted(failed, key=lambda each: each.id):
-                self._show(result)
+        for first, *others in groups:
+            if self._verbose:
+                self._show_name(first)
+            else:
+                self._show(first)
+            self._show_others([each.id for each in others])
+            # The first need not be about numbers.
+            for result in [each for each in (first, *others) if each.failure.test][:1]:
+                # Without an indent, so that it can be copied as it is.
+                self.say(f"        smallest failing step, {result.failure.size}:\n\n{result.failure.test}\n")
         self.tell("")
+        if summary and self._listing is not None:
+            kinds = proven_kinds(self.results, self._listing.ids)
+            self._out.print(_kinds_table(kinds))
+            passed = sum(each.verdict == "passed" for each in kinds)
+            self.say(f"\n{passed} of {len(kinds)} kinds of mistakes were tried, and none was found\n")
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
             self.say(f"{_subject(self._listing)} with {versions}")
@@ -156,6 +192,18 @@ class Report(RunReport):
             self._show(result)
         last = untested_words(result.cause for result in untested)
         self.say(self._sum() + f" in {time.monotonic() - self._start:.0f} s{last}")
+
+    def _groups(self) -> list[list[Result]]:
+        """The failed checks of each mistake, the one to show first."""
+        return folded(self.failed, () if self._listing is None else self._listing.ids)
+
+    def _show_others(self, others: Sequence[str]) -> None:
+        """The other checks that fail of a mistake."""
+        if others:
+            shown = others if self._verbose else others[:_OTHERS]
+            more = ", ..." if len(shown) < len(others) else ""
+            says = f"{counted(len(others), 'more check')} {'says' if len(others) == 1 else 'say'} the same"
+            self.say(f"        and {says}: {', '.join(shown)}{more}")
 
     def _with(self, outcome: CheckOutcome) -> list[Result]:
         return [result for result in self._results.values() if result.outcome is outcome]
@@ -195,6 +243,29 @@ class Report(RunReport):
         return ", ".join(
             [*parts, *(f"{counts[each]} {words}" for each, words in rest.items() if counts[each])]
         )
+
+
+class SmallestSteps:
+    """Observes a second run of some failed checks, which shrinks their steps; its verdicts do not count."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+
+    def started(self, check_id: str) -> None:
+        """A worker starts a check."""
+
+    def finished(self, result: Result) -> None:
+        """A check ended; its smallest failing step is kept."""
+        self._report.add_smallest(result.id, result.failure)
+
+
+def _kinds_table(kinds: Sequence[ProvenKind]) -> WrappedTable:
+    """A row for each kind of mistakes: what was proven, and what was not tried here."""
+    table = WrappedTable(["kind of mistake", "result", "checks", "not tried here"], right=["checks"])
+    for each in kinds:
+        checks = f"{each.failed} of {each.passed + each.failed}" if each.failed else str(each.passed)
+        table.add_row(each.kind, verdict(each.verdict), checks, "; ".join(each.untested))
+    return table
 
 
 def _subject(listing: Listing) -> str:

@@ -54,6 +54,7 @@ def make_pair(
         "requires": tuple(dict.fromkeys(itertools.chain(*of_both("requires", prefill, decode)))),
         "device_types": in_both(*of_both("device_types", prefill, decode)),
         "step_safe": all(of_both("step_safe", prefill, decode)),
+        "quantizes_queries": any(of_both("quantizes_queries", prefill, decode)),
         **attributes,
     }
     made: Any = type(f"{prefill.__name__}And{decode.__name__}", (base,), namespace)

@@ -375,7 +375,9 @@ DECLARED: Mapping[str, _Check] = {
         lambda values: _plain_values(_in_any_order(values)),
     ),
     **dict.fromkeys(("supported_dtypes", "supported_kv_cache_dtypes"), _dtypes),
-    **dict.fromkeys(("serves_dense", "step_safe", "depends_on_capability"), _exactly(bool)),
+    **dict.fromkeys(
+        ("serves_dense", "step_safe", "quantizes_queries", "depends_on_capability"), _exactly(bool)
+    ),
     "features": _exactly(Feature, "it must be a Feature, such as Feature.SINKS | Feature.ALIBI"),
     "requires": _requires,
     "family": lambda value: None if value is None else plain_name(value),

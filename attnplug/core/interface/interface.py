@@ -50,7 +50,7 @@ _SEQUENCES = (
     *("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"),
     "supported_sparse_kinds",
 )
-_FLAGS = ("step_safe", "serves_dense", "depends_on_capability")
+_FLAGS = ("step_safe", "quantizes_queries", "serves_dense", "depends_on_capability")
 
 
 def in_lines(faults: Collection[str]) -> str:

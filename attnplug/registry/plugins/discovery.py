@@ -12,18 +12,19 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pluggy
 
 from attnplug._system.text import shortened, shown
 from attnplug.core.backend import AttentionBackend
-from attnplug.core.errors import PluginError
+from attnplug.core.errors import PluginError, SpecError
 from attnplug.core.interface.answers import DECLARED, NAME_RULE, declared, forget_answers, plain_name
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, mro_of, plain_list
 from attnplug.core.interface.interface import backend_faults, in_lines
 from attnplug.core.interface.signatures import class_fault, is_own
+from attnplug.core.kv_format import KVFormat, register_kv_formats
 from attnplug.registry.plugins.installed import check_requirements
 from attnplug.registry.plugins.records import (
     API_VERSION,
@@ -212,14 +213,15 @@ class Host:
         """Check a plugin object against the interface and get its backends."""
         forget_answers()
         announce(f"while it examined the plugin {record.name}")
-        offers, error = guarded_call(self._offers, record, plugin)
+        found, error = guarded_call(self._offers, record, plugin)
         announce()
         if isinstance(error, _Rejected):
             return _broken(record, str(error), plugin, error.status)
         if error is not None:
             return _broken(record, f"raised {describe(error)} when examined", plugin)
-        names = tuple(offer.name for offer in offers)
-        admitted = dataclasses.replace(record, status=PluginStatus.LOADED, reason=None, backends=names)
+        offers, formats = found
+        names = {"backends": tuple(offer.name for offer in offers), "formats": formats}
+        admitted = dataclasses.replace(record, status=PluginStatus.LOADED, reason=None, **names)
         return Loaded(admitted, plugin, offers)
 
     def call(self, hook: str, plugin: object, **arguments: Any) -> Any:
@@ -234,6 +236,23 @@ class Host:
         manager = self._managers.get(id(plugin))
         return manager is not None and bool(getattr(manager.hook, hook).get_hookimpls())
 
+    def _has_any(self, plugin: object, *hooks: str) -> bool:
+        return any(self.has_hook(hook, plugin) for hook in hooks)
+
+    def _offered(self, hook: str, plugin: object) -> Sequence[Any]:
+        """What a hook of a plugin returned, which must be a tuple or a list; () without the hook."""
+        if not self.has_hook(hook, plugin):
+            return ()
+        offered, error = guarded_call(self.call, hook, plugin)
+        if error is not None:
+            raise _Rejected(f"raised {describe(error)} in {hook}") from error
+        # A subclass may count and iterate as it likes.
+        if type(offered) not in (tuple, list):
+            kind = "backend classes" if hook == "attnplug_backends" else "KVFormats"
+            what = f"returned {shown(offered)} from {hook}"
+            raise _Rejected(f"{what}; it must be a sequence of {kind}: a plain tuple or list")
+        return plain_list(offered)
+
     def forget(self, plugin: object) -> None:
         """Remove a plugin, if it was loaded."""
         self._managers.pop(id(plugin), None)
@@ -244,7 +263,7 @@ class Host:
         made._managers = dict(self._managers)
         return made
 
-    def _offers(self, record: PluginRecord, plugin: object) -> tuple[Offer, ...]:
+    def _offers(self, record: PluginRecord, plugin: object) -> tuple[tuple[Offer, ...], tuple[str, ...]]:
         _check_api(plugin)
         # One module under two names would be in conflict with itself over each backend.
         twin = self._managers.get(id(plugin))
@@ -255,17 +274,16 @@ class Host:
         try:
             manager.register(plugin, record.name)
             manager.check_pending()
-            if not self.has_hook("attnplug_backends", plugin):
-                # A plugin may rank the backends of others and offer none.
-                if self.has_hook("attnplug_rank", plugin):
-                    return ()
+            has_backends = self.has_hook("attnplug_backends", plugin)
+            # A plugin may offer formats, or rank the backends of others, and have no backend.
+            if not has_backends and not self._has_any(plugin, "attnplug_rank", "attnplug_kv_formats"):
                 raise _Rejected("has no hook attnplug_backends")
-            offered, error = guarded_call(self.call, "attnplug_backends", plugin)
-            if error is not None:
-                raise _Rejected(f"raised {describe(error)} in attnplug_backends") from error
+            offered = self._offered("attnplug_backends", plugin) if has_backends else ()
             # In the author's own process, torch is no cost where it is there already.
             reads_parts = self._reads_parts or (record.distribution is None and "torch" in sys.modules)
-            return tuple(_checked(record, offered, reads_parts))
+            offers = tuple(_checked(record, offered, reads_parts))
+            # The table of formats is the process's, so a plugin that is refused does not come so far.
+            return offers, _registered(record, self._offered("attnplug_kv_formats", plugin))
         except pluggy.PluginValidationError as invalid:
             self.forget(plugin)
             text = re.sub(r" in plugin <.*>| for hook", "", " ".join(str(invalid).split()))
@@ -296,13 +314,22 @@ def _check_api(plugin: object) -> None:
         raise _Rejected(what, PluginStatus.INCOMPATIBLE)
 
 
-def _checked(record: PluginRecord, offered: object, reads_parts: bool) -> Iterator[Offer]:
-    # A subclass may count and iterate as it likes.
-    if type(offered) not in (tuple, list):
-        what = f"returned {shown(offered)} from attnplug_backends"
-        raise _Rejected(f"{what}; it must be a sequence of backend classes: a plain tuple or list")
+def _registered(record: PluginRecord, formats: Sequence[Any]) -> tuple[str, ...]:
+    """The names of a plugin's formats, which are in the table of stored types from now on."""
+    for each in formats:
+        if type(each) is not KVFormat:
+            raise _Rejected(f"offers {shown(each)} in attnplug_kv_formats, which is not a KVFormat")
+    try:
+        register_kv_formats(formats, record.owner)
+    except SpecError as problem:
+        status = PluginStatus.CONFLICT if "another KV format" in problem.limit else PluginStatus.BROKEN
+        raise _Rejected(f"offers a KV format whose {problem}", status) from problem
+    return tuple(each.name for each in formats)
+
+
+def _checked(record: PluginRecord, offered: Sequence[Any], reads_parts: bool) -> Iterator[Offer]:
     seen: set[str] = set()
-    for backend in plain_list(offered):
+    for backend in offered:
         name = _backend_name(backend, reads_parts)
         offer = Offer(name, backend, record.name, record.distribution, record.version)
         for each in (name, offer.declared.family or ""):

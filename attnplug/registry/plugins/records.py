@@ -16,6 +16,7 @@ from attnplug.core.interface.answers import Declared, declarations
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.device import Device
+    from attnplug.core.kv_format import KVFormat
     from attnplug.core.spec import LayerSpec, Phase
 
 
@@ -51,6 +52,7 @@ class PluginRecord:
     status: PluginStatus
     reason: str | None = None
     backends: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()
 
     @property
     def entry_point(self) -> str:
@@ -77,7 +79,12 @@ class PluginRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field."""
-        return {**dataclasses.asdict(self), "status": str(self.status), "backends": list(self.backends)}
+        return {
+            **dataclasses.asdict(self),
+            "status": str(self.status),
+            "backends": list(self.backends),
+            "formats": list(self.formats),
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +138,10 @@ class BackendHooks:
     @hookspec
     def attnplug_backends(self) -> Sequence[type[AttentionBackend]]:  # type: ignore[empty-body]
         """The backend classes this plugin offers. Imports nothing heavy."""
+
+    @hookspec
+    def attnplug_kv_formats(self) -> Sequence[KVFormat]:  # type: ignore[empty-body]
+        """The formats of KV caches this plugin offers. Imports nothing heavy: a codec is named, and imported when used."""
 
     @hookspec
     def attnplug_rank(

@@ -153,8 +153,17 @@ def view_kv_cache(
         raise LayoutError("raw", raw.numel(), f"bytes are not a whole number of pages of {page} bytes")
     shape, order = cache_form(cache, num_blocks, spec, backend, layout, num_layers)
     elements = raw.view(STORAGE_DTYPES[cache.dtype])
-    physical = elements.view([shape[dim] for dim in order])
-    return physical.permute([order.index(dim) for dim in range(len(shape))])
+    if not cache.padding:
+        physical = elements.view([shape[dim] for dim in order])
+        return physical.permute([order.index(dim) for dim in range(len(shape))])
+    if num_layers is not None or shape[order[0]] != num_blocks:
+        limit = f"needs the block outermost in memory, which {backend.get_name()} does not have"
+        raise LayoutError("padding", cache.padding, limit)
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * shape[dim]
+    strides[order[0]] = page // elements.element_size()
+    return elements.as_strided(shape, strides)
 
 
 def cache_form(
@@ -182,7 +191,7 @@ def cache_form(
     order = answer(backend, "get_kv_cache_stride_order", num_layers is not None, layout=layout, spec=spec)
     if sorted(order) != list(range(len(shape))):
         raise LayoutError("stride_order", order, f"is not an order of the {len(shape)} dimensions of {shape}")
-    page = cache.page_size_bytes * (num_layers or 1)
+    page = (cache.page_size_bytes - cache.padding) * (num_layers or 1)
     if math.prod(shape) * STORAGE_DTYPES[cache.dtype].itemsize != num_blocks * page:
         limit = f"of {backend.get_name()} is not that of {num_blocks} pages of {page} bytes ({cache})"
         raise LayoutError("kv_cache_shape", shape, limit)

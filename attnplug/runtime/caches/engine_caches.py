@@ -14,6 +14,7 @@ from attnplug.core.errors import LayoutError
 from attnplug.core.interface.answers import HookError, answer
 from attnplug.core.interface.guarded import class_title
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.runtime.caches.allocation import cache_form, view_kv_cache
@@ -113,11 +114,12 @@ def check_halves(
     pages = {name: group.kv_cache_spec for group in config.kv_cache_groups for name in group.layer_names}
     for name, cache in caches.items():
         spec, page, backend = specs[name], pages[name], backends[name]
-        num_blocks = cache.numel() * cache.element_size() // page.page_size_bytes
+        num_blocks = cache.numel() * cache.element_size() // (page.page_size_bytes - page.padding)
         for kind, half, size in zip(
             "KV", _split(backend, cache, spec), (spec.head_size, spec.head_size_v), strict=True
         ):
-            expected = (num_blocks, page.block_size, spec.num_kv_heads, size)
+            width = kv_format(page.dtype).width(size)
+            expected = (num_blocks, page.block_size, spec.num_kv_heads, width)
             if tuple(half.shape) != expected or half.dtype != cache.dtype:
                 found = f"{kind} of shape {tuple(half.shape)} and {half.dtype}"
                 limit = f"must be {expected} and {cache.dtype} for layer {name}"

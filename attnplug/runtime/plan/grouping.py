@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypeGuard
 
 from attnplug.core.arguments import at_least, checked, mapping_of, one_of
@@ -30,6 +30,9 @@ from attnplug.registry.selection.decision import Decision
 
 # Latents of 576 elements beside ordinary heads need 9 of their pages: blocks of 144 tokens for 16, still small.
 _MOST_GROWTH = 16
+# Of a page, where formats of unlike bytes have no small common multiple.
+_MOST_PADDING = 0.02
+_ALIGNMENT = 16
 
 
 @checked(specs=mapping_of(LayerSpec, SpecError), block_size=at_least(1, SpecError))
@@ -53,25 +56,41 @@ def get_kv_cache_spec(specs: Mapping[str, LayerSpec], block_size: int) -> dict[s
 
 @checked(specs=mapping_of(KVCacheSpec))
 def unify_page_sizes(specs: Mapping[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """The same caches with pages of equal bytes, the least common multiple: smaller ones get more tokens per page.
+    """The same caches with pages of equal bytes: smaller ones get more tokens per page.
+
+    The bytes are the least common multiple. Where that is more than 16 times the largest page, each page ends with
+    up to 2 % of padding.
 
     Raises:
-        LayoutError: equal pages would be more than 16 times as large as the largest page.
+        LayoutError: equal pages would be more than 16 times as large as the largest page, and with padding too.
     """
-    pages = {name: spec.page_size_bytes for name, spec in specs.items()}
+    bare = {name: dataclasses.replace(spec, padding=0) for name, spec in specs.items()}
+    pages = {name: spec.page_size_bytes for name, spec in bare.items()}
     largest, common = max(pages.values(), default=0), math.lcm(*pages.values())
-    unified = {}
-    for name, spec in specs.items():
-        if common > _MOST_GROWTH * largest and largest % pages[name]:
+    if pages and common > _MOST_GROWTH * largest:
+        padded = _padded_page(pages.values(), largest)
+        if padded is None:
+            name = next(name for name, page in pages.items() if largest % page)
             limit = f"bytes of layer {name} do not divide the largest page of {largest} bytes"
             limit += f", and equal pages would have {common}"
             remedy = "choose block sizes with equal pages"
             raise LayoutError("page_size_bytes", pages[name], limit, remedy)
-        times = common // pages[name]
-        # Scales stored in a page grow with its tokens.
-        size, scales = spec.block_size * times, spec.scale_bytes * times
-        unified[name] = spec if times == 1 else dataclasses.replace(spec, block_size=size, scale_bytes=scales)
+        common = padded
+    unified = {}
+    for name, spec in bare.items():
+        times, padding = divmod(common, pages[name])
+        unified[name] = dataclasses.replace(spec, block_size=spec.block_size * times, padding=padding)
     return unified
+
+
+def _padded_page(pages: Iterable[int], largest: int) -> int | None:
+    """The least bytes that whole pages of each kind fill but for 2 %; None up to 16 times the largest page."""
+    kinds = {*pages}
+    for size in (largest * times for times in range(1, _MOST_GROWTH + 1)):
+        # Kernels load vectors, so each page begins at a multiple of their size.
+        if size % _ALIGNMENT == 0 and all(size % page <= _MOST_PADDING * size for page in kinds):
+            return size
+    return None
 
 
 @checked(specs=mapping_of(KVCacheSpec), num_blocks=at_least(1, LayoutError), kv_sharing=mapping_of(str))
@@ -244,9 +263,16 @@ def check_kv_cache_layout(source: str, value: object) -> KVCacheLayoutType:
 
 
 def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
-    """The cache of each layer that has one, with the block size decided for it."""
-    caches = ((name, kv_cache_spec_for(d.spec, d.block_size or 1)) for name, d in decisions.items())
-    return {name: cache for name, cache in caches if cache is not None}
+    """The cache of each layer that has one, with the block size decided for it, and the padding of equal pages."""
+    found = ((name, kv_cache_spec_for(d.spec, d.block_size or 1)) for name, d in decisions.items())
+    caches = {name: cache for name, cache in found if cache is not None}
+    pages = {cache.page_size_bytes for cache in caches.values()}
+    largest = max(pages, default=0)
+    if all(largest - page <= _MOST_PADDING * largest for page in pages):
+        # Pages as different as that come from `unify_page_sizes` alone: others have a common multiple.
+        pad = {name: largest - cache.page_size_bytes for name, cache in caches.items()}
+        return {name: dataclasses.replace(each, padding=pad[name]) for name, each in caches.items()}
+    return caches
 
 
 def with_equal_pages(decisions: Mapping[str, Decision]) -> dict[str, Decision]:

@@ -24,12 +24,22 @@ from attnplug._system.scopes import Scopes
 from attnplug.core.errors import AttnplugError, SpecError
 
 if TYPE_CHECKING:
+    from attnplug.testing.batches import StepArguments
+    from attnplug.testing.conformance.mistakes.smallest_step import SmallestStep
     from attnplug.testing.conformance.target import Target
 
+
+SHRINK_SECONDS = 20.0
+"""The time to shrink all wrong answers of a run to their smallest failing steps if none is given."""
 
 _TESTING = str(Path(attnplug.__file__).parent / "testing")
 _CORE = str(Path(attnplug.__file__).parent / "core")
 _MOST_FRAMES = 3
+# Code that only takes values of layers and steps, so an error of a call by the kit is the kit's own.
+_TAKERS = tuple(
+    str(Path(attnplug.__file__).parent / each)
+    for each in ("core/spec.py", "core/sparse.py", "core/mla.py", "core/batch", "runtime/batch")
+)
 
 
 @contextlib.contextmanager
@@ -62,6 +72,15 @@ def _frames(error: Exception) -> list[traceback.FrameSummary]:
     return list(frames[after + 1 :])
 
 
+def own_skip(error: Exception) -> CheckSkipped | None:
+    """The skip in place of an error that no line of the backend caused: the kit asked for a layer or step that cannot be."""
+    called = [frame.filename for frame in _frames(error) if not frame.filename.startswith("<")]
+    is_own = isinstance(error, AttnplugError) and (not called or called[0].startswith(_TAKERS))
+    return (
+        CheckSkipped(f"the kit can make no such layer or step: {error}", SkipKind.LAYER) if is_own else None
+    )
+
+
 def _is_of_others(path: str) -> bool:
     """Whether a file is of torch, the standard library or the framework."""
     # They only pass the error on, so a frame of theirs does not say who raised it.
@@ -92,11 +111,30 @@ class ConformanceError(AssertionError):
     Args:
         message: what was expected and what was found.
         named: the known mistake that gives the same numbers, such as "window off by one", if there is one.
+        step: the step with the wrong answer, if the message is about numbers.
+        says: text that errors of the same mistake share; default the name, else the first line of the message.
     """
 
-    def __init__(self, message: str, named: str | None = None) -> None:
+    smallest: SmallestStep | None = None
+    """The smallest step that fails in the same way, once it is found."""
+
+    def __init__(
+        self,
+        message: str,
+        named: str | None = None,
+        step: StepArguments | None = None,
+        says: str | None = None,
+    ) -> None:
         super().__init__(message)
-        self.named = named
+        self.named, self.step = named, step
+        self.says = named or (message.partition("\n")[0] if says is None else says)
+
+
+def reworded(problem: Exception, text: str) -> ConformanceError:
+    """An error with another text, which keeps what `problem` knows of the mistake."""
+    if isinstance(problem, ConformanceError):
+        return ConformanceError(text, problem.named, problem.step, problem.says)
+    return ConformanceError(text)
 
 
 class SkipKind(enum.StrEnum):
@@ -110,6 +148,8 @@ class SkipKind(enum.StrEnum):
     """The backend refuses what it may refuse, such as strided tensors."""
     OPTIONS = "options refused"
     """The backend refuses the options of the run for this layer."""
+    SLOW = "too slow here"
+    """A step of thousands of tokens, for which the backend would take minutes on this device."""
     UNTESTED = "untested here"
     """A declaration cannot be tried on this machine."""
     OTHER = "does not apply"
@@ -169,8 +209,17 @@ class Check:
         return cls(check_id, functools.partial(run, *given, **options), summary)
 
     def __call__(self) -> None:
-        """Run the check."""
-        self.run()
+        """Run the check.
+
+        Raises:
+            CheckSkipped: also for an error of the kit's own making.
+        """
+        try:
+            self.run()
+        except (CheckSkipped, ConformanceError):
+            raise
+        except AttnplugError as error:
+            raise own_skip(error) or error from error
 
 
 CheckTable: TypeAlias = Mapping[str, tuple[Callable[..., None], str]]
@@ -185,14 +234,21 @@ def checks_from(table: CheckTable, prefix: str, target: Target, *variant: str) -
 
 @contextlib.contextmanager
 def error_context(what: str) -> Iterator[None]:
-    """Raise a backend's errors as a ConformanceError that begins with `what`, the operation under way."""
+    """Raise a backend's errors as a ConformanceError that begins with `what`, the operation under way.
+
+    Errors of the kit's own making become CheckSkipped.
+    """
     try:
         yield
     except (CheckSkipped, ConformanceError):
         raise
     except Exception as error:
-        text = f"{what}: raised {type(error).__name__}: {error}"
-        raise ConformanceError("\n".join([text, *origin(error)])) from error
+        if skip := own_skip(error):
+            raise skip from error
+        kind, lines = type(error).__name__, origin(error)
+        text = "\n".join([f"{what}: raised {kind}: {error}", *lines])
+        # Errors of one line are of one mistake, whatever the check was doing.
+        raise ConformanceError(text, says=f"{kind} {lines[-1].strip() if lines else error}") from error
 
 
 # Part of the time left that naming may take, so that the failure itself is always reported.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import types
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,11 @@ from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind, calling, error_context
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.layer_names import layer_names
+from attnplug.testing.views import between, scales_in_a_table
+
+if TYPE_CHECKING:
+    from attnplug.testing.conformance.target import Target
 
 _MOST_RANGES = 4
 
@@ -93,19 +97,24 @@ class Output(NamedTuple):
     lse: torch.Tensor | None
 
 
-class HarnessLayer:
+class EngineLayer:
+    """The scales that an engine's layer has for its impl, of the AttentionLayer protocol."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._q_scale_float = self._prob_scale_float = 1.0
+        self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
+        scales = (1.0, self._k_scale_float, self._v_scale_float, 1.0)
+        table = scales_in_a_table(*scales, device=batch.query.device)
+        self._q_scale, self._k_scale, self._v_scale, self._prob_scale = table
+
+
+class HarnessLayer(EngineLayer):
     """A layer as its impl sees it, the AttentionLayer protocol, with the spec and tensors of a batch."""
 
     def __init__(self, target: Target, name: str, batch: Batch, **shared: Any) -> None:
-        self._q_scale_float = self._prob_scale_float = 1.0
-        self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
-        # The default dtype belongs to the process, and checks change it.
-        form: dict[str, Any] = {"dtype": torch.float32, "device": batch.query.device}
-        self._q_scale = self._prob_scale = torch.ones((), **form)
-        self._k_scale = torch.tensor(self._k_scale_float, **form)
-        self._v_scale = torch.tensor(self._v_scale_float, **form)
-        self.words = f"{name} ({layer_words(batch.spec)})"
-        self.impl = make_impl(target.backend.for_layer(batch.spec), batch.spec, batch.tensors, name, **shared)
+        super().__init__(batch)
+        self.name, self.words = name, f"{name} ({layer_words(batch.spec)})"
+        self.impl = make_impl(target.backend, batch.spec, batch.tensors, name, **shared)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -120,26 +129,31 @@ class Harness:
         cls,
         target: Target,
         *batches: Batch,
+        names: Sequence[str] = (),
         dcp: ContextParallel | None = None,
         options: Any = None,
         **config: Any,
     ) -> Harness:
         """A layer for each batch and one builder for all; `config` has fields of BuilderConfig.
 
-        The layers are those of a rank of `dcp`, if it is given; without `options` they have those of the target.
+        The layers are those of a rank of `dcp`, if it is given; without `options` they have those of the target,
+        and without `names` those of a model.
 
         Raises:
             ConformanceError: the backend raises.
-            CheckSkipped: from_spec refuses the options for this layer.
+            CheckSkipped: the backend refuses a layer, or from_spec the options for it.
         """
+        for batch in batches:
+            target.require(batch.spec)
         options = target.own_options if options is None else options
         with error_context("from_spec, of a layer that validate_configuration accepts"):
             # An impl of its own from_spec need not know the argument.
             shared: dict[str, Any] = {} if dcp is None else {"dcp": dcp}
             shared |= {} if options is None else {"options": options}
+            names = names or layer_names(len(batches), batches[0].spec)
             named = {
-                f"layers.{i}": HarnessLayer(target, f"layers.{i}", batch, **shared)
-                for i, batch in enumerate(batches)
+                name: HarnessLayer(target, name, batch, **shared)
+                for name, batch in zip(names, batches, strict=True)
             }
         with error_context("making the builder"):
             serving = target.backend.for_layer(batches[0].spec)
@@ -213,17 +227,18 @@ def make_impl(
     backend: type[AttentionBackend],
     spec: LayerSpec,
     tensors: LayerTensors,
-    name: str = "layer",
+    name: str | None = None,
     **shared: Any,
 ) -> AttentionImpl[Any]:
     """The impl of a layer, ready to run; `shared` has further arguments of `from_spec`.
 
-    Without `options` among them they are the backend's defaults.
+    Without `options` among them they are the backend's defaults. The class is that which serves the layer.
 
     Raises:
         CheckSkipped: from_spec refuses the options that were given. No declaration says which layers they serve.
     """
-    given = shared.get("options")
+    backend, given, (drawn,) = backend.for_layer(spec), shared.get("options"), layer_names(1, spec)
+    name = name or drawn
     if given is None:
         shared["options"] = None if backend.Options is None else backend.Options()
     words = f"{name} ({layer_words(spec)})"
@@ -248,9 +263,12 @@ def run_batch(
     use_sinks: bool = True,
     layer: Any = None,
     options: Any = None,
+    into: Output | None = None,
     **config: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Build the metadata, write the cache and attend; `config` has fields of BuilderConfig, `options` those of the impl.
+
+    Without `into` the rows are new.
 
     Returns:
         Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`. Rows that the backend
@@ -259,10 +277,11 @@ def run_batch(
     backend = backend.for_layer(batch.spec)
     impl = make_impl(backend, batch.spec, batch.tensors, options=options)
     # Builders that plan read the features to plan for from the impl of their layers.
-    builder = _make_builder(backend, batch, {"layer": types.SimpleNamespace(impl=impl)}, **config)
-    into = blank_output(batch)
+    (name,) = layer_names(1, batch.spec)
+    builder = _make_builder(backend, batch, {name: types.SimpleNamespace(impl=impl)}, **config)
+    into = into or blank_output(batch)
     given = _arguments(batch, builder.build(0, batch.common), into.output)
-    with calling("forward", f"layer ({layer_words(batch.spec)})"):
+    with calling("forward", f"{name} ({layer_words(batch.spec)})"):
         impl.forward(layer, *given, output_lse=into.lse, use_sinks=use_sinks)
     return into
 
@@ -279,12 +298,12 @@ def _make_builder(
 
 
 def blank_output(batch: Batch, fill: float = torch.nan) -> Output:
-    """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`."""
+    """Output `[T + padding, H, Dv]` and, if the spec needs it, LSE `[T + padding, H]`, all `fill`: rows of longer ones."""
     spec, query = batch.spec, batch.query
     output = query.new_full((query.shape[0], spec.num_heads, spec.output_size), fill)
     form: dict[str, Any] = {"dtype": torch.float32, "device": query.device}
     lse = torch.full(output.shape[:2], fill, **form) if spec.needs_lse else None
-    return Output(output, lse)
+    return Output(between(output), None if lse is None else between(lse))
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:

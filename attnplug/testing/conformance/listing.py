@@ -14,7 +14,13 @@ from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
 from attnplug.registry.plugins.waiting import describe, guarded_call
-from attnplug.testing.conformance.builders import builder_inputs, builders, kv_group_builds, layer_state
+from attnplug.testing.conformance.builders import (
+    builder_inputs,
+    builders,
+    kv_group_builds,
+    layer_state,
+    step_machine,
+)
 from attnplug.testing.conformance.calls import after_unusual_steps, engine_tensors, inputs, outputs
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
 from attnplug.testing.conformance.declared import (
@@ -32,6 +38,7 @@ from attnplug.testing.conformance.numbers import (
     cache_writes,
     common_prefix,
     correctness,
+    kv_formats,
     merging,
     requests,
     sparse_selections,
@@ -42,6 +49,7 @@ from attnplug.testing.conformance.target import Target, latent_dims, layer_field
 
 GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     # The first, because a backend may change the process once, when its parts are first asked for.
+    process_state.kept_checks: True,
     process_state.checks: False,
     attributes.checks: False,
     stable_answers.checks: False,
@@ -68,6 +76,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     cache_reads.checks: True,
     cache_layouts.checks: True,
     cache_layouts.far_offset_checks: True,
+    kv_formats.checks: False,
     requests.checks: True,
     serving.checks: False,
     correctness.checks: True,
@@ -75,7 +84,8 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     builder_inputs.checks: True,
     builder_inputs.host_copy_checks: False,
     layer_state.checks: False,
-    process_memory.checks: False,
+    step_machine.checks: True,
+    process_memory.checks: True,
     process_memory.output_checks: False,
     common_prefix.checks: False,
     sparse_selections.checks: True,

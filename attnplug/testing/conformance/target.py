@@ -17,12 +17,14 @@ from attnplug.core.device import Device
 from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
-from attnplug.core.kv_format import kv_format
+from attnplug.core.kv_format import kv_format, with_codecs
 from attnplug.core.mla import MLADims
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
-from attnplug.testing.batches import Batch, direct_batch, paged_batch
+from attnplug.registry.plugins.waiting import guarded_call
+from attnplug.testing.batches import Batch, StepArguments, direct_batch, paged_batch
 from attnplug.testing.conformance.check import CheckSkipped, Level, SkipKind
+from attnplug.testing.conformance.harness import Harness, layer_words
 from attnplug.testing.design.search import BLOCK_SIZES, HEAD_SIZES, compile_key, sizes_to_try, spread
 from attnplug.testing.drawn_values import layer_tensors
 
@@ -134,7 +136,7 @@ class Target:
         """The declared storage types; "auto" first."""
         field = "supported_kv_cache_dtypes"
         names = [kv_cache_dtype_name(dtype, field) for dtype in self.backend.supported_kv_cache_dtypes]
-        return sorted(dict.fromkeys(names), key=lambda name: name != "auto")
+        return sorted(with_codecs(names), key=lambda name: name != "auto")
 
     @property
     def scaled_kv_dtypes(self) -> list[str]:
@@ -145,6 +147,12 @@ class Target:
     def scaled_families(self) -> dict[str, str]:
         """The first of `scaled_kv_dtypes` of each family, by the family."""
         return {kv_format(name).family or name: name for name in reversed(self.scaled_kv_dtypes)}
+
+    def storing(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields, with the first declared storage type of the family of theirs."""
+        stored = fields.get("kv_cache_dtype")
+        own = stored and self.scaled_families.get(kv_format(stored).family or stored)
+        return {**fields, **({"kv_cache_dtype": own} if own else {})}
 
     @property
     def head_sizes(self) -> list[int]:
@@ -219,13 +227,21 @@ class Target:
             f"{self.name} serves no layer with {fields}: {'; '.join(dict.fromkeys(refusals))}", SkipKind.LAYER
         )
 
-    def require(self, spec: LayerSpec, what: str) -> LayerSpec:
-        """The layer; CheckSkipped, which names `what` it is, if the backend refuses it."""
+    def require(self, spec: LayerSpec) -> LayerSpec:
+        """The layer; CheckSkipped if the backend refuses it."""
         if reasons := self.reasons(spec):
             raise CheckSkipped(
-                f"{self.name} serves no such layer {what}: {'; '.join(reasons)}", SkipKind.LAYER
+                f"{self.name} serves no {layer_words(spec)}: {'; '.join(reasons)}", SkipKind.LAYER
             )
         return spec
+
+    def changed(self, spec: LayerSpec, **fields: Any) -> LayerSpec:
+        """`spec` with other `fields`; CheckSkipped if there is no such layer, or the backend refuses it."""
+        try:
+            other = spec.replace(**fields)
+        except SpecError as problem:
+            raise CheckSkipped(f"no {layer_words(spec)} has {fields}: {problem}", SkipKind.LAYER) from None
+        return self.require(other)
 
     def variants(
         self, base: LayerSpec, changes: Sequence[dict[str, Any]], keys: set[Hashable]
@@ -236,12 +252,12 @@ class Target:
         """
         for fields in changes:
             try:
-                spec = base.replace(**fields)
-            except SpecError:
+                spec = self.changed(base, **fields)
+            except CheckSkipped:
                 continue
             key = compile_key(self.backend, spec)
             is_new = key is not None and key not in keys
-            if not self.reasons(spec) and not (is_new and len(keys) >= _MOST_KEYS):
+            if not (is_new and len(keys) >= _MOST_KEYS):
                 keys.add(key)
                 yield fields, spec
 
@@ -301,10 +317,11 @@ class Target:
         """A batch for `spec` on this device, over the backend's pages or with K and V in the call.
 
         For a backend of one phase, `of_phase` makes the step one of that phase, unless the check needs these
-        `exact` lengths. The `options` are those of `paged_batch` and `direct_batch`.
+        `exact` lengths. Otherwise requests that builders take for decodes come first, as engines order them. The
+        `options` are those of `paged_batch` and `direct_batch`.
 
         Raises:
-            CheckSkipped: the step cannot be one of the phase that the backend serves.
+            CheckSkipped: the step cannot be one of the phase that the backend serves, or of that order.
         """
         if spec.is_encoder and not exact:
             # An encoder computes all its tokens at once.
@@ -324,18 +341,29 @@ class Target:
             query_lens, seq_lens = new, tokens
             if key_lens:
                 options["key_lens"] = key_lens[0]
+        # Steps that begin with the short queries have the order for any threshold.
+        elif list(query_lens) != sorted(query_lens) and (threshold := _threshold(self, spec)) is not None:
+            order = sorted(range(len(query_lens)), key=lambda request: query_lens[request] > threshold)
+            if exact and order != sorted(order):
+                why = f"reorder_batch_threshold={threshold} puts shorter queries first"
+                raise CheckSkipped(f"{self.name}: {why} than in {list(query_lens)}", SkipKind.PHASE)
+            query_lens, seq_lens = ([each[request] for request in order] for each in (query_lens, seq_lens))
+            for name in ("key_lens", "spans"):
+                if options.get(name) is not None:
+                    options[name] = [options[name][request] for request in order]
         if spec.direct_kv:
             if list(query_lens) != list(seq_lens):
                 options.setdefault("key_lens", list(seq_lens))
             for name in ("block_size", "layout", "drop_window"):
                 options.pop(name, None)
             drawn = direct_batch(spec, query_lens, seq_lens, device=self.torch_device, **options)
-            return _with_tensors_of_layer(drawn)
-        options.setdefault("block_size", self.block_size(spec))
-        options.setdefault("layout", self.backend.supported_kv_cache_layouts()[0])
-        drawn = paged_batch(
-            spec, query_lens, seq_lens, device=self.torch_device, backend=self.backend, **options
-        )
+        else:
+            options.setdefault("block_size", self.block_size(spec))
+            options.setdefault("layout", self.backend.supported_kv_cache_layouts()[0])
+            drawn = paged_batch(
+                spec, query_lens, seq_lens, device=self.torch_device, backend=self.backend, **options
+            )
+        drawn.made_of = StepArguments(self, spec, tuple(query_lens), tuple(seq_lens), options)
         return _with_tensors_of_layer(drawn)
 
     def paged_spec(self, **fields: Any) -> LayerSpec:
@@ -355,9 +383,19 @@ class Target:
 
 def _with_tensors_of_layer(batch: Batch) -> Batch:
     """The batch with the sinks and slopes that its layer has in batches of every seed."""
+    if not (batch.spec.has_sinks or batch.spec.has_alibi):
+        return batch
     own = layer_tensors(batch.spec, numbers=batch.numbers, device=str(batch.query.device))
     tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=own.alibi_slopes)
     return dataclasses.replace(batch, tensors=tensors)
+
+
+@functools.lru_cache(maxsize=1024)
+def _threshold(target: Target, spec: LayerSpec) -> int | None:
+    """The `reorder_batch_threshold` of the builder of a layer; None also if none can be made, which other checks report."""
+    harness, _ = guarded_call(lambda: Harness.of(target, target.batch(spec, [2], [2])))
+    threshold = None if harness is None else harness.builder.reorder_batch_threshold
+    return threshold if type(threshold) is int else None
 
 
 @functools.lru_cache(maxsize=64)

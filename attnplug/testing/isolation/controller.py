@@ -11,6 +11,7 @@ import pytest
 from xdist.scheduler import LoadGroupScheduling  # type: ignore[import-untyped]
 
 from attnplug.testing.conformance.check import SkipKind
+from attnplug.testing.isolation.failures import Failure
 from attnplug.testing.isolation.results import CheckObserver, CheckOutcome, Result
 from attnplug.testing.isolation.worker import SETTINGS, cause_of_death
 
@@ -106,7 +107,8 @@ class Controller:
         cause, detail = _cause_and_detail(report)
         if outcome is CheckOutcome.SKIPPED and SkipKind.read(cause)[0] is SkipKind.UNTESTED:
             outcome, cause = CheckOutcome.UNTESTED, SkipKind.read(cause)[1]
-        self._observer.finished(Result(check, outcome, report.duration, cause, detail))
+        failure = Failure.read(report.user_properties)
+        self._observer.finished(Result(check, outcome, report.duration, cause, detail, failure))
 
     def _log_of(self, node: Any) -> Path:
         return Path(self._settings["log"], f"{node.gateway.id}.log")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 from attnplug._system import files
 from attnplug._system.json_files import parse_json
 from attnplug.registry.plugins.options import VARIABLE
+from attnplug.testing.isolation.failures import Failure
 
 if TYPE_CHECKING:
     from attnplug.testing.isolation.listing import Listing, SuiteRequest
@@ -50,6 +51,7 @@ class Result:
         seconds: its duration.
         cause: why it failed, is skipped or untested, or is known to fail; "" if it passed.
         detail: the traceback, or what a worker wrote before it died; may be "".
+        failure: what it shares with other failures, if it failed.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Result:
     seconds: float = 0.0
     cause: str = ""
     detail: str = ""
+    failure: Failure = dataclasses.field(default_factory=Failure)
 
 
 class CheckObserver(Protocol):

@@ -36,11 +36,13 @@ class Limits:
         timeout: seconds per check.
         jobs: worker processes.
         memory: bytes per worker, or None for no limit.
+        shrink: seconds in which a worker shrinks wrong answers to their smallest failing steps.
     """
 
     timeout: float
     jobs: int
     memory: int | None
+    shrink: float = 0.0
 
     @classmethod
     def here(
@@ -104,6 +106,7 @@ def run_checks(
             "known": {check: listing.known[check] for check in ids if check in listing.known},
             "timeout": limits.timeout,
             "memory": limits.memory,
+            "shrink": limits.shrink,
             # Workers share the cores, so that they do not start more threads than there are cores.
             "threads": max(1, (os.cpu_count() or 1) // limits.jobs),
             "log": folder,

@@ -24,7 +24,7 @@ import pytest
 
 from attnplug._system.processes import own_number, signal_name
 from attnplug.testing.conformance.check import ConformanceError, time_limit
-from attnplug.testing.plugin import SUITE
+from attnplug.testing.plugin import SHRINK, SUITE
 
 GPU_LOST = "the GPU's context was lost: "
 """The first words in the log of a worker that ends because it can no longer use its GPU."""
@@ -130,6 +130,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.enable()
     by_id = {check.id: check for check in suite.checks}
     checks = tuple(by_id[each] for each in settings["ids"] if each in by_id)
+    config.stash[SHRINK] = settings["shrink"]
     config.stash[SUITE] = dataclasses.replace(suite, checks=checks, known=settings["known"])
 
 

@@ -23,7 +23,16 @@ _LEFT_OUT = (
     ),
     *("tensors/same-each-call", "tensors/refilled", "layers/", "context_parallel/extend"),
     *("tensors/deterministic-long", "correct/round"),
-    *("correct/crowd", "correct/far-decode", "options/decode_split=requests"),
+    *(
+        "correct/crowd",
+        "correct/far-decode",
+        "correct/far-extend",
+        "correct/far-prompt",
+        "correct/farther",
+        "correct/longer-prompt",
+        "correct/audio",
+        "options/decode_split=requests",
+    ),
     "declared/",
 )
 _PLAIN = frozenset(("correct/mixed", "h4x2", "d64", "float32", "b16", "NHD"))

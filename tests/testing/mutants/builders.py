@@ -297,7 +297,7 @@ _PUBLISHED: dict[str, Any] = {"builder": Published, "impl": ReadsPublished}
 
 table.add("PUBLISHED | runtime/threads | state shared between two runtimes", **_PUBLISHED)
 table.add("PUBLISHED_TOO | runtime/two-runtimes | state shared between two runtimes", **_PUBLISHED)
-table.add("ONE_TABLE | runtime/steps | layer window-reader of KV group", builder=OneTable)
+table.add("ONE_TABLE | runtime/steps | window (19, 0), with the pages of", builder=OneTable)
 table.add("ONE_TABLE_TWICE | runtime/two-runtimes | alone they are wrong too", builder=OneTable)
 table.add("SINKS_ALWAYS | merge/2-parts-sinks | sink counted twice in a merge", impl=SinksAlways)
 table.add("SINKS_ALWAYS_TOO | merge/use_sinks | use_sinks=False ignored", impl=SinksAlways)

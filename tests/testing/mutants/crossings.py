@@ -51,12 +51,13 @@ def nine_tokens_and_more(right, self, span):
     return right(span) | is_verified
 
 
-@kernel.window(f"correct/far-decode-{_PLAIN}-window149.0", "(decode, 1 new of 33003 tokens)")
+@kernel.window("correct/farther-decode-*-window149.0", "(decode, 1 new of 70001 tokens)")
 def window_start_in16_bits(right, self, span):
     """Keeps the first key of a window in 16 bits with a sign."""
-    start = (span.at - self.spec.window[0]).short()
-    seen = right(span)
-    return span.held >= start[:, None] if self.spec.window[0] > 0 and bool((start < -150).any()) else seen
+    first = span.at - self.spec.window[0]
+    start = first.short()
+    is_cut = self.spec.window[0] > 0 and bool(((start != first) & (first > 0)).any())
+    return span.held >= start[:, None] if is_cut else right(span)
 
 
 @kernel.one("correct/mixed-h48x1-*", "heads 32-47 of 48")

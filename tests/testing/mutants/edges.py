@@ -195,4 +195,4 @@ class CutsOutputs(Around):
         call.output = self.given
 
 
-table.add("first_of_model | runtime/steps | layer window of KV group", builder=FirstOfModel, impl=WindowOfPlan)  # fmt: skip
+table.add("first_of_model | runtime/steps | window (19, 0)) of KV group", builder=FirstOfModel, impl=WindowOfPlan)  # fmt: skip

@@ -33,7 +33,7 @@ def refuses(step: Callable[[CommonAttentionMetadata], bool]) -> type[TorchMetada
     return Refuses
 
 
-@builder.build("correct/far-decode", "output")
+@builder.build("correct/farther-decode", "output")
 def short_lengths(right, self, prefix, common, fast_build=False):
     """Keeps lengths in 16 bits."""
     made = right(prefix, common, fast_build)
@@ -78,7 +78,7 @@ def _alone(common: CommonAttentionMetadata) -> bool:
 table.add("crowds | correct/crowd | BatchError", builder=refuses(lambda common: common.num_reqs > 256))
 table.add("one-prompt | correct/one-prompt | BatchError", builder=refuses(_alone))
 table.add(
-    "long | correct/far-decode | BatchError", builder=refuses(lambda common: common.max_seq_len >= 2**15)
+    "long | correct/farther-decode | BatchError", builder=refuses(lambda common: common.max_seq_len >= 2**15)
 )
 table.add("signed | correct/mixed-h4x2-d64-float32-b16-NHD-non_causal-alibi | output", impl=SignedDistances)
 table.add("signed-cross | correct/mixed-h4x2-d64-float32-b16-NHD-cross-alibi | output", impl=SignedDistances)

@@ -39,7 +39,7 @@ class Step(AttentionMetadata):
     starts: list[int]
     lengths: list[int]
     key_starts: list[int]
-    causal: bool
+    causal: bool | None
     spans: Tensor | None
     selection: Selection | None
     prefix: int
@@ -180,7 +180,7 @@ class Reference(AttentionImpl[Step]):
         check_queries(query, into, output_lse, step.tokens, spec, **given)
         check_spans_given(step.spans is not None, spec)
         check_cache_given(kv_cache, spec)
-        if spec.causal and not step.causal:
+        if spec.causal and step.causal is False:
             raise BatchError("causal", False, "cannot widen a causal layer")
         if output_scale is not None:
             into = torch.empty_like(output, dtype=torch.float32)

@@ -77,6 +77,15 @@ def named_checks(mutant: Mutant, pattern: str) -> list[Check]:
     return [check for check in checks if fnmatch.fnmatchcase(check.id, pattern)]
 
 
+def first_failure(mutant: Mutant) -> Exception | None:
+    """The error of the first check that the row names and that fails."""
+    base = ReferenceBackend if issubclass(mutant.backend, ReferenceBackend) else TorchBackend
+    asked = [check for check in checks_of(base) if fnmatch.fnmatchcase(check.id, mutant.check)]
+    if not asked:
+        asked = named_checks(mutant, f"{mutant.check}*")
+    return next((problem for _, problem in failures_of(mutant.backend, asked)), None)
+
+
 def problem_of(check: Check) -> str | None:
     """What a check says that fails."""
     try:

@@ -152,7 +152,7 @@ def _groups_with_options(
 def _group(
     target: Target, spec: LayerSpec, lengths: _Lengths, words: str, seed: int, options: Any = None
 ) -> _Group:
-    scales = _SCALES[seed % 2] if spec.has_quantized_kv_cache else {}
+    scales = _SCALES[seed % 2] if spec.has_kv_scales else {}
     batch = target.batch(spec, *lengths, padding=3, drop_window=True, seed=seed, **scales)
     own = layer_tensors(spec, seed=seed, device=target.torch_device)
     tensors = dataclasses.replace(batch.tensors, sinks=own.sinks, alibi_slopes=own.alibi_slopes)
@@ -186,25 +186,30 @@ def _key(group: _Group) -> Hashable:
 def _expect_served(first: _Group, second: _Group, name: str) -> None:
     """Run the layer of the second group with a copy of the metadata that the first group built."""
     one, other = first.batch.common, second.batch.common
+    # The groups are of one step, so they have one selection: of keys that the queries of both see.
+    selection = (other if first.batch.spec.mm_prefix else one).selection
     both = dataclasses.replace(
         one,
+        selection=selection,
         mm_prefix_spans=one.mm_prefix_spans if other.mm_prefix_spans is None else other.mm_prefix_spans,
         mm_prefix_spans_cpu=(
             one.mm_prefix_spans_cpu if other.mm_prefix_spans_cpu is None else other.mm_prefix_spans_cpu
         ),
     )
+    other = dataclasses.replace(other, selection=selection)
+    batch = dataclasses.replace(second.batch, common=other)
     what = f"{second.words}, with the metadata that update_block_table made from the {name} of {first.words}"
     with error_context(what):
         made = _BUILDS[name](first.harness.builder, both)
         copied = second.harness.builder.update_block_table(made, other.block_table_tensor, other.slot_mapping)
         expect_own_slots(copied, other, what)
-        found = second.harness.run(second.batch, copied)
-    wrong = deviation(second.batch, found)
+        found = second.harness.run(batch, copied)
+    wrong = deviation(batch, found)
     if wrong is None:
         return
-    alone = second.harness.run(second.batch, _BUILDS[name](second.harness.builder, other))
+    alone = second.harness.run(batch, _BUILDS[name](second.harness.builder, other))
     mistake = None
-    if difference(second.batch, alone) is None:
+    if difference(batch, alone) is None:
         mistake = "the build of another group"
         key = shown(second.harness.builder.build_key)
         what += (

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec
+from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
     decode_lengths,
@@ -35,6 +36,7 @@ from attnplug.testing.conformance.check import (
     error_context,
 )
 from attnplug.testing.conformance.harness import Harness, raw_bytes, refill
+from attnplug.testing.conformance.layer_names import layer_names, unlike_names
 from attnplug.testing.conformance.mistakes.expectations import (
     difference,
     expect_correct,
@@ -99,19 +101,22 @@ def _check_like(target: Target, scenario: str) -> None:
     base = scenario_layer(target, scenario)
     like = (*_LIKE, {"chunk_size": 2 * target.block_size(base)})
     for seed, (fields, spec) in enumerate(target.variants(base, like, set())):
-        name = ", ".join(f"{field}={value}" for field, value in fields.items()) or "nothing more"
-        made.append((name, scenario_steps(target, scenario, spec, seed)()))
+        made.append((_words(fields), scenario_steps(target, scenario, spec, seed)()))
     # In both orders, since a cache may take the first layer's state or the last one's.
     for name, batch in (*made, *reversed(made)):
         what = f"a layer with {name}, after layers of the same shape that ask for other things"
         expect_correct(batch, Harness.of(target, batch).forward(batch, what=what), what)
 
 
+def _words(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{field}={value}" for field, value in fields.items()) or "nothing more"
+
+
 def _check_dropped(target: Target, scenario: str) -> None:
     base = scenario_layer(target, scenario)
     for number in range(_ROUNDS):
         # Python and torch give the memory of what was dropped in the last round to this one.
-        spec = base.replace(scale=base.scale * (1 + number % 3))
+        spec = target.changed(base, scale=base.scale * (1 + number % 3))
         batch = scenario_steps(target, scenario, spec, number)()
         what = f"layer {number + 1}, made after a layer of its shape was dropped"
         found = Harness.of(target, batch).forward(batch, what=what)
@@ -155,6 +160,8 @@ def unlike_layer_checks(target: Target) -> Iterator[Check]:
     """The unlike_layer_checks of layers one after another."""
     summary = "layers of other dtypes, storage types and head sizes do not disturb each other"
     yield Check.of("layers/unlike", summary, _check_unlike, target)
+    summary = "layers are not known by the number, the start or the end of their names"
+    yield Check.of("layers/names", summary, _check_names, target)
     learned = {Feature.SINKS: ("sinks", "has_sinks"), Feature.ALIBI: ("alibi_slopes", "has_alibi")}
     for feature, (name, flag) in learned.items():
         if feature in target.backend.features:
@@ -172,6 +179,23 @@ def _check_unlike(target: Target) -> None:
     layers |= {f"kv_cache_dtype={name}": {"kv_cache_dtype": name} for name in target.kv_cache_dtypes}
     layers |= {f"head_size={size}": {"head_size": size} for size in target.head_sizes[:3]}
     _expect_each(target, layers, lambda spec, seed: _batch(target, spec, seed))
+
+
+def _check_names(target: Target) -> None:
+    base = target.spec()
+    # As many layers as there are names, so that each has its turn.
+    changes = (*_LIKE, *({"scale": scale} for scale in (0.11, 0.2, 0.31)))
+    layers = {_words(fields): fields for fields, _ in target.variants(base, changes, set())}
+    names = layer_names(len(layers), "layers/names")
+    run = functools.partial(_expect_each, target, layers, functools.partial(_batch, target))
+    try:
+        run(names)
+    except ConformanceError as problem:
+        if guarded_call(run, unlike_names(len(layers)))[1] is not None:
+            raise
+        mistake = "a layer known by a part of its name"
+        given = f"the layers are {', '.join(names)}; with names that share no part they are right"
+        raise ConformanceError(f"{problem}\n{mistake}: {given}", mistake) from problem
 
 
 def _check_own(target: Target, **fields: Any) -> None:
@@ -196,15 +220,18 @@ def _check_windows(target: Target) -> None:
 
 def _batch(target: Target, spec: LayerSpec, seed: int) -> Batch:
     scales: dict[str, Any] = {}
-    if spec.has_quantized_kv_cache:
+    if spec.has_kv_scales:
         scales = {"k_scale": 0.37 * (1 + seed), "v_scale": 1.9 / (1 + seed)}
     return target.batch(spec, *decode_lengths(target.block_size(spec)), seed=seed, **scales)
 
 
 def _expect_each(
-    target: Target, layers: dict[str, dict[str, Any]], make: Callable[[LayerSpec, int], Batch]
+    target: Target,
+    layers: dict[str, dict[str, Any]],
+    make: Callable[[LayerSpec, int], Batch],
+    names: Sequence[str] = (),
 ) -> None:
-    """Make all layers first, then run each twice: in this order, and in the opposite one."""
+    """Make all layers first, with `names` if given, then run each twice: in this order, and in the opposite one."""
     made: dict[str, tuple[Harness, Callable[[], Batch]]] = {}
     keys: set[Hashable] = set()
     for seed, (name, fields) in enumerate(layers.items()):
@@ -219,7 +246,7 @@ def _expect_each(
 
         again = functools.partial(make, spec, seed)
         # The harness is made now, so that all layers are made before any runs.
-        made[name] = Harness.of(target, again()), again
+        made[name] = Harness.of(target, again(), names=names[seed : seed + 1]), again
     if not made:
         raise CheckSkipped(f"{target.name} serves none of these layers: {', '.join(layers)}")
     for name in (*made, *reversed(made)):

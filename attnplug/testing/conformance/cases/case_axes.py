@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
+from attnplug.testing.conformance.cases.model_sizes import FAR
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import spread
@@ -27,23 +29,22 @@ SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "draft", "one",
 # counts to. `round-decode` and `round-extend` have lengths at the ends of large tiles and splits: no split
 # is empty, or has one key. `many-drafts` has queries between those of `speculative` and those that are no
 # drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256
-# requests. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
-# has one request without context. A length of `far-decode` is one that 16 bits with a sign do not hold.
-# `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold.
+# requests, one of them long. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
+# has one request without context. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold.
 LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-decode": ((1, 1, 1), (5003, 129, 2100)),
     "long-prompt": ((700, 1), (700, 300)),
     "many-requests": ([1, 2, 5, 1] * 10, [count + 3 * step for step, count in enumerate([1, 2, 5, 1] * 10)]),
     "long-extend": ((5, 70), (3001, 2300)),
     "many-rows": ((1101, 513, 520), (1101, 553, 533)),
-    "crowd": ([1] * 257 + [2, 3], [1 + step % 5 for step in range(257)] + [4, 3]),
+    "crowd": ([1] * 517 + [2, 3, 1], [1 + step % 5 for step in range(517)] + [4, 3, 3001]),
     "many-extends": ([70] * 14, [100 + 7 * step for step in range(14)]),
     "one-prompt": ((37,), (37,)),
     "round-decode": ([1] * 9, [255, 256, 257, 511, 512, 513, 1024, 1025, 2048]),
     "round-extend": ((256, 512, 16, 48, 64, 128), (256, 512, 528, 240, 1024, 256)),
     "many-drafts": ((6, 7, 8, 9, 12, 15), (40, 135, 64, 70, 12, 300)),
-    "far-decode": ((1, 1), (33_003, 5)),
     "far-blocks": ((1, 1, 5), (300, 17, 40)),
+    **FAR,
 }
 """Large batches: new and all tokens. They are tried with single values, and not with pairs."""
 
@@ -81,7 +82,7 @@ def lengths(shape: str, spec: LayerSpec, block_size: int) -> tuple[list[int], li
     if fixed := (LONG | LATENT).get(shape):
         new, tokens = fixed
         return list(new), list(new if spec.is_encoder else tokens)
-    marks = [block_size, 2 * block_size, *_TILES, spec.chunk_size or 0]
+    marks = [block_size, 2 * block_size, *_TILES, *(step * (spec.chunk_size or 0) for step in (1, 2))]
     # A window of `side` keys and the query's own key are `side + 1` keys.
     marks += [side + 1 for side in spec.window if side >= 0]
     # Lengths one below, at and one above each mark find off-by-one mistakes at its end.
@@ -133,6 +134,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 # Its two halves are tried apart, unless the backend serves them only together.
 _LAST_KIND = "direct_non_causal"
+_PAIRED_NUMBERS = 5
+"""The first of Numbers, which the smoke level tries with all other values in pairs."""
 _OF_PHASE: dict[Phase | None, tuple[str, ...]] = {
     None: SHAPES,
     Phase.DECODE: ("decode", "one", "alike", "idle"),
@@ -182,7 +185,8 @@ def axes(target: Target) -> dict[str, list[Any]]:
             and (kind != _LAST_KIND or not target.serves(attn_type="decoder", causal=True, direct_kv=True))
         ],
         "shape": list(_OF_PHASE[target.phase]),
-        "numbers": list(Numbers),
+        # Pairs with each of the others would cost a tenth of a run; the designed cases have each with some layers.
+        "numbers": list(Numbers)[: _PAIRED_NUMBERS if few else None],
         "head_size": spread(target.head_sizes, 6 if few else 12),
         "heads": list(HEADS[:8] if few else HEADS),
         "dtype": target.dtypes,
@@ -214,12 +218,15 @@ def axes(target: Target) -> dict[str, list[Any]]:
 def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
     """Values that ask for a feature: its samples, before them a page of tokens if no sample is whole pages.
 
-    Sparse samples are of the served kinds, if there are any.
+    Sparse samples are of the served kinds, and stored types those that are declared, if there are any.
     """
     # Kernels that read chunks as requests of their own begin each at a page.
     samples, size = flag.ask.values, target.block_sizes[0]
     if flag is Feature.CHUNKED_LOCAL and all(sample % size for sample in samples):
         return (size, *samples)
+    if flag is Feature.FP8_KV:
+        own = [name for name in target.scaled_kv_dtypes if kv_format(name).feature == flag.names()[0]]
+        return tuple(own) or samples
     if flag is Feature.MLA:
         return tuple(target.latents) or samples
     if flag is Feature.SPARSE:

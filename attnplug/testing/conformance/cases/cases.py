@@ -20,11 +20,13 @@ from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target, layer_fields, of_phase
 from attnplug.testing.design.search import HEAD_SIZES, Row, Search, compile_key
 from attnplug.testing.drawn_values import FP8_SCALES, Numbers
+from attnplug.testing.views import shard
 
 _OF_BATCH = {"shape", "layout", "numbers", "chunk_rows", "joint", "apart"}
 """Axes of batches alone: layers differ in all others."""
-_OF_LAYERS = (Numbers.FAR, Numbers.WIDE)
+_OF_LAYERS = (Numbers.FAR, Numbers.NEGATIVE, Numbers.WIDE, Numbers.RANGE)
 """Numbers that some layers do not hold."""
+_SHIFTED = (Numbers.FAR, Numbers.NEGATIVE)
 _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
 """Axes whose name is not that of a field of a layer."""
 
@@ -33,6 +35,10 @@ _NO_FIELDS = _OF_BATCH | {"kind", "heads", "values"}
 _LATENT_SCALE = 0.02
 _BETWEEN = 64
 """Elements between two blocks that are apart."""
+_MOST_SCORES = 2**20
+"""Scores of a head and a request that the oracle computes in full."""
+_STRATUM = 64
+"""Rows of which at least one is compared."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +111,7 @@ class Case:
         if not spec.direct_kv:
             options |= {"block_size": self.block_size, "layout": self.layout, "drop_window": True}
             scales = {"k_scale": _LATENT_SCALE} if spec.mla else FP8_SCALES
-            options |= scales if spec.has_quantized_kv_cache else {}
+            options |= scales if spec.has_kv_scales else {}
             options |= {"skip_blocks": far_blocks(self.block_size)} if self.shape == "far-blocks" else {}
         elif new != tokens:
             # An engine's own cache drops the keys that a causal window or a chunk has passed.
@@ -116,6 +122,9 @@ class Case:
                 min(count + reach, every) for count, every in zip(new, tokens, strict=True)
             ]
         batch = target.batch(spec, new, tokens, **options)
+        if batch.made_of is not None:
+            batch.made_of = dataclasses.replace(batch.made_of, config=self.config)
+        batch.sampled = sampled_rows(spec, new, new if spec.is_encoder else tokens)
         batch = _with_blocks_apart(batch) if self.apart else batch
         return joint_weights(batch) if self.joint else batch
 
@@ -123,6 +132,30 @@ class Case:
     def config(self) -> dict[str, Any]:
         """The fields of BuilderConfig that it needs."""
         return {} if self.chunk_rows is None else {"context_chunk_rows": self.chunk_rows}
+
+
+def sampled_rows(spec: LayerSpec, new: Sequence[int], tokens: Sequence[int]) -> torch.Tensor | None:
+    """The rows to compare of a step with more scores than _MOST_SCORES in a request; None is all.
+
+    They are the first and the last ones, those beside the ends of the layer's limits and of powers of 2, and one of
+    each _STRATUM.
+    """
+    if all(count * held <= _MOST_SCORES for count, held in zip(new, tokens, strict=True)):
+        return None
+    generator, rows, start = torch.Generator().manual_seed(0), list[int](), 0
+    ends = [2**power for power in range(4, 17)] + [side + 1 for side in spec.window if side >= 0]
+    ends += [spec.chunk_size] if spec.chunk_size else []
+    for count, held in zip(new, tokens, strict=True):
+        own = set(range(count))
+        if count * held > _MOST_SCORES:
+            # The ends are positions, and kernels count rows too.
+            marks = [0, count, *ends, *(end - held + count for end in ends)]
+            drawn = torch.arange(0, count, _STRATUM)
+            drawn += torch.randint(_STRATUM, drawn.shape, generator=generator)
+            own &= {*drawn.tolist(), *(mark + step for mark in marks for step in (-1, 0, 1))}
+        rows += sorted(start + row for row in own)
+        start += count
+    return torch.tensor(rows)
 
 
 def _with_blocks_apart(batch: Batch) -> Batch:
@@ -142,7 +175,7 @@ def joint_weights(batch: Batch) -> Batch:
     assert up_key is not None  # noqa: S101 - batches of latents have both
     assert up_value is not None  # noqa: S101
     both = torch.cat([up_key, up_value.mT], dim=1).flatten(0, 1)
-    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=both)
+    tensors = dataclasses.replace(batch.tensors, w_uk=None, w_uv=None, kv_b_proj=shard(both))
     return dataclasses.replace(batch, tensors=tensors)
 
 
@@ -216,22 +249,26 @@ class CaseSearch(Search):
         spec = LayerSpec(**fields)
         if row["window"] is not None and not spec.is_windowed:
             raise SpecError("window", row["window"], "limits nothing in a causal layer")
-        if spec.mla and not spec.mla.qk_rope_head_dim and Numbers(row["numbers"]) is Numbers.FAR:
-            raise SpecError("numbers", Numbers.FAR, "are of an element that W_UK leaves as it is")
+        if spec.mla and not spec.mla.qk_rope_head_dim and row["numbers"] in _SHIFTED:
+            raise SpecError("numbers", row["numbers"], "are of an element that W_UK leaves as it is")
         if row["numbers"] == Numbers.WIDE and (
             spec.mla or not {spec.dtype, spec.resolved_kv_cache_dtype} <= {"bfloat16", "float32"}
         ):
             raise SpecError(
                 "numbers", Numbers.WIDE, f"are not held by {spec.dtype} and {spec.kv_cache_dtype}"
             )
+        if row["numbers"] == Numbers.RANGE and (spec.mla or not spec.has_kv_scales):
+            raise SpecError("numbers", Numbers.RANGE, "are those of stored types with scales")
         if row["mm_prefix"] and row["kind"] == "cross":
             raise SpecError("mm_prefix", True, "is for layers whose keys are their own tokens")
         if row["kind"] in ("encoder", "encoder_half") and self._target.phase is Phase.DECODE:
             raise SpecError("kind", row["kind"], "has no tokens to decode")
         return spec
 
-    def _value_size(self, which: str, size: int, fields: Mapping[str, Any]) -> int:
-        """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts."""
+    def _value_size(self, which: str | int, size: int, fields: Mapping[str, Any]) -> int:
+        """A head size of values "smaller" or "larger" than `size`, if there is one that the backend accepts, or a number."""
+        if isinstance(which, int):
+            return which
         order = operator.lt if which == "smaller" else operator.gt
         candidates = [each for each in self._head_sizes if order(each, size)]
         if not candidates:

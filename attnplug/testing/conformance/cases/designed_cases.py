@@ -15,13 +15,15 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.kv_format import kv_format
+from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.case_axes import HEADS, LATENT, LONG, far_blocks, samples_of
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
+from attnplug.testing.conformance.cases.model_sizes import FAR, FAR_LIMITS, MODELS, of_models
 from attnplug.testing.conformance.check import Level
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import GPU_TYPES, Target
 from attnplug.testing.design.search import (
     Row,
     Search,
@@ -34,10 +36,8 @@ from attnplug.testing.design.search import (
 from attnplug.testing.drawn_values import Numbers
 from attnplug.testing.oracle import COMPUTED
 
-# Head sizes of models that few kernels serve.
+# Head sizes that few kernels serve.
 _HEADS_OF_FEW = (512, 40, 160)
-# Tokens of a page of models whose other layers have a state, which is as large as a page.
-_LARGE_PAGE = 544
 # A larger cache takes seconds to fill.
 _MOST_BYTES = 1 << 29
 """Bytes of the largest cache."""
@@ -75,6 +75,19 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
     {"shape": "mixed", "numbers": Numbers.SHARP, "dtype": "bfloat16"},
     {"shape": "decode", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
     {"shape": "mixed", "numbers": Numbers.WIDE, "dtype": "bfloat16"},
+    *(
+        {"numbers": numbers, "needs_lse": with_lse, **shape}
+        for numbers in (Numbers.ZEROS, Numbers.EQUAL, Numbers.NEGATIVE, Numbers.TINY, Numbers.EACH)
+        for with_lse, shape in ((False, {}), (True, {"shape": "decode"}))
+    ),
+    {"numbers": Numbers.NEGATIVE, "has_sinks": True, "needs_lse": True},
+    {"numbers": Numbers.EQUAL, "has_sinks": True, "needs_lse": True},
+    {"numbers": Numbers.ZEROS, "has_alibi": True},
+    {"numbers": Numbers.EACH, "dtype": "float16"},
+    {"shape": "decode", "numbers": Numbers.BEYOND, "scale": 2.0**-16, "dtype": "float16"},
+    {"numbers": Numbers.BEYOND, "scale": 2.0**-16, "dtype": "float16"},
+    {"numbers": Numbers.BEYOND, "scale": 2.0**-16, "dtype": "bfloat16"},
+    {"shape": "decode", "numbers": Numbers.TINY, "dtype": "float16"},
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
 # Paths that kernels take for long contexts or many requests only: decodes that split
@@ -94,8 +107,9 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "kind": "cross"},
     {"shape": "long-decode", "dtype": "bfloat16"},
     {"shape": "long-decode", "dtype": "float16", "has_alibi": True},
-    {"shape": "far-decode", "window": (149, 0)},
     {"shape": "long-decode", "numbers": Numbers.SHARP},
+    {"shape": "long-decode", "numbers": Numbers.EQUAL, "dtype": "float16"},
+    {"shape": "long-extend", "numbers": Numbers.EQUAL, "dtype": "float16"},
     {"shape": "long-extend", "window": (1030, 0)},
     {"shape": "long-extend", "needs_lse": True},
     {"shape": "long-prompt", "window": (149, 0)},
@@ -107,6 +121,36 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "many-requests", "kind": "cross"},
     {"shape": "many-requests", "kind": "direct"},
 )
+# Lengths, limits and pages as in models: each is tried with one other value, since it takes some time.
+_FAR_WITH: tuple[dict[str, Any], ...] = (
+    {"shape": "audio", "kind": "encoder"},
+    {"shape": "audio", "kind": "encoder_half"},
+    {"shape": "audio", "kind": "cross"},
+    {"shape": "longer-prompt", "dtype": "bfloat16"},
+    {"shape": "longer-prompt", "dtype": "float16"},
+    {"shape": "longer-prompt", "window": (1023, 0)},
+    {"shape": "longer-prompt", "logits_soft_cap": 50.0},
+    {"shape": "longer-prompt", "has_alibi": True},
+    {"shape": "longer-prompt", "has_sinks": True, "needs_lse": True},
+    {"shape": "longer-prompt", "mm_prefix": True},
+    {"shape": "longer-prompt", "kind": "direct"},
+    {"shape": "longer-prompt", "values": "smaller"},
+    {"shape": "far-decode", "logits_soft_cap": 50.0},
+    {"shape": "far-decode", "has_alibi": True},
+    {"shape": "far-decode", "has_sinks": True, "needs_lse": True},
+    {"shape": "far-decode", "kind": "direct"},
+    {"shape": "far-decode", "kind": "cross"},
+    {"shape": "far-extend", "kind": "non_causal"},
+    {"shape": "far-decode", "sparse": SparseSpec("block", 64, 64)},
+    {"shape": "far-extend", "sparse": SparseSpec("block", 64, 64)},
+    {"shape": "far-decode", "block_size": 544},
+    {"shape": "farther-decode", "window": (149, 0)},
+)
+# The oracle has all keys of a long context for each query head in float64.
+_MOST_ELEMENTS = 2**13
+"""Elements of a token's queries in layers of models that are cheap to try."""
+_CROSSED_FAR = ("far-decode", "far-extend")
+_FEW_HEADS: tuple[dict[str, Any], ...] = ({"heads": (2, 1)}, {"heads": (1, 1)}, {"heads": (2, 2)}, {})
 _CROSSED_SHAPES = ("mixed", "decode", "speculative", "context")
 _CROSSED_KINDS = ("non_causal", "direct", "encoder", "cross")
 _CROSSED_LONG = ("long-decode", "long-extend", "long-prompt")
@@ -154,13 +198,22 @@ def designed_cases(target: Target) -> list[Case]:
         alone += [{"shape": shape, axis: value} for axis, value in _further(target, search)]
         alone += _blocks_over_pages(target, search, shape)
     alone += [{"shape": shapes[0], **fields} for fields in _TOGETHER]
+    alone += [
+        {"shape": shape, "numbers": Numbers.RANGE, "kv_cache_dtype": name, "dtype": dtype}
+        for shape, dtype in itertools.product(
+            shapes[:2], dict.fromkeys((target.dtypes[0], target.dtypes[-1]))
+        )
+        for name in target.scaled_kv_dtypes
+    ]
     alone += _long_rows(target, search, few)
+    alone += _model_rows(search, shapes[:1]) if few else _model_rows(search, shapes[:2], None)
     latent = _keep_served(search, _latent_rows(target, search))
     rows = _keep_served(search, alone)
     # About 80 backends pass without these: each is right for single features, and wrong where two or three meet.
     rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_SHAPES), 3)
     # Pairs alone leave out paths such as verification over long fp8 pages.
     rows += crossed_rows(search, _axes_to_cross(search, _CROSSED_LONG, _LONG_LIMITS), 2)
+    rows += _far_rows(target, search, few)
     for kind in search.axes["kind"][1:]:
         if kind in _CROSSED_KINDS:
             both = {axis: values[:2] for axis, values in _axes_to_cross(search, ()).items()}
@@ -194,7 +247,8 @@ def _latent_rows(target: Target, search: Search) -> list[dict[str, Any]]:
         shape for shape in _SHAPES_OF_LATENTS if shape in known or (shape in LATENT and target.phase is None)
     ]
     both = next(shape for shape in ("halves", "context", "decode") if shape in shapes)
-    many: list[dict[str, Any]] = [{"heads": (count, 1)} for count in (64, 128)]
+    known_heads = {*search.axes["heads"]}
+    many = [{"heads": heads} for heads in of_models("heads", "mla") if heads not in known_heads]
     rows = [{"shape": shapes[0], "block_size": size} for size in target.block_sizes[:3]]
     rows += [{"shape": shape} for shape in shapes] + [{"shape": both, **heads} for heads in many]
     for stored in ("auto", *target.scaled_kv_dtypes[:1]):
@@ -286,11 +340,15 @@ def _long_rows(target: Target, search: Search, few: bool) -> list[dict[str, Any]
     """The values to try with LONG: none, those of _LONG_WITH, and at the full level each alone with two of them."""
     least = min((size for size in search.axes["block_size"] if size), default=None)
     far = {"shape": "far-blocks", "block_size": least}
-    found: list[dict[str, Any]] = [far if shape == "far-blocks" else {"shape": shape} for shape in LONG]
+    found: list[dict[str, Any]] = [{"shape": shape} for shape in LONG if shape not in {*FAR, "far-blocks"}]
+    found.append(far)
     # A request of thousands of pages: kernels may copy a part of its table.
     found += [*_LONG_WITH, {"shape": "long-decode", "block_size": least}]
     found += [{"shape": "long-decode", "kv_cache_dtype": name} for name in target.scaled_families.values()]
-    found += [{"shape": shape, "block_size": _LARGE_PAGE} for shape in ("long-decode", "long-extend")]
+    pages = of_models("block_size")
+    found += [
+        {"shape": shape, "block_size": size} for shape in ("long-decode", "long-extend") for size in pages
+    ]
     if not few:
         found += [
             {"shape": shape, axis: value}
@@ -301,6 +359,60 @@ def _long_rows(target: Target, search: Search, few: bool) -> list[dict[str, Any]
         ]
         found += [{**far, "layout": layout} for layout in search.axes["layout"]]
     return found
+
+
+def _model_rows(
+    search: Search, shapes: Sequence[str], most: int | None = _MOST_ELEMENTS
+) -> list[dict[str, Any]]:
+    """The layers of models whose queries have at most so many elements, if the backend has their axes."""
+    # A backend of latents has no head sizes, and others have no latents.
+    own = [fields for fields in MODELS.values() if fields.keys() <= search.axes.keys()]
+    if most is not None:
+        own = [fields for fields in own if fields["heads"][0] * _query_size(fields) <= most]
+    return [{"shape": shape, **fields} for fields in own for shape in shapes]
+
+
+def _query_size(fields: Mapping[str, Any]) -> int:
+    dims: MLADims | None = fields.get("mla")
+    return int(fields["head_size"] if dims is None else dims.query_size)
+
+
+def _far_rows(target: Target, search: Search, few: bool) -> list[Row]:
+    """Layers of few heads over the steps of FAR: each dtype, stored type and limit of models, and each two of them.
+
+    At the full level also each other value, and the layers of models.
+    """
+    fewest = next(
+        (heads for heads in _FEW_HEADS if _keep_served(search, [{"shape": "far-decode", **heads}])), {}
+    )
+    alone: list[dict[str, Any]] = [{"shape": shape} for shape in FAR if shape not in ("audio", "far-prompt")]
+    alone += [*_FAR_WITH, *({"shape": "far-decode", **stored} for stored in _stored_types(target))]
+    alone += [{"shape": shape, axis: value} for axis, value in FAR_LIMITS.items() for shape in _CROSSED_FAR]
+    alone += [{"shape": "longer-prompt", "kv_cache_dtype": name} for name in target.scaled_families.values()]
+    if not few:
+        alone += [
+            {"shape": shape, axis: value}
+            for shape in ("far-decode", "far-extend", "farther-decode", "farther-extend", "longer-prompt")
+            for axis, values in search.axes.items()
+            if axis not in ("shape", "heads")
+            for value in values[1:]
+        ]
+    # A backend that masks all scores of a head holds 324 MB of them.
+    prompts: list[dict[str, Any]] = [{}]
+    on_gpu = target.device.type in GPU_TYPES
+    if not few or on_gpu:
+        prompts += [{"dtype": name} for name in target.dtypes[1:]]
+        prompts += [{axis: value} for axis, value in FAR_LIMITS.items() if axis != "sparse"]
+    axes = _axes_to_cross(search, _CROSSED_FAR, FAR_LIMITS)
+    del axes["heads"]
+    rows = _keep_served(search, [{**fewest, **fields} for fields in alone])
+    # A kernel may be compiled for its number of heads.
+    for heads in (fewest,) if on_gpu else ({"heads": (1, 1)}, fewest):
+        if found := _keep_served(search, [{"shape": "far-prompt", **heads, **fields} for fields in prompts]):
+            rows += found
+            break
+    rows += crossed_rows(search, axes, 2, fewest)
+    return rows + ([] if few else _keep_served(search, _model_rows(search, _CROSSED_FAR)))
 
 
 def _cache_bytes(case: Case) -> int:

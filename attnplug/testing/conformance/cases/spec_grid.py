@@ -66,9 +66,9 @@ def plainest(target: Target) -> LayerSpec:
     return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
 
 
-def asking_for(spec: LayerSpec, feature: Feature) -> LayerSpec:
-    """`spec` with the arguments that ask for `feature`."""
-    return spec.replace(**feature.fields(spec.head_size, spec.block_size))
+def asking_for(target: Target, spec: LayerSpec, feature: Feature) -> LayerSpec:
+    """`spec` with the arguments that ask for `feature`, if it is a stored type, by one that the backend declares."""
+    return spec.replace(**target.storing(feature.fields(spec.head_size, spec.block_size)))
 
 
 def grid(target: Target, *, pairs: bool = True) -> dict[str, LayerSpec]:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from attnplug.core.batch.host import optional_rows
-from attnplug.core.features import Feature
+from attnplug.core.features import FEATURES, Feature
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.check import CheckSkipped, SkipKind
 from attnplug.testing.conformance.target import Target
+from attnplug.testing.design.search import compile_key
 
 BatchFactory: TypeAlias = Callable[[], Batch]
 """Returns the same batch at each call, as it is before a backend runs it."""
@@ -30,6 +32,8 @@ LAYER_KINDS: dict[str, Feature] = {
 }
 """Layers for which builders do different work, and the feature that each needs."""
 
+_MOST_KEYS = 4
+"""Compile keys of the layers of all features: each compiles kernels of its own."""
 _FAR = 1 << 14
 """Keys that no request of these steps has."""
 
@@ -198,6 +202,30 @@ def of_each_storage(target: Target) -> list[dict[str, Any]]:
     """Fields of layers of the first dtype, the last one and 8-bit pages, for which backends have kernels of their own."""
     half = [{"dtype": target.dtypes[-1]}] if len(target.dtypes) > 1 else []
     return [{}, *half, *({"kv_cache_dtype": name} for name in target.scaled_kv_dtypes[:1])]
+
+
+def layers_of_each_feature(target: Target) -> list[LayerSpec]:
+    """Small layers, no two alike: the plainest, and one for each declared feature, storage type and further dtype.
+
+    Of a backend that compiles, layers with a few compile keys.
+    """
+    size, features = target.backend.get_preferred_block_size(), target.backend.features
+    asked: list[dict[str, Any]] = [
+        {},
+        *(flag.fields(64, size) for flag in FEATURES if flag in features and flag is not Feature.MLA),
+        *({"kv_cache_dtype": name} for name in target.scaled_families.values()),
+        *({"dtype": name} for name in target.dtypes[1:]),
+    ]
+    found: list[LayerSpec] = []
+    keys: set[Hashable] = set()
+    for fields in asked:
+        with contextlib.suppress(CheckSkipped):
+            spec = target.spec(**fields)
+            key = compile_key(target.backend, spec)
+            if spec not in found and (key is None or key in keys or len(keys) < _MOST_KEYS):
+                keys.add(key)
+                found.append(spec)
+    return found
 
 
 def with_lengths(common: CommonAttentionMetadata, lengths: torch.Tensor) -> CommonAttentionMetadata:

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator
 from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import direct_batch
-from attnplug.testing.comparison import assert_close, tolerance
+from attnplug.testing.comparison import assert_close
 from attnplug.testing.conformance.cases.spec_grid import PHASES, devices, grid
 from attnplug.testing.conformance.check import (
     Check,
@@ -20,6 +20,7 @@ from attnplug.testing.conformance.check import (
     Level,
     checks_from,
     error_context,
+    reworded,
 )
 from attnplug.testing.conformance.declared.refusals import reasons_for
 from attnplug.testing.conformance.harness import Harness, make_impl
@@ -97,7 +98,7 @@ def _check_served(target: Target) -> None:
             with contextlib.suppress(CheckSkipped):  # the options of the run are refused for this layer
                 _serve(target, spec, keys)
         except ConformanceError as problem:
-            raise ConformanceError(f"a layer with {what} is accepted, and then {problem}") from problem
+            raise reworded(problem, f"a layer with {what} is accepted, and then {problem}") from problem
     if not served:
         raise CheckSkipped(f"{target.name} serves no layer of the grid")
 
@@ -112,7 +113,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
     with error_context("for_layer"):
         # Another class may serve a kind of layer under the backend's name, with pages of its own.
         target = dataclasses.replace(target, backend=target.backend.for_layer(spec))
-    is_known = kv_format(spec.resolved_kv_cache_dtype).rounding is not None
+    is_known = kv_format(spec.resolved_kv_cache_dtype).has_numbers
     key = target.backend.compile_key(spec)
     few = key is None or key in keys or len(keys) < _MAX_COMPILE_KEYS[target.level]
     with error_context("from_spec"):
@@ -134,7 +135,7 @@ def _serve(target: Target, spec: LayerSpec, keys: set[Hashable]) -> None:
         # Rounding errors are relative to a row's magnitude, and a row of one element may be near 0.
         numbers, expected = found.output[:tokens].flatten(1), batch.oracle().output.flatten(1)
         try:
-            assert_close(numbers[:, None], expected[:, None], tolerance(spec).output)
+            assert_close(numbers[:, None], expected[:, None], batch.bound)
         except AssertionError as problem:
             raise ConformanceError(f"{what}: {problem}") from None
         return

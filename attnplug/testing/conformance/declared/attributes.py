@@ -19,7 +19,8 @@ from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import AttentionImpl, MLAAttentionImpl
-from attnplug.core.kv_format import kv_format
+from attnplug.core.interface.answers import HookError, serving_class
+from attnplug.core.kv_format import CODEC, kv_format
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, Phase
 from attnplug.testing.conformance.cases.spec_grid import PHASES, grid, plainest
@@ -88,8 +89,10 @@ def _check_kv_cache_dtypes(target: Target) -> None:
     field = "supported_kv_cache_dtypes"
     names = [_named(kv_cache_dtype_name, each, field) for each in _sequence(target, field, 1)]
     for name in names:
+        if name in (CODEC, "auto") or kv_format(name).planes:
+            continue
         try:
-            element_size("float32" if name == "auto" else name)
+            element_size(name)
         except SpecError as problem:
             raise ConformanceError(f"{field} has {name!r}: its pages cannot be sized: {problem}") from None
     fp8 = [name for name in names if kv_format(name).feature == "fp8_kv"]
@@ -312,9 +315,21 @@ def _check_compile_key(target: Target) -> None:
             hash(target.backend.compile_key(spec))
 
 
+def _check_for_layer(target: Target) -> None:
+    for what, spec in grid(target, pairs=False).items():
+        try:
+            serving_class(target.backend, spec)
+        except HookError as problem:
+            raise ConformanceError(f"for a layer with {what}: {problem}") from problem
+
+
 _INTERFACE_CHECKS: CheckTable = {
     "impl-class": (_check_impl_class, "get_impl_cls returns an AttentionImpl without abstract methods"),
     "builder-class": (_check_builder_class, "get_builder_cls returns a builder without abstract methods"),
     "stable": (_check_stable, "declarations do not change between calls"),
     "compile-key": (_check_compile_key, "compile_key returns hashable keys"),
+    "for-layer": (
+        _check_for_layer,
+        "for_layer returns classes of the same plugin and name, the same each time",
+    ),
 }

@@ -178,7 +178,7 @@ def _storage_types(target: Target) -> list[str]:
 
 
 def _storage(name: str) -> DeclaredValue:
-    is_known = name == "auto" or kv_format(name).rounding is not None
+    is_known = name == "auto" or kv_format(name).has_numbers
     problem = None if is_known else _NO_CASE
     return DeclaredValue(f"kv_cache_dtype-{name}", [{"kv_cache_dtype": name}], problem=problem)
 

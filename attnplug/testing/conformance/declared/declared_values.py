@@ -19,7 +19,14 @@ from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.registry.plugins.waiting import guarded_call
 from attnplug.testing.conformance.cases.cases import Case, CaseSearch
 from attnplug.testing.conformance.cases.steps import decode_lengths, layer_kinds, layer_of_kind, step_factory
-from attnplug.testing.conformance.check import Check, CheckSkipped, CheckUntested, ConformanceError, SkipKind
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    CheckUntested,
+    ConformanceError,
+    SkipKind,
+    reworded,
+)
 from attnplug.testing.conformance.declared.claims import DeclaredValue, block_sizes, claims_of, head_sizes
 from attnplug.testing.conformance.harness import Harness
 from attnplug.testing.conformance.numbers.correctness import check_case
@@ -56,10 +63,8 @@ def _check_claim(target: Target, claim: DeclaredValue) -> None:
                 raise ConformanceError(f"the plainest layer is refused: {why}") from why
             raise
         except Exception as problem:
-            raise ConformanceError(
-                f"declares {claim.words}, and the case {case.id} is wrong: {problem}",
-                getattr(problem, "named", None),
-            ) from problem
+            text = f"declares {claim.words}, and the case {case.id} is wrong: {problem}"
+            raise reworded(problem, text) from problem
 
 
 def _cases(target: Target, claim: DeclaredValue) -> list[Case]:

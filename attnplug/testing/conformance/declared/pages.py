@@ -10,11 +10,11 @@ import torch
 from attnplug.core.errors import LayoutError
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.plugins.waiting import describe, guarded_call
 from attnplug.runtime.caches.allocation import view_kv_cache
-from attnplug.testing.conformance.cases.spec_grid import asking_for
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -64,25 +64,19 @@ def _layer(target: Target, kind: str) -> LayerSpec:
     if kind == "plain" and spec.head_size_v != spec.head_size:
         raise CheckSkipped(f"{target.name} serves no layer whose values have the head size", SkipKind.LAYER)
     if kind == "head_size_v":
-        spec = asking_for(spec, Feature.HEAD_SIZE_V)
-        sizes = [size for size in target.head_sizes if size != spec.head_size]
-        options = [spec, *(spec.replace(head_size_v=size) for size in sizes)]
-        served = [each for each in options if not target.reasons(each)]
-        if not served:
-            # A size that the backend lists tells most: the first one may just be unlisted.
-            reason = target.reasons(options[-1])[0]
-            raise CheckSkipped(
-                f"{target.name} serves no layer of another head_size_v: {reason}", SkipKind.LAYER
-            )
-        spec = served[0]
+        others = [{"head_size_v": size} for size in target.head_sizes if size != spec.head_size]
+        wanted = [Feature.HEAD_SIZE_V.fields(spec.head_size), *others]
+        served = [each for _, each in target.variants(spec, wanted, set())]
+        # Of refused sizes one that the backend lists tells most: the first may just be unlisted.
+        spec = served[0] if served else target.changed(spec, **wanted[-1])
     return spec.replace(block_size=target.block_size(spec))
 
 
 def _layers(target: Target, kind: str) -> list[LayerSpec]:
     """The layer, and the same with one KV head if the backend serves it."""
     spec = _layer(target, kind)
-    single = spec.replace(num_kv_heads=1)
-    return [spec] if spec.num_kv_heads == 1 or target.reasons(single) else [spec, single]
+    singles = () if spec.num_kv_heads == 1 else target.variants(spec, [{"num_kv_heads": 1}], set())
+    return [spec, *(single for _, single in singles)]
 
 
 def _check_shape(target: Target, kind: str) -> None:
@@ -98,6 +92,11 @@ def _expect_shape(target: Target, kind: str, spec: LayerSpec) -> None:
     elif kind == "latent":
         expected = (_BLOCKS, size, spec.head_size)
     for name in target.kv_cache_dtypes:
+        stored = spec.replace(kv_cache_dtype=name)
+        if kv_format(stored.resolved_kv_cache_dtype).fault(stored):
+            continue
+        if kind == "plain":
+            expected = (*expected[:4], kv_format(name).width(spec.head_size))
         heads = f"{spec.num_kv_heads} heads of {spec.head_size}"
         call = f"get_kv_cache_shape of {_BLOCKS} blocks of {size} tokens, {heads}, cache_dtype={name!r}"
         with error_context(call):

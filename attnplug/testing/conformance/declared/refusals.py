@@ -51,7 +51,7 @@ def _served_by_another(target: Target, feature: Feature) -> bool:
     if target.is_latent:
         return False
     try:
-        spec = asking_for(plainest(target), feature)
+        spec = asking_for(target, plainest(target), feature)
     except SpecError:
         return False  # no layer of the kind that it serves can ask for it
     serving = target.backend.for_layer(spec)
@@ -105,10 +105,10 @@ def expect_refused(
         raise ConformanceError(f"{what} is refused, but not with the code {' or '.join(codes)}: {found}")
 
 
-def _asking(target: Target, feature: Feature) -> LayerSpec:
+def _asking(target: Target, base: LayerSpec, feature: Feature) -> LayerSpec:
     name, kind = feature.names()[0], f"no layer of the kind that {target.name} serves"
     try:
-        spec = asking_for(plainest(target), feature)
+        spec = asking_for(target, base, feature)
     except SpecError as problem:
         raise CheckSkipped(f"{kind} can ask for {name}: {problem}", SkipKind.LAYER) from None
     if feature not in spec.required_features():
@@ -118,16 +118,17 @@ def _asking(target: Target, feature: Feature) -> LayerSpec:
 
 def _check_feature(target: Target, feature: Feature) -> None:
     name = feature.names()[0]
-    spec = _asking(target, feature)
+    base = plainest(target)
+    spec = _asking(target, base, feature)
     # A backend that does not store fp8 refuses the storage dtype, and says no more.
     codes = (feature.code, *(("kv_cache_dtype",) if feature is Feature.FP8_KV else ()))
     expect_refused(target, spec, f"a layer that asks for {name}", codes)
-    _expect_none(target, feature, "")
+    _expect_none(target, base, feature, "")
 
 
-def _expect_none(target: Target, feature: Feature, when: str) -> None:
-    """ConformanceError if any layer that asks for `feature` is accepted, also beside other things."""
-    for what, spec in askings(plainest(target), feature).items():
+def _expect_none(target: Target, base: LayerSpec, feature: Feature, when: str) -> None:
+    """ConformanceError if any layer like `base` that asks for `feature` is accepted, also beside other things."""
+    for what, spec in askings(base, feature).items():
         if feature in target.backend.for_layer(spec).features:
             continue  # another class serves it under the backend's name
         layer = f"a layer with {what}"
@@ -141,13 +142,14 @@ def _expect_none(target: Target, feature: Feature, when: str) -> None:
 
 def _check_withdrawn(target: Target, feature: Feature) -> None:
     backend, name = target.backend, feature.names()[0]
-    spec = _asking(target, feature)
+    base = plainest(target)
+    spec = _asking(target, base, feature)
     without = type(backend.__name__, (backend,), {"features": backend.features & ~feature})
     narrowed = Target(without, target.device, target.level)
     expect_refused(
         narrowed, spec, f"a layer that asks for {name}, once features lacks it,", (f"feature.{name}",)
     )
-    _expect_none(narrowed, feature, f" once features lacks {name}")
+    _expect_none(narrowed, base, feature, f" once features lacks {name}")
 
 
 _HEAD_SIZES = (1, 7, 24, 72, 80, 320, 1009, 65536)

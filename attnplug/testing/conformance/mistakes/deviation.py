@@ -10,7 +10,7 @@ import math
 import torch
 
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import FLUSHED, Tolerance, assert_close, assert_lse_close, tolerance
+from attnplug.testing.comparison import FLUSHED, Tolerance, assert_close, assert_lse_close
 from attnplug.testing.conformance.harness import Output
 from attnplug.testing.oracle import OracleResult
 
@@ -51,6 +51,11 @@ class Deviation:
         errors = self.lse_errors
         return (self.output_errors > 1) | (False if errors is None else errors > 1)
 
+    @functools.cached_property
+    def compared(self) -> torch.Tensor:
+        """Whether each row was compared at all, bool `[T]`."""
+        return self.batch.is_compared
+
     @property
     def spans(self) -> list[slice]:
         """The rows of each request."""
@@ -60,7 +65,7 @@ class Deviation:
 def deviation(batch: Batch, found: Output, *, use_sinks: bool = True) -> Deviation | None:
     """The difference of the batch's own rows of `found` from the oracle's answer; None if they agree."""
     expected = batch.oracle(use_sinks=use_sinks)
-    bound = tolerance(batch.spec, expected.logit_size)
+    bound = batch.row_bounds(expected)
     tokens = batch.common.num_actual_tokens
     output = batch.compared(found.output[:tokens])
     lse = None if found.lse is None else batch.compared(found.lse[:tokens])
@@ -86,7 +91,7 @@ def deviation_of(
         output.detach().cpu().double(),
         None if lse is None else lse.detach().cpu().double(),
         expected,
-        tolerance(batch.spec, expected.logit_size),
+        batch.row_bounds(expected),
         problem,
     )
 

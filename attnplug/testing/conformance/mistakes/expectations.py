@@ -12,7 +12,6 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.testing.batches import Batch
-from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.cases.steps import with_lengths
 from attnplug.testing.conformance.check import ConformanceError
 from attnplug.testing.conformance.harness import Harness, Output
@@ -44,7 +43,9 @@ def wrong_answer(problem: str, mistake: str | None, wrong: Deviation | None = No
             lines.append(f"time was over after {found.tried} of {found.of} known mistakes: none of them fits")
     if mistake is not None:
         hint = f"; these are the numbers of a known mistake: {mistake}"
-    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake)
+    step = None if wrong is None else wrong.batch.made_of
+    pattern = next((line for line in lines if line.startswith("pattern: ")), "")
+    return ConformanceError("\n".join([f"{problem}{hint}", *lines]), mistake, step, pattern)
 
 
 def expect_correct(
@@ -110,8 +111,8 @@ def _gives(target: Target, batch: Batch, mistake: StepMistake, found: Output) ->
     with contextlib.suppress(Exception):
         harness = Harness.of(target, batch)
         given = harness.run(batch, harness.builder.build(0, mistake(batch.common))).output
-        bound = tolerance(batch.spec).output
-        return torch.allclose(given.double(), found.output.double(), rtol=bound, atol=bound, equal_nan=True)
+        bounds = {"rtol": batch.bound, "atol": batch.bound}
+        return torch.allclose(given.double(), found.output.double(), **bounds, equal_nan=True)
     return False
 
 

@@ -78,12 +78,13 @@ _Mistake: TypeAlias = tuple[str, Callable[[_Sample], _Numbers]]
 """A name, and the numbers that the mistake gives for a sample; NaN for unknown values."""
 
 
-def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
+def recognise(wrong: Deviation, seconds: float | None = None, only: str | None = None) -> Recognition:
     """The known mistake that gives the numbers of a wrong answer.
 
     Args:
         wrong: the answer.
         seconds: the time that the search may take; by default a share of what is left to the check.
+        only: the one mistake to try.
     """
     # A backend may make a mistake in one code path only, so each row may be right or mistaken. The
     # mistake must differ clearly from the right answer in some row. The nearest mistake is named; if
@@ -101,7 +102,8 @@ def recognise(wrong: Deviation, seconds: float | None = None) -> Recognition:
     errors = wrong.lse_errors
     parts = frozenset({"output"} if errors is None or bool((errors <= 1).all()) else {"output", "lse"})
     samples = _samples(wrong, requests)
-    mistakes = list(_mistakes(wrong.batch, wrong.expected, with_lse=wrong.lse is not None))
+    known = _mistakes(wrong.batch, wrong.expected, with_lse=wrong.lse is not None)
+    mistakes = [each for each in known if only in (None, each[0])]
     fits: dict[str, float] = {}
     tried = 0
     for name, numbers in mistakes:

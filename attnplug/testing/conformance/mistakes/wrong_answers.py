@@ -14,6 +14,7 @@ import torch
 
 from attnplug.testing.conformance.harness import layer_words, numbers_words, path_of, request_words, some_of
 from attnplug.testing.conformance.mistakes.deviation import Deviation
+from attnplug.testing.drawn_values import NUMBERS_IN_WORDS
 
 # Part of the rows past a limit that must be wrong, since single rows are right by chance.
 _MOSTLY = 0.8
@@ -45,7 +46,7 @@ def _of_requests(wrong: Deviation) -> Iterator[str]:
     requests = [
         _RequestVerdict(bool(wrong.wrong[span].any()), path_of(batch.spec, new, total), new, total)
         for span, total in zip(wrong.spans, batch.seq_lens, strict=True)
-        if (new := span.stop - span.start)
+        if (new := span.stop - span.start) and bool(wrong.compared[span].any())
     ]
     bad, good = ([each for each in requests if each.wrong is state] for state in (True, False))
     if not bad or not good:
@@ -86,7 +87,7 @@ def _of_rows(wrong: Deviation) -> Iterator[str]:
     """Limits among the rows of the batch, which point at tiles, or among the rows of the wrong requests."""
     rows = wrong.wrong.any(1)
     first = int(rows.nonzero()[0]) if bool(rows.any()) else 0
-    if first and first % _TILE == 0 and bool(rows[first:].all()):
+    if first and first % _TILE == 0 and bool(rows[first:][wrong.compared[first:]].all()):
         yield f"only rows from row {first} of the batch on"
         return
     batch, size = wrong.batch, _block_size(wrong)
@@ -97,7 +98,7 @@ def _of_rows(wrong: Deviation) -> Iterator[str]:
             continue
         own, states = torch.arange(new) + total - new, wrong.wrong[span].any(1)
         # A query that sees one key is right whatever its score is.
-        told = states | (own > 0)
+        told = (states | (own > 0)) & wrong.compared[span]
         own, states = own[told], states[told]
         is_wrong.append(states)
         position.append(own)
@@ -315,11 +316,13 @@ _MOST_PATTERNS = 3
 
 
 def description(wrong: Deviation) -> list[str]:
-    """Some lines about a wrong answer, at most ten."""
+    """Some lines about a wrong answer, at most eleven."""
     if wrong.output.shape != wrong.expected.output.shape:
         return [f"layer: {layer_words(wrong.batch.spec)}"]
     lines = list(_requests(wrong))
     lines += [f"pattern: {text}" for text in [*hints(wrong), *patterns(wrong)][:_MOST_PATTERNS]]
+    words = NUMBERS_IN_WORDS.get(wrong.batch.numbers)
+    lines += [] if words is None else [f"numbers: {words}"]
     return [_extent(wrong), *lines, f"layer: {layer_words(wrong.batch.spec)}"]
 
 
@@ -330,7 +333,8 @@ def _extent(wrong: Deviation) -> str:
     served = sum(span.stop > span.start for span in spans)
     heads = bad.any(0).nonzero().flatten().tolist()
     rows = int(bad.any(1).sum())
-    counts = f"{len(requests)} of {served} requests, {rows} of {len(bad)} rows, "
+    of = f"{len(bad)} rows" if wrong.batch.sampled is None else f"{int(wrong.compared.sum())} compared rows"
+    counts = f"{len(requests)} of {served} requests, {rows} of {of}, "
     text = f"wrong: {counts}{some_of('head', heads, bad.shape[1])}"
     return f"{text}; {_parts(wrong)}"
 
@@ -371,7 +375,11 @@ def _requests(wrong: Deviation) -> Iterator[str]:
         rows = wrong.wrong[span].any(1).nonzero().flatten().tolist()
         heads = wrong.wrong[span].any(0).nonzero().flatten().tolist()
         new = span.stop - span.start
-        where = [some_of("row", rows, new), some_of("head", heads, wrong.wrong.shape[1])]
+        of_rows = some_of("row", rows, new)
+        if wrong.batch.sampled is not None:
+            others = f"{len(rows) - 1} more of {int(wrong.compared[span].sum())}"
+            of_rows = f"row {rows[0]} and {others} compared rows"
+        where = [of_rows, some_of("head", heads, wrong.wrong.shape[1])]
         bad_numbers = int((~wrong.output[span].isfinite()).sum())
         where += (
             [f"{bad_numbers} of {wrong.output[span].numel()} elements NaN or infinite"] if bad_numbers else []

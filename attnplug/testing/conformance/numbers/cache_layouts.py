@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnplug.core.errors import LayoutError
+from attnplug.ops.kv_codec import codec_of
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
     decode_lengths,
@@ -35,6 +36,7 @@ from attnplug.testing.conformance.mistakes.expectations import expect_correct
 from attnplug.testing.conformance.numbers.cache_reads import cache_of, pages_of, slots_of
 from attnplug.testing.conformance.target import GPU_TYPES, Target
 from attnplug.testing.oracle import stored_values
+from attnplug.testing.pages import encoding_fault, rows_at
 
 _LAYERS = 3
 
@@ -124,11 +126,15 @@ def expect_stored_and_right(target: Target, batch: Batch, what: str) -> None:
     for name, pages, tokens in zip(
         "KV", pages_of(target.backend, batch), (batch.key, batch.value), strict=True
     ):
+        wanted = tokens[: len(slots)]
+        if codec_of(batch.spec) is not None:
+            rows = rows_at(pages, slots, batch.spec).cpu()
+            if why := encoding_fault(rows, stored_values(wanted.cpu(), batch.spec), wanted.cpu()):
+                raise ConformanceError(f"{what} {name} of the new tokens: {why}")
+            continue
         size = pages.shape[1]
         rows = pages[slots // size, slots % size]
-        wanted = tokens[: len(slots)]
-        if batch.spec.has_quantized_kv_cache:
-            wanted = stored_values(wanted.cpu(), batch.spec).to(rows.dtype)
+        wanted = stored_values(tokens[: len(slots)].cpu(), batch.spec).to(rows.dtype)
         if not torch.equal(raw_bytes(rows), raw_bytes(wanted)):
             raise ConformanceError(f"{what} {name} of the new tokens is not where their slots are")
 

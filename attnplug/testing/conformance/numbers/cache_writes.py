@@ -19,6 +19,7 @@ import torch
 from attnplug.core.features import Feature
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
+from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import storage_dtype
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import (
@@ -38,11 +39,13 @@ from attnplug.testing.conformance.check import (
     error_context,
 )
 from attnplug.testing.conformance.harness import Harness, HarnessLayer, Output, make_impl, run_batch
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import FP8_SCALES
 from attnplug.testing.oracle import stored_values
+from attnplug.testing.pages import encoding_fault, rows_at
 
 _SHARERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "window": (Feature.SLIDING_WINDOW, {"window": (5, 0)}),
@@ -123,21 +126,22 @@ def _check_sharing(target: Target, kv_cache_dtype: str = "auto", **own: Any) -> 
         batch = scenario_factory(target, "mixed")()
     else:
         batch = _batch(target, kv_cache_dtype, **FP8_SCALES)
-    spec = batch.spec.replace(**own)
-    if own and (spec == batch.spec or target.reasons(spec)):
+    spec = target.changed(batch.spec, **own)
+    if own and spec == batch.spec:
         raise CheckSkipped(f"{target.name} serves no two such layers that differ in {', '.join(own)}")
     Harness.of(target, batch).write(batch)
     sevens: dict[str, Any] = {name: torch.full_like(getattr(batch, name), 7.0) for name in ("key", "value")}
     guarded = GuardedCache.of(target.backend, dataclasses.replace(batch, spec=spec, **sevens))
     harness = Harness.of(target, guarded.batch)
     # The harness has a layer of this name too, and an impl may know its target by the name.
-    shared = make_impl(target.backend, batch.spec, batch.tensors, "layers.0", options=target.own_options)
+    written, reader = layer_names(2, spec)
+    shared = make_impl(target.backend, batch.spec, batch.tensors, written, options=target.own_options)
     with error_context("from_spec with kv_sharing_target_layer_name"):
         harness.layers[0].impl = make_impl(
             target.backend,
             spec,
             batch.tensors,
-            "layers.1",
+            reader,
             kv_sharing_target_layer_name=shared.layer_name,
             options=target.own_options,
         )
@@ -170,8 +174,8 @@ def _check_clamped(target: Target, name: str) -> None:
     for part, tokens, pages in zip(
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), strict=True
     ):
-        found = _rows(pages, slots)[::2]
-        wanted = (stored_values(tokens[: len(slots)][::2], batch.spec, 0.125) / 0.125).float()
+        found = rows_at(pages, slots, batch.spec, 0.125)[::2].cpu() / 0.125
+        wanted = stored_values(tokens[: len(slots)][::2].cpu(), batch.spec, 0.125) / 0.125
         if not torch.equal(found, wanted):
             wrong = found[found != wanted][0].item()
             given = f"{0.5 * limit:g} at scale 0.125"
@@ -183,14 +187,8 @@ def _check_clamped(target: Target, name: str) -> None:
 def _batch(target: Target, name: str, **scales: float) -> Batch:
     spec = target.paged_spec(kv_cache_dtype=name)
     size = target.block_size(spec)
-    options: dict[str, Any] = dict(scales) if spec.has_quantized_kv_cache else {}
+    options: dict[str, Any] = dict(scales) if spec.has_kv_scales else {}
     return target.batch(spec, [1, 5, size + 3], [size, size + 9, size + 3], padding=3, **options)
-
-
-def _rows(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-    """The pages' rows at slots as float32 `[T, Hkv, D]`, scales not applied."""
-    size = pages.shape[1]
-    return pages.float()[slots // size, slots % size]
 
 
 def _expect_stored(target: Target, batch: Batch) -> None:
@@ -202,8 +200,12 @@ def _expect_stored(target: Target, batch: Batch) -> None:
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), scales, scales[::-1], strict=True
     ):
         rows = tokens[: len(slots)][kept].cpu()
-        found = _rows(pages, slots[kept]).cpu().double() * scale
+        found = rows_at(pages, slots[kept], spec, scale).cpu()
         wanted = stored_values(rows, spec, scale)
+        if codec_of(spec) is not None:
+            if why := encoding_fault(found, wanted, rows):
+                raise ConformanceError(f"{part} of a cache of {spec.kv_cache_dtype!r}: {why}")
+            continue
         quantised = spec.has_quantized_kv_cache
         if _is_rounded(found / scale, rows, scale, spec) if quantised else torch.equal(found, wanted):
             continue
@@ -344,7 +346,7 @@ def engine_scale_checks(target: Target) -> Iterator[Check]:
 def _check_unused(target: Target, scenario: str) -> None:
     for name, why in _SCALES.items():
         batch = scenario_factory(target, scenario)()
-        if batch.spec.has_quantized_kv_cache and name in _OF_STORED:
+        if batch.spec.has_kv_scales and name in _OF_STORED:
             continue
         harness, scale = Harness.of(target, batch), 0.37
         setattr(harness.layers[0], name, torch.tensor(scale, device=batch.query.device))

@@ -44,11 +44,11 @@ def checks(target: Target) -> Iterator[Check]:
     """The check of a shared prefix, for each of these layers that the backend declares."""
     summary = "a prefix that all requests share changes no number, and use_cascade_attention answers"
     features = target.backend.features
-    for name, (needed, fields) in _LAYERS.items():
-        if needed in features:
-            yield Check.of(f"builder/common-prefix-{name}", summary, _check_prefix, target, **fields)
-    own = [fields for name, (needed, fields) in _LAYERS.items() if name in _TOGETHER and needed in features]
-    together = {field: value for fields in own for field, value in fields.items()}
+    own = {name: target.storing(fields) for name, (needed, fields) in _LAYERS.items() if needed in features}
+    for name, fields in own.items():
+        yield Check.of(f"builder/common-prefix-{name}", summary, _check_prefix, target, **fields)
+    asked = [fields for name, fields in own.items() if name in _TOGETHER]
+    together = {field: value for fields in asked for field, value in fields.items()}
     yield Check.of("builder/common-prefix-together", summary, _check_prefix, target, **together)
     for dtype in target.dtypes[1:]:
         yield Check.of(f"builder/common-prefix-{dtype}", summary, _check_prefix, target, dtype=dtype)
@@ -60,7 +60,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> None:
     spec, size = layer_without_limits(target, **fields)
-    options = FP8_SCALES if spec.has_quantized_kv_cache else {}
+    options = FP8_SCALES if spec.has_kv_scales else {}
     options = options | ({} if layout is None else {"layout": layout})
     long = -(-_LONG // size) * size
     steps = (
@@ -78,9 +78,8 @@ def _check_prefix(target: Target, layout: str | None = None, **fields: Any) -> N
         make = functools.partial(target.batch, spec, lens, lengths, padding=3, **options)
         # Builders must also take fewer blocks than the requests share.
         *prefixes, longest = sorted({size, blocks // 2 * size, (blocks - 1) * size, blocks * size} - {0})
-        if new is steps[0][0]:
-            # Pages may be shared though no prefix is given.
-            prefixes.insert(0, 0)
+        # Pages may be shared though no prefix is given. One step tries all of these prefixes, the others the last two.
+        prefixes = [0, *prefixes] if new is steps[0][0] else prefixes[-1:]
         expected = share_prefix(make(), blocks, size)
         for shared in prefixes:
             _check_shared(target, share_prefix(make(), blocks, size), expected, shared, size)
@@ -141,7 +140,7 @@ def share_prefix(batch: Batch, blocks: int, size: int) -> Batch:
     Every request must have computed them.
     """
     table, tokens = batch.common.block_table_tensor.clone(), blocks * size
-    table[:, :blocks] = table[0, :blocks]
+    table[1:, :blocks] = table[0, :blocks]
     for rows in (batch.keys, batch.values):
         for tensor in rows[1:]:
             tensor[:tokens] = rows[0][:tokens]

@@ -5,21 +5,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from attnplug.core.features import Feature
 from attnplug.core.metadata import PAD_SLOT_ID
-from attnplug.core.spec import LayerSpec
+from attnplug.core.spec import LayerSpec, Phase
 from attnplug.ops.merging import merge_attn_states
 from attnplug.testing.batches import Batch
 from attnplug.testing.conformance.cases.steps import decode_lengths, layer_without_limits, with_lengths
 from attnplug.testing.conformance.check import Check, CheckSkipped, SkipKind, error_context
 from attnplug.testing.conformance.harness import Harness, Output
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import Target, of_phase
+from attnplug.testing.drawn_values import FP8_SCALES
 
 Span: TypeAlias = tuple[int, int]
 
@@ -31,9 +32,10 @@ def checks(target: Target) -> Iterator[Check]:
         return
     for has_sinks in (False, True) if Feature.SINKS in features else (False,):
         with_sinks, kind = (" with the sinks in the first", "-sinks") if has_sinks else ("", "")
-        for count in (2, 3):
-            summary = f"decodes merge from {count} parts{with_sinks}"
-            yield Check.of(f"merge/{count}-parts{kind}", summary, _check_parts, target, count, has_sinks)
+        for count, fields in forms_of_groups(target, has_sinks, target.scaled_families.values()):
+            summary, name = f"decodes merge from {count} parts{with_sinks}", "-".join(fields.values())
+            place = f"merge/{count}-parts{kind}{name and '-'}{name}"
+            yield Check.of(place, summary, _check_parts, target, count, has_sinks, **fields)
         summary = f"a part without keys for a query adds nothing to the merged result{with_sinks}"
         yield Check.of(f"merge/empty-part{kind}", summary, _check_parts, target, 2, has_sinks, short=True)
         if Feature.NON_CAUSAL in features:
@@ -42,6 +44,23 @@ def checks(target: Target) -> Iterator[Check]:
     if Feature.SINKS in features:
         summary = "with use_sinks=False neither output nor LSE includes the sinks"
         yield Check.of("merge/use_sinks", summary, _check_without_sinks, target)
+
+
+_GROUPS = (2, 3, 4, 8)
+"""Numbers of parts or ranks: pairs, an odd number, and those of models that use most GPUs of a host."""
+
+
+def forms_of_groups(
+    target: Target, has_sinks: bool, stored: Iterable[str] = ()
+) -> Iterator[tuple[int, dict[str, str]]]:
+    """Numbers of parts, each with fields of a layer: the plainest for small ones, all other types for the larger ones.
+
+    The larger numbers share the other dtypes and the `stored` types, and exchange them where layers have sinks.
+    """
+    other = [*({"dtype": name} for name in target.dtypes[1:]), *({"kv_cache_dtype": name} for name in stored)]
+    for place, count in enumerate(_GROUPS):
+        own = [{}] if count < 4 else other[(place + has_sinks) % 2 :: 2] or [{}]
+        yield from ((count, fields) for fields in own)
 
 
 # More to ask of a layer with sinks: a path of its own may read them elsewhere.
@@ -60,9 +79,9 @@ _BESIDE_SINKS: tuple[dict[str, Any], ...] = (
 )
 
 
-def layer_to_divide(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
+def layer_to_divide(target: Target, has_sinks: bool, **fields: Any) -> tuple[LayerSpec, int]:
     """A layer whose requests may be divided into parts, and its block size; CheckSkipped if there is none."""
-    spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks)
+    spec, size = layer_without_limits(target, needs_lse=True, has_sinks=has_sinks, **fields)
     if spec.has_alibi or spec.mm_prefix:
         raise CheckSkipped("the positions of a part's keys are not those in the request", SkipKind.LAYER)
     if spec.sparse is not None:
@@ -72,10 +91,19 @@ def layer_to_divide(target: Target, has_sinks: bool) -> tuple[LayerSpec, int]:
     return spec, size
 
 
-def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False) -> None:
-    spec, size = layer_to_divide(target, has_sinks)
-    seq_lens = [4 * size + 1, 3 * size, 5 * size - 1] + ([1, size] if short else [])
-    whole = target.batch(spec, [1] * len(seq_lens), seq_lens, exact=True)
+def without_mask(target: Target, spec: LayerSpec) -> LayerSpec:
+    """The layer without a causal mask; CheckSkipped if the backend serves none such."""
+    # A window of a causal layer says nothing of later keys, which these queries see.
+    return target.changed(spec, causal=False, window=(spec.window[0], -1))
+
+
+def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = False, **fields: str) -> None:
+    spec, size = layer_to_divide(target, has_sinks, **fields)
+    # Up to three parts have keys of each request; of more, some have none of the second one.
+    most = max(count + 1, 4)
+    seq_lens = [most * size + 1, 3 * size, (most + 1) * size - 1] + ([1, size] if short else [])
+    scales = FP8_SCALES if spec.has_kv_scales else {}
+    whole = target.batch(spec, [1] * len(seq_lens), seq_lens, exact=True, **scales)
     pages = [-(-length // size) for length in seq_lens]
     parts = []
     for index in range(count):
@@ -90,8 +118,9 @@ def _check_parts(target: Target, count: int, has_sinks: bool, short: bool = Fals
 
 def _check_context(target: Target, has_sinks: bool) -> None:
     spec, size = layer_to_divide(target, has_sinks)
-    free = target.require(spec.replace(causal=False), "without a causal mask")
-    context, new = [2 * size, 3 * size, 0, size], [3, 5, 4, 1]
+    free = without_mask(target, spec)
+    # Short queries come first, but in a step that must begin with a long one.
+    new, context = of_phase(target.phase and Phase.PREFILL, [1, 3, 4, 5], [size, 2 * size, 0, 3 * size])
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
     older = _part(whole, [(0, old) for old in context], free, size)
@@ -155,7 +184,7 @@ def part_mistake(part: Batch, answer: Output, use_sinks: bool) -> str | None:
 def _check_without_sinks(target: Target) -> None:
     plain, size = layer_to_divide(target, True)
     steps = ([1, 5, 1, size + 3], [size, 2 * size + 5, 3, size + 3]), decode_lengths(size)
-    for fields, spec in target.variants(plain, ({}, *_BESIDE_SINKS), set()):
+    for fields, spec in target.variants(plain, [{}, *map(target.storing, _BESIDE_SINKS)], set()):
         # Kernels that split long contexts count the sinks where they merge the parts.
         for lengths in steps if fields else (*steps, ([1, 5], [1100, 600])):
             _expect_without_sinks(target, target.batch(spec, *lengths))

@@ -103,12 +103,14 @@ def _check_all(target: Target, kind: str) -> None:
     spec, size = with_pages(target, target.spec(sparse=_SPARSE[kind]))
     lengths = _lengths(size)
     sparse = dataclasses.replace(_SPARSE[kind], topk=max(lengths[1]))
-    batch = step_factory(target, spec.replace(sparse=sparse), lengths)()
+    batch = step_factory(target, target.changed(spec, sparse=sparse), lengths)()
     selection, block = _selection_of(batch), sparse.block
-    row = 0
+    selection.clear()
+    spans, row = batch.common.mm_prefix_spans_cpu, 0
     for new, length in zip(batch.common.query_start_loc_cpu.diff().tolist(), batch.seq_lens, strict=True):
         for position in range(length - new, length):
-            count = -(-(position + 1) // block)
+            end = position + 1 if batch.spec.causal else length
+            count = -(-(end if spans is None else max(end, int(spans[row, 1]))) // block)
             selection.positions[row, :count] = torch.arange(count, dtype=torch.int32)
             selection.counts[row] = count
             row += 1

@@ -1,43 +1,62 @@
-"""Steps and layers that come and go leave no memory behind; a bounded cache may grow to its bound.
+"""Steps and layers that come and go leave nothing behind; a bounded cache may grow to its bound.
 
 Layers and steps print nothing to stdout.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import ctypes
 import functools
 import gc
 import io
+import logging
 import os
 import sys
 import tempfile
 import threading
 import time
 import tracemalloc
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from attnplug.core.spec import Phase
-from attnplug.testing.conformance.cases.steps import scenario_factory, step_factory, with_lengths
-from attnplug.testing.conformance.check import Check, ConformanceError, checks_from
-from attnplug.testing.conformance.harness import Harness, blank_output
+from attnplug.core.spec import LayerSpec, Phase
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.cases.steps import (
+    decode_lengths,
+    layers_of_each_feature,
+    mixed_lengths,
+    scenario_factory,
+    step_factory,
+    with_lengths,
+)
+from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, checks_from
+from attnplug.testing.conformance.harness import Harness, layer_words
 from attnplug.testing.conformance.target import Target
 
-_STEPS, _LAYERS = 200, 50
-# Rounds until a cache must have reached its bound: 1,600 steps.
-_MOST_ROUNDS = 8
-# Bytes that each step or layer may keep: Python's own tables grow now and then.
-_STEP_SLACK, _LAYER_SLACK = 20, 320
-# Bytes that a round may keep, however few steps it has: Python reuses the memory of small objects.
-_NOISE = 16384
+_WARM, _ROUND, _LONG_ROUND = 2, 6, 160
+"""Calls before the first count, and calls of the first round, in which C code may leak unnoticed or may not.
+
+Each further round has twice as many.
+"""
+_MOST, _MOST_OPEN = 800, 100
+"""Calls after which a cache must have reached its bound, and a pool of threads or files."""
+# Slow backends, such as interpreted ones, are given up after this time, and fewer calls.
+_SECONDS, _LEAST, _SLOW = 10.0, 100, 0.1
+# Bytes of C code that a round may keep: allocators keep some freed memory for the same thread.
+_SLACK = 4096
 # The longest sequence. So many lengths are not all used in these rounds, so a cache by length grows throughout.
 _LONGEST = 2048
-# Time of a round and of a slow step; slow backends, such as interpreted ones, run fewer steps with fewer keys.
-_SECONDS, _SLOW = 1.0, 0.02
+_CONTAINERS = frozenset(
+    (list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict)
+)
+
+_Work: TypeAlias = Callable[[], object]
 
 
 def checks(target: Target) -> Iterator[Check]:
@@ -45,51 +64,129 @@ def checks(target: Target) -> Iterator[Check]:
     return checks_from(_CHECKS, "state", target)
 
 
-class _Memory(NamedTuple):
-    """Bytes and numbers of what is alive, by kind, and the Python objects by place of their allocation."""
+class _Alive(NamedTuple):
+    """What is alive: exact numbers, which are the same after each call that keeps nothing."""
 
-    bytes: dict[str, int]
-    counts: dict[str, int]
-    objects: tracemalloc.Snapshot
+    objects: int
+    entries: int
+    native: int
+    device: int
+    threads: int
+    descriptors: int
 
     @classmethod
-    def now(cls) -> _Memory:
-        """What is alive now."""
-        gc.collect()
-        objects = tracemalloc.take_snapshot().filter_traces(_HIDDEN)
-        storages: dict[int, int] = {}
-        for each in gc.get_objects():
-            # A proxy object may run code when its class is read, so the type is read instead.
-            if issubclass(type(each), torch.Tensor):
-                with contextlib.suppress(Exception):  # fake tensors have no storage
-                    storage: Any = each.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        has_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        device = torch.cuda.memory_allocated() if has_gpu else 0
-        held = sum(trace.size for trace in objects.traces)
-        sizes = {"Python objects and arrays": held, "tensors": sum(storages.values()), "GPU memory": device}
-        descriptors = Path("/proc/self/fd")
-        opened = sum(1 for _ in descriptors.iterdir()) if descriptors.is_dir() else 0
-        return cls(sizes, {"threads": threading.active_count(), "file descriptors": opened}, objects)
+    def now(cls, older: list[Any]) -> _Alive:
+        """The numbers now, without garbage and without the interpreter's own caches; `older` are frozen containers."""
+        _collect()
+        objects = sys.getallocatedblocks()
+        # A container grows in leaps of its memory, so its entries are counted.
+        entries = sum(map(len, older)) + sum(map(len, _containers()))
+        device = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0  # type: ignore[no-untyped-call]
+        folder = Path("/proc/self/fd")
+        opened = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+        return cls(objects, entries, _native_bytes(), device, threading.active_count(), opened)
 
-    def place(self, before: _Memory) -> str:
-        """Where most of the objects were allocated since `before`."""
-        found = self.objects.compare_to(before.objects, "lineno")
-        if not found or found[0].size_diff <= 0:
-            return ""
-        frame = found[0].traceback[0]
-        return f"; most Python objects come from {frame.filename}:{frame.lineno}"
+    def since(self, before: _Alive, count: int) -> dict[str, int]:
+        """What each of `count` calls has left behind since `before`, on average, by its name; empty if none did."""
+        grown = {name: after - old for name, after, old in zip(self._fields, self, before, strict=True)}
+        # One of two calls may keep something.
+        least = dict.fromkeys(grown, count // 2) | {"native": max(_SLACK, 24 * count), "device": 32 * count}
+        return {name: -(-more // count) for name, more in grown.items() if more >= least[name]}
 
 
-_TORCH = str(Path(torch.__file__).parent / "*")
-# Allocations that are not the backend's: torch keeps some bytes of each call of its compiler for ever.
-_HIDDEN = [
-    tracemalloc.Filter(False, name) for name in (tracemalloc.__file__, __file__, _TORCH, functools.__file__)
-]
+def _collect() -> None:
+    """Drop garbage and the interpreter's own caches."""
+    # torch looks methods up by names that it makes anew, and the type cache keeps some thousand of them.
+    clear: Callable[[], None] = getattr(sys, "_clear_internal_caches", None) or sys._clear_type_cache
+    clear()
+    gc.collect()
+
+
+def _containers() -> list[Any]:
+    return [each for each in gc.get_objects() if type(each) in _CONTAINERS]
+
+
+@contextlib.contextmanager
+def _older_containers() -> Iterator[list[Any]]:
+    """The containers of the process; each collection of garbage is quick, since it leaves all older objects alone."""
+    gc.collect()
+    older, is_frozen = _containers(), gc.get_freeze_count() > 0
+    if not is_frozen:
+        gc.freeze()
+    try:
+        yield older
+    finally:
+        if not is_frozen:
+            gc.unfreeze()
+
+
+_NAMES = {
+    "objects": "Python objects",
+    "entries": "entries of containers",
+    "native": "bytes of C code",
+    "device": "bytes of GPU memory",
+    "threads": "threads",
+    "descriptors": "file descriptors",
+}
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+@functools.cache
+def _mallinfo() -> Callable[[], Any] | None:
+    """The function of the C library; None where it has none."""
+    try:
+        found = ctypes.CDLL(None).mallinfo2
+    except (OSError, TypeError, AttributeError):
+        return None
+    found.restype = _MallInfo
+    return found
+
+
+def _native_bytes() -> int:
+    """Bytes that C code and long Python objects have from the C library; 0 where it does not tell."""
+    read = _mallinfo()
+    if read is None:
+        return 0
+    found = read()
+    return int(found.uordblks + found.hblkhd)
 
 
 def _check_steps(target: Target) -> None:
-    spec = target.spec()
+    _expect_bounded(dict(_steps(target)), "step", _MOST, _LONG_ROUND)
+    # Steps of other lengths leave freed memory of other sizes with the allocator, so they come later.
+    with contextlib.suppress(CheckSkipped):
+        spec = target.paged_spec(attn_type="decoder")
+        _expect_bounded(
+            {f"{layer_words(spec)}, with other lengths": _drawn_step(target, spec)}, "step", _MOST
+        )
+
+
+def _steps(target: Target) -> Iterator[tuple[str, _Work]]:
+    """By layer: a step of prefills and decodes, and one of decodes that a draft model asks for."""
+    for spec in layers_of_each_feature(target):
+        with contextlib.suppress(CheckSkipped):
+            size = target.block_size(spec)
+            mixed, decodes = (target.batch(spec, *each(size)) for each in (mixed_lengths, decode_lengths))
+            harness = Harness.of(target, mixed, num_speculative_tokens=2)
+
+            def work(harness: Harness = harness, mixed: Any = mixed, decodes: Any = decodes) -> None:
+                harness.run(mixed, harness.builder.build(0, mixed.common))
+                harness.run(decodes, harness.builder.build_for_drafting(decodes.common, 1))
+
+            yield layer_words(spec), work
+
+
+def _drawn_step(target: Target, spec: LayerSpec) -> _Work:
+    """Runs a step of two requests with other lengths in each call."""
     generator = torch.Generator().manual_seed(0)
     new = 3 if target.phase is Phase.PREFILL else 1
     batch = step_factory(target, spec, ([new] * 2, [new] * 2))()
@@ -98,88 +195,137 @@ def _check_steps(target: Target) -> None:
     harness, size = Harness.of(target, batch), target.block_size(spec)
     # All requests use one page, since only sizes matter here.
     table = batch.common.block_table_tensor[:, :1].repeat(1, _LONGEST // size + 2)
-    longest = _LONGEST
 
     def run(lengths: torch.Tensor) -> None:
-        if spec.direct_kv:
-            direct = target.batch(spec, [new] * 2, lengths.tolist())
-            harness.forward(direct)
-            return
         # A step's lengths and table are its own, as an engine's are.
         common = with_lengths(batch.common, lengths)
         common.block_table_tensor = table.clone()
         harness.run(batch, harness.builder.build(0, common))
 
     def step() -> None:
-        long = torch.randint(new, longest + 1, (1,), generator=generator)
+        long = torch.randint(new, _LONGEST + 1, (1,), generator=generator)
         run(torch.cat([long, long % size + new]))
 
-    step()
-    # One step may be slow by chance, and with few lengths a cache by length would look bounded.
-    if min(_seconds(step) for _ in range(5)) > _SLOW:
-        longest = 4 * size
-    # Workspaces that grow with the longest sequence are as large as they get before the first round.
-    run(torch.full((2,), longest))
-    _expect_bounded(step, _STEPS, _STEP_SLACK, "step")
+    # Workspaces that grow with the longest sequence are as large as they get before the first count.
+    run(torch.full((2,), _LONGEST))
+    return step
 
 
 def _check_layers(target: Target) -> None:
-    make = step_factory(target, target.spec(), ([1, 5], [9, 21]))
-    batch = make()
+    works: dict[str, _Work] = {}
+    for spec in layers_of_each_feature(target):
+        with contextlib.suppress(CheckSkipped):
+            batch = target.batch(spec, *mixed_lengths(target.block_size(spec)))
+            works[layer_words(spec)] = functools.partial(_live, target, batch)
+    _expect_bounded(works, "layer that was made, run and dropped", _MOST // 2)
 
-    def layer() -> None:
-        Harness.of(target, batch).forward(batch, blank_output(batch))
 
-    _expect_bounded(layer, _LAYERS, _LAYER_SLACK, "layer that was made, run and dropped")
+def _live(target: Target, batch: Batch) -> None:
+    """Make a layer and its builder, run a step and drop them."""
+    Harness.of(target, batch).forward(batch)
 
 
-def _expect_bounded(work: Callable[[], None], count: int, slack: int, what: str) -> None:
-    """Raise ConformanceError if every round of `count` calls leaves more than `slack` bytes a call behind."""
-    with _tracing():
-        seconds = min(_seconds(work) for _ in range(20))  # first calls import, compile and allocate
-        count = max(min(count, int(_SECONDS / max(seconds, 1e-6))), 20)
-        last = before = after = _Memory.now()
-        most, grown = max(slack * count, _NOISE), dict.fromkeys(before.bytes, 0)
-        for _ in range(_MOST_ROUNDS):
-            for _ in range(count):
-                work()
-            after = _Memory.now()
-            grown = {name: after.bytes[name] - before.bytes[name] for name in after.bytes}
-            opened = {name: after.counts[name] - before.counts[name] for name in after.counts}
-            if max(opened.values()) >= count // 2:
-                # A pool of threads or files with a bound is smaller than this number of steps.
-                names = " and ".join(name for name, more in opened.items() if more >= count // 2)
+def _expect_bounded(works: dict[str, _Work], what: str, most: int, first: int = _ROUND) -> None:
+    """Raise ConformanceError if `most` calls of one of these works, by layer, all leave something behind.
+
+    The first round of the first work has `first` calls.
+    """
+    with _no_records(), _older_containers() as older:
+        for place, (layer, work) in enumerate(works.items()):
+            kept = _kept(work, most, older, _ROUND if place else first)
+            opened = [_NAMES[name] for name in ("threads", "descriptors") if name in kept]
+            if opened:
+                names = " and ".join(opened)
+                raise ConformanceError(f"{names} are left behind, one or more by each {what}, of {layer}")
+            if kept:
+                told = ", ".join(f"{size:,} {_NAMES[name]}" for name, size in kept.items())
+                sizes, line = _sizes_and_line(work)
                 raise ConformanceError(
-                    f"{names} are left behind: {max(opened.values())} by {count} calls, one {what} each"
+                    f"each {what} keeps {', '.join([told, *sizes])}, of {layer}: memory grows without bound{line}"
                 )
-            if max(grown.values()) <= most:
-                return
-            last, before = before, after
-    kept = ", ".join(f"{size // count:,} bytes of {name}" for name, size in grown.items() if size > most)
-    raise ConformanceError(
-        f"each {what} keeps {kept}, still after {_MOST_ROUNDS * count:,} of them: "
-        f"memory grows without bound{after.place(last)}"
-    )
+
+
+def _kept(work: _Work, most: int, older: list[Any], count: int) -> dict[str, int]:
+    """What each call keeps in each of ever longer rounds, until `most` calls; empty once a round keeps nothing."""
+    # Time of this process, because other processes must not change what is tried.
+    begin = time.process_time()
+    for number in range(max(_WARM, count // 4)):  # first calls import, compile and allocate
+        begin = time.process_time()
+        work()
+        if number and time.process_time() - begin > _SLOW:
+            count = _ROUND
+            break
+    done, before = 0, _Alive.now(older)
+    # The numbers themselves are objects, so they are there at each count.
+    before = _Alive.now(older)
+    while True:
+        for _ in range(count):
+            work()
+        after = _Alive.now(older)
+        kept = after.since(before, count)
+        done += count
+        is_late = done >= _LEAST and time.process_time() - begin > _SECONDS
+        is_open = done >= _MOST_OPEN and {"threads", "descriptors"} & kept.keys()
+        if not kept or done >= most or is_late or is_open:
+            return kept
+        before, count = after, 2 * count
 
 
 @contextlib.contextmanager
-def _tracing() -> Iterator[None]:
-    """Trace Python's allocations, with those of numpy."""
+def _no_records() -> Iterator[None]:
+    """Nothing that a backend logs or warns of is recorded, as tests do."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _sizes_and_line(work: _Work) -> tuple[list[str], str]:
+    """Bytes of Python objects and tensors that a call keeps, and the line that allocated most of the objects."""
     was_tracing = tracemalloc.is_tracing()
     if not was_tracing:
         tracemalloc.start()
     try:
-        yield
+        found = []
+        for count in (_WARM, _ROUND):
+            for _ in range(count):
+                work()
+            _collect()
+            found.append((tracemalloc.take_snapshot(), _tensor_bytes()))
     finally:
         if not was_tracing:
             tracemalloc.stop()
+    (before, tensors), (after, more) = found
+    lines = after.filter_traces(_OWN).compare_to(before.filter_traces(_OWN), "lineno")
+    sizes = {"Python objects and arrays": sum(line.size_diff for line in lines), "tensors": more - tensors}
+    told = [f"{size // _ROUND:,} bytes of {name}" for name, size in sizes.items() if size >= _ROUND]
+    if not lines or lines[0].size_diff <= 0:
+        return told, ""
+    # torch allocates for others, so a line of the backend says more.
+    best = next(
+        (line for line in lines if line.size_diff > 0 and _TORCH not in line.traceback[0].filename), lines[0]
+    )
+    return told, f"; most Python objects come from {best.traceback[0].filename}:{best.traceback[0].lineno}"
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    # Time of this process, because other processes must not change what is tried.
-    begin = time.process_time()
-    work()
-    return time.process_time() - begin
+_TORCH = str(Path(torch.__file__).parent)
+_OWN = [tracemalloc.Filter(False, name) for name in (tracemalloc.__file__, __file__)]
+
+
+def _tensor_bytes() -> int:
+    """Bytes of all tensors that Python knows."""
+    storages: dict[int, int] = {}
+    for each in gc.get_objects():
+        # A proxy object may run code when its class is read, so the type is read instead.
+        if issubclass(type(each), torch.Tensor):
+            with contextlib.suppress(Exception):  # fake tensors have no storage
+                storage: Any = each.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
 
 
 _CHECKS = {

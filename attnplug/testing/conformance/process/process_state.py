@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -13,64 +14,131 @@ import numpy as np
 import torch
 
 from attnplug.registry.plugins.waiting import guarded_call
-from attnplug.testing.conformance.cases.steps import BatchFactory, scenario_factory, scenarios
-from attnplug.testing.conformance.check import Check, ConformanceError, checks_from, error_context
-from attnplug.testing.conformance.harness import Harness, blank_output
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.cases.steps import (
+    BatchFactory,
+    layers_of_each_feature,
+    mixed_lengths,
+    scenario_factory,
+    scenarios,
+)
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    ConformanceError,
+    checks_from,
+    error_context,
+)
+from attnplug.testing.conformance.harness import Harness, blank_output, layer_words
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.mistakes.expectations import expect_correct
-from attnplug.testing.conformance.process.process_settings import read_settings, restore_settings
+from attnplug.testing.conformance.process.process_files import watched_files
+from attnplug.testing.conformance.process.process_settings import (
+    lasting_changes,
+    read_settings,
+    restore_settings,
+    unusual_settings,
+)
 from attnplug.testing.conformance.process.torch_settings import change_of
 from attnplug.testing.conformance.target import Target
 
 _Context: TypeAlias = Callable[[Target], AbstractContextManager[object]]
 
 
-def checks(target: Target) -> Iterator[Check]:
-    """The check of settings in each scenario, and the check of each setting that an engine may have made."""
+def kept_checks(target: Target) -> Iterator[Check]:
+    """The checks of settings, of the layers of each scenario and of each feature."""
     for scenario in scenarios(target):
         yield from checks_from({"settings-kept": (_check_kept, _KEPT)}, "state", target, scenario)
+    yield Check.of(
+        "state/settings-kept-layers", f"{_KEPT}, for layers of each feature", _check_layers, target
+    )
+
+
+def checks(target: Target) -> Iterator[Check]:
+    """The check of each setting that an engine may have made."""
     for name, (context, begin, summary) in _GIVEN.items():
         yield Check.of(f"state/{name}", summary, _check_given, target, name, context, begin)
 
 
-_KEPT = "no method of the backend changes a setting of the process"
+_KEPT = "no method of the backend changes a setting of the process or leaves a file"
 
 
 def _check_kept(target: Target, scenario: str) -> None:
-    make = scenario_factory(target, scenario)
+    batch = scenario_factory(target, scenario)()
+    compiles = target.backend.compile_key(batch.spec) is not None
+    _expect_none(_changes(functools.partial(_life, target, batch), slow=not compiles))
+
+
+def _check_layers(target: Target) -> None:
     found: list[str] = []
-    excused: dict[Any, Any] = {}
-    for is_first in (True, False):
-        before = read_settings()
-        loaded = set(sys.modules)
-        parts = _life(target, make)
-        try:
-            last = before
-            for part in parts:
-                now = read_settings()
-                for setting, value in now.items():
-                    if value == last[setting]:
-                        continue
-                    # The second run shows whether the library that was imported or the backend changes it.
-                    if is_first and setting.by_imports and set(sys.modules) - loaded:
-                        excused[setting] = value
-                        continue
-                    found.append(f"{part} changes {change_of(setting, last[setting], value)}")
-                loaded, last = set(sys.modules), now
-        finally:
-            parts.close()
-            restore_settings(before)
-    restore_settings(excused)
-    if found:
+    for spec in layers_of_each_feature(target):
+        with contextlib.suppress(CheckSkipped):
+            batch = target.batch(spec, *mixed_lengths(target.block_size(spec)))
+            changes = _changes(functools.partial(_step, target, batch), slow=False)
+            found += [f"{change} ({layer_words(spec)})" for change in changes]
+    _expect_none(found)
+
+
+def _expect_none(changes: list[str]) -> None:
+    if changes:
         raise ConformanceError(
-            f"{'; '.join(dict.fromkeys(found))}; a backend must leave the process as it is"
+            f"{'; '.join(dict.fromkeys(changes))}; a backend must leave the process as it is"
         )
 
 
-def _life(target: Target, make: BatchFactory) -> Generator[str, None, None]:
+def _changes(run: Callable[[], Generator[str, None, None]], slow: bool) -> list[str]:
+    """What the parts of `run` change, first as the process is, then under other settings, also `slow` ones."""
+    found = [f"a call before this check changes {change}" for change in lasting_changes()]
+    excused: dict[Any, Any] = {}
+    with watched_files() as watch:
+        before = read_settings()
+        for is_first in (True, False):
+            parts = run()
+            try:
+                if not is_first:
+                    # Else a setting that an earlier call made would have its value already.
+                    unusual_settings(slow)
+                last, loaded = read_settings(), set(sys.modules)
+                for part in parts:
+                    now = read_settings()
+                    for setting, value in now.items():
+                        if value == last[setting]:
+                            continue
+                        # The second run shows whether the library that was imported or the backend changes it.
+                        if is_first and setting.by_imports and set(sys.modules) - loaded:
+                            excused[setting] = value
+                            continue
+                        found.append(f"{part} changes {change_of(setting, last[setting], value)}")
+                    found += [f"{part} {did}" for did in watch.found(is_again=not is_first)]
+                    loaded, last = set(sys.modules), now
+            finally:
+                parts.close()
+                restore_settings(before)
+    restore_settings(excused)
+    return found
+
+
+def _step(target: Target, batch: Batch) -> Generator[str, None, None]:
+    """Make a layer and its builder, and run a step and a draft model's; yields what ran."""
+    target.backend.for_layer(batch.spec)
+    yield "for_layer"
+    harness = Harness.of(target, batch, num_speculative_tokens=2)
+    yield "the making of a layer and its builder"
+    metadata = harness.build(batch)
+    yield "build"
+    harness.run(batch, metadata)
+    yield "forward"
+    with error_context("build_for_drafting"):
+        harness.run(batch, harness.builder.build_for_drafting(batch.common, 1))
+    yield "a step of a draft model"
+
+
+def _life(target: Target, batch: Batch) -> Generator[str, None, None]:
     """Run the methods of a layer and its builder; yields the name of each after it ran."""
-    backend, batch = target.backend, make()
     target.reasons(batch.spec)
     yield "validate_configuration"
+    backend = target.backend.for_layer(batch.spec)
+    yield "for_layer"
     impl_cls, _ = backend.get_impl_cls(), backend.get_builder_cls()
     yield "the import of the impl or the builder"
     options = target.own_options
@@ -78,7 +146,9 @@ def _life(target: Target, make: BatchFactory) -> Generator[str, None, None]:
         options = backend.Options()
     given: dict[str, Any] = {"tensors": batch.tensors, "options": options}
     with error_context("from_spec"):
-        impl = impl_cls.from_spec(batch.spec, backend=backend, layer_name="layers.0", **given)
+        impl = impl_cls.from_spec(
+            batch.spec, backend=backend, layer_name=layer_names(1, batch.spec)[0], **given
+        )
     yield "from_spec"
     with error_context("process_weights_after_loading"):
         impl.process_weights_after_loading(getattr(torch, batch.spec.dtype))

@@ -6,12 +6,17 @@ One setting of a process, and its value before and after a backend ran.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed, library
 from torch._tensor_str import PRINT_OPTS
+from torch.utils._config_module import ConfigModule
 
 _LONGEST = 60
 
@@ -25,18 +30,27 @@ class Setting:
         read: its value, which can be compared; a mapping for several values by name.
         write: sets a value that `read` gave; None if it cannot be set back.
         by_imports: whether a library may change it when it is imported.
+        other: gives another value than one that `read` gave, under which backends run as well: what a backend sets
+            in each call is then a change, whatever ran before. Without it, that is the value of a new process.
+        slow: whether kernels take longer under the other value, or are compiled again.
+        lasts: whether it cannot be set back and only a backend changes it, so that a change before a check counts.
     """
 
     name: str
     read: Callable[[], Any]
     write: Callable[[Any], object] | None = None
     by_imports: bool = False
+    other: Callable[[Any], Any] | None = None
+    slow: bool = False
+    lasts: bool = False
 
 
 def change_of(setting: Setting, before: Any, after: Any) -> str:
     """What changed, such as "default dtype: torch.float32 became torch.float64"."""
     if isinstance(before, Opaque):
         return setting.name
+    if isinstance(before, Functions):
+        return f"{setting.name} {', '.join(before.replaced(after))}"
     if not isinstance(before, Mapping):
         return f"{setting.name}: {_short(before)} became {_short(after)}"
     names = [name for name in before | after if before.get(name, _UNSET) != after.get(name, _UNSET)]
@@ -56,6 +70,49 @@ class Opaque:
         return isinstance(other, Opaque) and bool(self.value == other.value)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class Functions:
+    """The functions and classes of some modules or classes, by the name of their owner; new names are no change."""
+
+    def __init__(self, owners: Mapping[str, Any]) -> None:
+        self._owners = owners
+        self._found = {name: _names(owner) for name, owner in owners.items()}
+
+    def replaced(self, later: Functions) -> list[str]:
+        """The names with another value later."""
+        pairs = ((owner, found, later._found.get(owner, found)) for owner, found in self._found.items())
+        return [
+            f"{owner}.{name}"
+            for owner, found, other in pairs
+            if found != other
+            for name, value in found.items()
+            if other.get(name, value) is not value and callable(value)
+        ]
+
+    def restore(self) -> None:
+        """Give replaced names their values again."""
+        for full in self.replaced(Functions(self._owners)):
+            title, _, name = full.rpartition(".")
+            owner, value = self._owners[title], self._found[title][name]
+            setattr(owner, name, value)
+            if isinstance(owner, type) and any(vars(base).get(name) is value for base in owner.__mro__[1:]):
+                delattr(owner, name)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Functions) and not self.replaced(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _names(owner: Any) -> dict[str, Any]:
+    """The names of a module or a class; of torch.Tensor, with those that it inherits."""
+    found: dict[str, Any] = {}
+    # Classes in Python hide few functions of their bases, and there are many such classes.
+    bases = reversed(owner.__mro__) if owner is torch.Tensor else (owner,)
+    for each in bases:
+        found |= vars(each)
+    return found
 
 
 class _Unset:
@@ -174,15 +231,64 @@ def _modes() -> tuple[int, int]:
     return len(functions), len(_get_current_dispatch_mode_stack())
 
 
-def _functions() -> dict[str, int]:
-    """The identities of torch's public functions, which a backend must not replace."""
-    owners = {"torch": torch, "torch.nn.functional": torch.nn.functional, "torch.Tensor": torch.Tensor}
+def _functions() -> Functions:
+    """The functions of torch and numpy, which a backend must not replace."""
+    owners: dict[str, Any] = {"torch": torch, "torch.nn.functional": torch.nn.functional}
+    return Functions(owners | {"torch.Tensor": torch.Tensor, "torch.nn.Module": torch.nn.Module, "numpy": np})
+
+
+_OF_TORCH = ("aten", "prim", "prims", "quantized", "mkldnn", "c10d", "_c10d_functional", "inductor")
+
+
+def _operators() -> dict[str, str]:
+    """Where Python code outside of torch has registered kernels for operators of torch."""
+    return _registered(len(library._impls), len(library._defs))
+
+
+@functools.lru_cache(maxsize=4)
+def _registered(kernels: int, operators: int) -> dict[str, str]:
+    # A read of all names takes milliseconds, and a registration changes their numbers.
+    places = {}
+    for name in library._impls | library._defs:
+        space, _, rest = name.replace("::", "/").partition("/")
+        if space in _OF_TORCH and name not in _BY_TORCH:
+            operator, _, key = rest.partition("/")
+            lines = torch._C._dispatch_dump(f"{space}::{operator}").splitlines()
+            # The dump marks keys that stand for several others; a name without a key is the operator's own.
+            starts = (f"{key}: ", f"{key}[alias]: ") if key else "debug: "
+            place = next((line for line in lines if line.startswith(starts)), "").partition(" at ")[2]
+            # Parts of torch that are imported later register kernels too.
+            if not place.startswith(_TORCH):
+                places[name] = place.partition(" ")[0]
+    return places
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_BY_TORCH = frozenset(library._impls | library._defs)
+
+
+def _configs() -> dict[str, Any]:
+    """The values of torch's modules of settings that are not their defaults, such as torch._dynamo.config.verbose."""
     return {
-        f"{owner}.{name}": id(value)
-        for owner, module in owners.items()
-        for name, value in vars(module).items()
-        if callable(value) and not name.startswith("_")
+        f"{module.__name__}.{name}": value
+        for module in _config_modules(len(sys.modules))
+        for name, value in module.get_config_copy().items()
+        if value != module._config[name].default
     }
+
+
+@functools.lru_cache(maxsize=4)
+def _config_modules(modules: int) -> list[Any]:
+    """Those of the `modules` that are loaded."""
+    return [each for each in [*sys.modules.values()] if isinstance(each, ConfigModule)]
+
+
+def _set_configs(values: Mapping[str, Any]) -> None:
+    for name in _configs().keys() | values.keys():
+        for module in _config_modules(len(sys.modules)):
+            own = name.removeprefix(f"{module.__name__}.")
+            if own in module._config:
+                setattr(module, own, values.get(name, module._config[own].default))
 
 
 def _deterministic() -> Any:
@@ -197,15 +303,35 @@ def _current() -> tuple[int, int]:
     return torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
 
 
+def _other_random(state: Opaque) -> Opaque:
+    other = torch.Generator().manual_seed(20_011).get_state().numpy().tobytes()
+    return Opaque(other + state.value[len(other) :])
+
+
+def _other_numpy_random(_: Opaque) -> Opaque:
+    name, keys, *rest = np.random.RandomState(20_011).get_state(legacy=True)
+    return Opaque((name, keys.tobytes(), *rest))  # type: ignore[union-attr]
+
+
+def _negation(value: bool) -> bool:
+    return not value
+
+
 TORCH_SETTINGS = (
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype),
     Setting("default device", torch.get_default_device, _set_device),
-    Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled),
+    Setting("grad mode", torch.is_grad_enabled, torch._C._set_grad_enabled, other=_negation, slow=True),
     Setting("inference mode", torch.is_inference_mode_enabled),
     Setting("anomaly detection", torch.is_anomaly_enabled, torch.autograd.set_detect_anomaly),
     Setting("autocast", _autocast, _set_autocast),
     Setting("number of torch's modes", _modes),
-    Setting("threads of torch", torch.get_num_threads, torch.set_num_threads),
+    Setting(
+        "threads of torch",
+        torch.get_num_threads,
+        torch.set_num_threads,
+        other=lambda count: count + 1,
+        slow=True,
+    ),
     Setting("interop threads of torch", torch.get_num_interop_threads),
     Setting(
         "float32 matmul precision",
@@ -213,7 +339,7 @@ TORCH_SETTINGS = (
         torch.set_float32_matmul_precision,
     ),
     Setting("torch.backends", _backend_flags, _set_backend_flags),
-    Setting("mkldnn", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    Setting("mkldnn", torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled, other=_negation, slow=True),
     Setting(
         "deterministic algorithms",
         torch.get_deterministic_debug_mode,
@@ -228,6 +354,7 @@ TORCH_SETTINGS = (
         "fast path of torch's transformers",
         torch.backends.mha.get_fastpath_enabled,
         torch.backends.mha.set_fastpath_enabled,
+        other=_negation,
     ),
     Setting("repeated warnings of torch", torch.is_warn_always_enabled, torch.set_warn_always),
     Setting(
@@ -236,13 +363,21 @@ TORCH_SETTINGS = (
         torch.multiprocessing.set_sharing_strategy,
     ),
     Setting("current GPU and stream", _current),
-    Setting("flush of denormal numbers", _flushes_denormals, torch.set_flush_denormal),
-    Setting("random state of torch", _torch_random, _set_torch_random),
-    Setting("random state of numpy", _numpy_random, _set_numpy_random),
+    Setting("flush of denormal numbers", _flushes_denormals, torch.set_flush_denormal, other=_negation),
+    Setting("random state of torch", _torch_random, _set_torch_random, other=_other_random),
+    Setting("random state of numpy", _numpy_random, _set_numpy_random, other=_other_numpy_random),
     Setting("floating-point errors of numpy", np.geterr, lambda values: np.seterr(**values)),
-    Setting("print options of torch", lambda: repr(PRINT_OPTS), by_imports=True),
+    Setting(
+        "print options of torch",
+        lambda: dict(vars(PRINT_OPTS)),
+        lambda values: vars(PRINT_OPTS).update(values),
+        by_imports=True,
+    ),
     Setting(
         "print options of numpy", np.get_printoptions, lambda it: np.set_printoptions(**it), by_imports=True
     ),
-    Setting("public functions of torch:", _functions, by_imports=True),
+    Setting("function of torch or numpy", _functions, Functions.restore, by_imports=True),
+    Setting("kernels of operators of torch:", _operators, lasts=True),
+    Setting("configuration", _configs, _set_configs, by_imports=True),
+    Setting("process group of torch", lambda: distributed.is_available() and distributed.is_initialized()),
 )

@@ -29,7 +29,12 @@ from attnplug.testing.conformance.check import (
 from attnplug.testing.conformance.harness import Harness, Output, make_impl
 from attnplug.testing.conformance.mistakes.deviation import deviation
 from attnplug.testing.conformance.mistakes.expectations import difference, wrong_answer
-from attnplug.testing.conformance.numbers.merging import layer_to_divide, part_mistake
+from attnplug.testing.conformance.numbers.merging import (
+    forms_of_groups,
+    layer_to_divide,
+    part_mistake,
+    without_mask,
+)
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
 from attnplug.testing.pages import block_table, poisoned_cache, put
@@ -64,31 +69,39 @@ def checks(target: Target) -> Iterator[Check]:
     features, is_latent = target.backend.features, target.is_latent
     if Feature.LSE not in features or not (is_latent or Feature.NON_CAUSAL in features):
         return
-    pairs = [(2, "1"), (3, "block")]
-    pairs += [(2, "half"), (3, "1"), (2, "block")] if target.level is Level.FULL else []
+    more = [(2, "half"), (3, "1"), (2, "block")] if target.level is Level.FULL else []
     runs_of = [
         (_check_decode, "decode", "a decode over keys on several ranks is the decode over all keys"),
         (_check_extend, "extend", "new tokens after a context on several ranks are those after all keys"),
     ]
     for has_sinks in (False, True) if Feature.SINKS in features else (False,):
-        for ranks, runs in pairs:
+        pairs = [(ranks, _RUNS[ranks], fields) for ranks, fields in forms_of_groups(target, has_sinks)]
+        for ranks, runs, fields in [*pairs, *((*each, {}) for each in more)]:
             for run, name, summary in runs_of if Feature.DIRECT_KV in features else runs_of[:1]:
-                place = f"{name}-{ranks}-ranks-runs-of-{runs}{'-sinks' if has_sinks else ''}"
-                yield Check.of(f"context_parallel/{place}", summary, run, target, ranks, runs, has_sinks)
+                place = "-".join(
+                    [f"{name}-{ranks}-ranks-runs-of-{runs}", *["sinks"] * has_sinks, *fields.values()]
+                )
+                yield Check.of(
+                    f"context_parallel/{place}", summary, run, target, ranks, runs, has_sinks, **fields
+                )
+
+
+_RUNS = {2: "1", 3: "block", 4: "half", 8: "1"}
+"""The runs of tokens on each rank, by the number of ranks."""
 
 
 def _layer(
-    target: Target, has_sinks: bool, runs: str, ranks: int
+    target: Target, has_sinks: bool, runs: str, ranks: int, **fields: str
 ) -> tuple[LayerSpec, LayerSpec, int, _Sharing]:
     """The layer, the same without a causal mask, the block size, and how tokens are shared."""
     # Layers with latents stay causal: the runtime decodes their new tokens one by one, so no mask differs between ranks.
-    spec, size = layer_to_divide(target, has_sinks)
-    free = target.require(spec.replace(causal=spec.mla is not None), "without a causal mask")
+    spec, size = layer_to_divide(target, has_sinks, **fields)
+    free = spec if spec.mla else without_mask(target, spec)
     return spec, free, size, _Sharing(ranks, {"1": 1, "half": max(size // 2, 1), "block": size}[runs])
 
 
-def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> None:
-    spec, free, size, sharing = _layer(target, has_sinks, runs, ranks)
+def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool, **fields: str) -> None:
+    spec, free, size, sharing = _layer(target, has_sinks, runs, ranks, **fields)
     # All ranks but one have no keys of the first request.
     lengths = [1, 5 * size + 3, size, 2 * size + 1, 7]
     whole = target.batch(spec, [1] * len(lengths), lengths, exact=True)
@@ -101,9 +114,9 @@ def _check_decode(target: Target, ranks: int, runs: str, has_sinks: bool) -> Non
     _expect_merged(target, whole, parts, sharing, lengths)
 
 
-def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool) -> None:
-    spec, free, size, sharing = _layer(target, has_sinks, runs, ranks)
-    direct = target.require(spec.replace(direct_kv=True), "with direct K and V")
+def _check_extend(target: Target, ranks: int, runs: str, has_sinks: bool, **fields: str) -> None:
+    spec, free, size, sharing = _layer(target, has_sinks, runs, ranks, **fields)
+    direct = target.changed(spec, direct_kv=True)
     context, new = [3 * size + 2, 0, 1, 2 * size], [3, size + 5, 4, 2]
     lengths = [old + more for old, more in zip(context, new, strict=True)]
     whole = target.batch(spec, new, lengths, exact=True)
@@ -142,7 +155,9 @@ def _on_rank(
         at = table[row].long()[places // size]
         old = positions < count - written
         for each, tokens_of in zip(pages, (whole.keys[row], whole.values[row]), strict=True):
-            put(each, at[old], places[old] % size, tokens_of[positions[old]])
+            # The whole batch's keys and values are those that its pages give back.
+            kept = tokens_of[positions[old]]
+            put(each, at[old], places[old] % size, kept, kept, spec, 1.0)
         first = int(whole.common.query_start_loc_cpu[row])
         slots[first + positions[~old] - (count - written)] = (at * size + places % size)[~old]
     common = dataclasses.replace(
@@ -263,7 +278,8 @@ def _agrees(batch: Batch, answer: Output, requests: Sequence[int], use_sinks: bo
 
 
 _FLAGS = {"dcp": "can_return_lse_for_decode", "pcp": "supports_pcp"}
-_GROUP = ContextParallel(3, 1)
+# A group of three, and one whose rank is in no smaller group.
+_GROUPS = (ContextParallel(3, 1), ContextParallel(8, 5))
 
 
 def rank_checks(target: Target) -> Iterator[Check]:
@@ -274,9 +290,14 @@ def rank_checks(target: Target) -> Iterator[Check]:
 
 
 def _check_ranks(target: Target, field: str) -> None:
-    backend, flag, given = target.backend, _FLAGS[field], f"{field}={_GROUP}"
+    for group in _GROUPS:
+        _expect_rank(target, field, group)
+
+
+def _expect_rank(target: Target, field: str, group: ContextParallel) -> None:
+    backend, flag, given = target.backend, _FLAGS[field], f"{field}={group}"
     spec = target.spec()
-    shared: dict[str, Any] = {field: _GROUP, "options": target.own_options}
+    shared: dict[str, Any] = {field: group, "options": target.own_options}
     try:
         impl = make_impl(backend, spec, layer_tensors(spec, device=target.torch_device), **shared)
     except Exception as problem:
@@ -285,7 +306,7 @@ def _check_ranks(target: Target, field: str) -> None:
                 f"from_spec refuses {given}, though {flag} is True: {describe(problem)}"
             ) from problem
         return
-    wanted: dict[str, Any] = {f"{field}_world_size": _GROUP.size, f"{field}_rank": _GROUP.rank}
+    wanted: dict[str, Any] = {f"{field}_world_size": group.size, f"{field}_rank": group.rank}
     if field == "dcp":
         wanted["need_to_return_lse_for_decode"] = True
     for name, value in wanted.items():

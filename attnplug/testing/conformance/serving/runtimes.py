@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from attnplug.core.errors import SpecError
+import torch
+
+from attnplug.core.errors import BatchError
 from attnplug.core.spec import LayerSpec
-from attnplug.testing.comparison import assert_close, tolerance
+from attnplug.testing.comparison import assert_close
 from attnplug.testing.conformance.check import (
     Check,
     CheckSkipped,
@@ -20,7 +24,8 @@ from attnplug.testing.conformance.check import (
     checks_from,
     error_context,
 )
-from attnplug.testing.conformance.harness import make_impl
+from attnplug.testing.conformance.harness import layer_words, make_impl
+from attnplug.testing.conformance.layer_names import layer_names
 from attnplug.testing.conformance.serving.serving import LayerCall, ServedModel
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.drawn_values import layer_tensors
@@ -51,6 +56,7 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
     if full.sparse is not None:
         raise CheckSkipped("the kit's models have no indexer, which sparse layers need")
     fields_of: Mapping[str, Mapping[str, object]] = {
+        "scaled": {"scale": full.scale / 2},
         "window": {"window": (19, 0)},
         "capped": {"logits_soft_cap": 3.0},
         "window-sinks": {"window": (19, 0), "has_sinks": True},
@@ -60,20 +66,23 @@ def model_of(target: Target) -> tuple[dict[str, LayerSpec], dict[str, str]]:
         "spans": {"mm_prefix": True},
         "window-spans": {"window": (19, 0), "mm_prefix": True},
     }
-    specs = {"full": full, "scaled": full.replace(scale=full.scale / 2)}
+    specs = {"full": full}
     for name, fields in fields_of.items():
-        try:
-            spec = full.replace(**fields)
-        except SpecError:
-            continue  # the plainest layer that is served has something else in its place
-        if not target.reasons(spec) and _is_made(target, spec):
-            specs[name] = spec
+        # The plainest layer that is served may have something else in its place.
+        with contextlib.suppress(CheckSkipped):
+            spec = target.changed(full, **fields)
+            if _is_made(target, spec):
+                specs[name] = spec
     # A layer may read the pages of a layer that scores otherwise, if both keep the same keys.
-    readers: dict[str, LayerSpec] = {"reader": full, "scaled-reader": specs["scaled"]}
+    readers: dict[str, LayerSpec] = {"reader": full}
+    readers |= {"scaled-reader": specs["scaled"]} if "scaled" in specs else {}
     shared = dict.fromkeys(readers, "full")
     if "window" in specs:
         readers["window-reader"], shared["window-reader"] = specs["window"], "window"
-    return {**specs, **readers}, shared
+    specs |= readers
+    name_of = dict(zip(specs, layer_names(len(specs), full), strict=True))
+    named = {name_of[label]: spec for label, spec in specs.items()}
+    return named, {name_of[reader]: name_of[label] for reader, label in shared.items()}
 
 
 def _is_made(target: Target, spec: LayerSpec) -> bool:
@@ -119,9 +128,12 @@ def wrong_layers(served: ServedModel, calls: Mapping[str, LayerCall], what: str)
     for layer, call in calls.items():
         try:
             found = served.run(layer, call)
-            assert_close(found, call.expected, tolerance(served.plan.specs[layer]).output)
+            assert_close(found, call.expected, served.bound(layer))
         except AssertionError as problem:
-            wrong[layer] = f"layer {layer} of KV group {group_of[layer]}: {problem}"
+            words = layer_words(served.plan.specs[layer])
+            if layer in served.plan.kv_sharing:
+                words += f", with the pages of {served.plan.kv_sharing[layer]}"
+            wrong[layer] = f"layer {layer} ({words}) of KV group {group_of[layer]}: {problem}"
     right = [layer for layer in calls if layer not in wrong]
     others = f"; right: {', '.join(right)}" if right else ""
     return f"{what}: {'; '.join(wrong.values())}{others}" if wrong else None
@@ -167,7 +179,7 @@ def _check_drafts(target: Target) -> None:
     served = ServedModel(target, *model_of(target), seed=0, num_speculative_tokens=2)
     size = served.block_size
     script: list[tuple[dict[str, int], dict[str, int]]] = [
-        ({"a": size - 2, "b": size + 9}, {}),
+        ({"a": max(size - 2, 1), "b": size + 9}, {}),
         ({"a": 2, "b": 2}, {"a": 1, "b": 2}),
         ({"a": 2, "b": 2}, {"a": 2, "b": 1}),
         ({"a": 3, "b": 3}, {"a": 1, "b": 2}),
@@ -182,13 +194,80 @@ def _check_drafts(target: Target) -> None:
             served.add(name, tokens[name])
             added.add(name)
         what = f"step {number} with new tokens {tokens}, after steps whose drafts were rejected in part"
-        with error_context(what):
-            served.begin(**tokens)
-            calls = {layer: served.call(layer) for layer in served.plan.specs}
-            wrong = wrong_layers(served, calls, what)
-        if wrong:
-            raise ConformanceError(wrong)
-        served.finish(**accepted)
+        _run_step(served, tokens, what, **accepted)
+
+
+def _check_causality(target: Target) -> None:
+    served = _make_model(target, 0)
+    if all(spec.causal for spec in served.plan.specs.values()):
+        raise CheckSkipped(f"{target.name} serves causal layers only", SkipKind.LAYER)
+    size, added = served.block_size, set[str]()
+    script: tuple[tuple[bool | None, dict[str, int]], ...] = (
+        (True, {"a": size + 3, "b": 9}),
+        (None, {"a": 1, "b": 1, "c": 7}),
+        (True, {"a": 3, "c": 1, "b": size}),
+        (None, {"a": 3, "b": 2}),
+        (True, {"c": 4, "a": 1}),
+    )
+    for number, (causal, tokens) in enumerate(script, 1):
+        served.causal = causal
+        for name in sorted(tokens.keys() - added):
+            served.add(name, tokens[name])
+            added.add(name)
+        _run_step(served, tokens, f"step {number} with new tokens {tokens} and causal={causal}")
+
+
+def _check_out_of_date(target: Target) -> None:
+    served = _make_model(target, 0)
+    for name, count in (("a", served.block_size + 3), ("b", 7), ("c", 12)):
+        served.add(name, count)
+    _run_step(served, {"a": served.block_size + 3, "b": 7, "c": 12}, "the first step")
+    changes: dict[str, Callable[[], object]] = {
+        "swap_states": lambda: served.batches.swap_states(0, 1),
+        "step": lambda: served.batches.step(served.num_scheduled_tokens),
+        "remove_request": lambda: served.remove("c"),
+    }
+    for number, (call, change) in enumerate(changes.items(), 1):
+        tokens = {"a": 1, "b": 2}
+        served.begin(**tokens)
+        change()
+        for layer, spec in served.plan.specs.items():
+            with error_context(
+                f"a layer of a step that is out of date, since {call} was called after its build"
+            ):
+                _expect_refused(served, layer, spec)
+        what = f"step {number + 1} with new tokens {tokens}, after a build that {call} put out of date"
+        _run_step(served, tokens, what)
+
+
+def _expect_refused(served: ServedModel, layer: str, spec: LayerSpec) -> None:
+    count, device = sum(served.num_scheduled_tokens.values()), served.runtime.device
+    made: dict[str, Any] = {"dtype": getattr(torch, spec.dtype), "device": device}
+    query = torch.zeros(count, spec.num_heads, spec.query_size, **made)
+    own = layer not in served.plan.kv_sharing
+    key, value = (
+        torch.zeros(count, spec.num_kv_heads, each, **made) if own else None
+        for each in (spec.head_size, spec.head_size_v)
+    )
+    expected = torch.zeros(count, spec.num_heads, spec.output_size, dtype=torch.float64)
+    try:
+        served.run(layer, LayerCall(query, key, value, expected))
+    except BatchError as problem:
+        if "out of date" in str(problem):
+            return
+        raise
+    raise ConformanceError(f"{layer} ran with metadata of requests that have moved since")
+
+
+def _run_step(served: ServedModel, tokens: dict[str, int], what: str, **accepted: int) -> None:
+    """Run all layers in one step; ConformanceError, which begins with `what`, if one is wrong."""
+    with error_context(what):
+        served.begin(**tokens)
+        calls = {layer: served.call(layer) for layer in served.plan.specs}
+        wrong = wrong_layers(served, calls, what)
+    if wrong:
+        raise ConformanceError(wrong)
+    served.finish(**accepted)
 
 
 def _check_two(target: Target) -> None:
@@ -239,6 +318,14 @@ def _in_thread(target: Target, seed: int, wait: Callable[[], object], barrier: t
 _CHECKS: CheckTable = {
     "steps": (_check_steps, "several layers and KV groups give right answers in several steps"),
     "drafts": (_check_drafts, "several tokens a request are verified, and those rejected are written again"),
+    "causality": (
+        _check_causality,
+        "a step narrows the layers that are not causal, and the next one does not",
+    ),
+    "out-of-date": (
+        _check_out_of_date,
+        "a step that requests left is refused, and the next one is right",
+    ),
     "two-runtimes": (_check_two, "a runtime gives right answers though another begins its step first"),
     "threads": (_check_threads, "two runtimes in two threads give the answers that each gives alone"),
 }

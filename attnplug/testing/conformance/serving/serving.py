@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import with_equal_pages
 from attnplug.runtime.plan.model_plan import ModelPlan
 from attnplug.testing.batches import Batch
+from attnplug.testing.comparison import tolerance
 from attnplug.testing.conformance.cases.steps import with_lengths, with_pages
 from attnplug.testing.conformance.check import Check, error_context
 from attnplug.testing.conformance.harness import Harness, Output
@@ -101,6 +102,7 @@ class ServedModel:
         specs: decoder layers by name.
         kv_sharing: layers that read another layer's pages.
         seed: for all random values; also the number of unused blocks, so that models have different tables.
+        least_tokens: that a request can have; the default is some pages.
         config: fields of BuilderConfig.
     """
 
@@ -111,14 +113,15 @@ class ServedModel:
         kv_sharing: Mapping[str, str],
         *,
         seed: int = 0,
+        least_tokens: int = 0,
         **config: Any,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self.seed = seed
+        self.seed, self._quantized = seed, target.backend.quantizes_queries
         plan = plan_on(target, specs, kv_sharing)
         groups = plan.kv_cache_config.kv_cache_groups
         self.block_size = max(group.kv_cache_spec.block_size for group in groups)
-        self.max_model_len = _MOST_PAGES * self.block_size + _SLACK
+        self.max_model_len = max(_MOST_PAGES * self.block_size + _SLACK, least_tokens)
         blocks = sum(-(-self.max_model_len // group.kv_cache_spec.block_size) for group in groups)
         self.plan = dataclasses.replace(plan, num_blocks=1 + seed + _MOST_REQUESTS * blocks)
         self.groups = self.plan.kv_cache_config.kv_cache_groups
@@ -137,6 +140,8 @@ class ServedModel:
         self.batches = self.runtime.step_batch_builder(self.max_model_len)
         self.num_scheduled_tokens: dict[str, int] = {}
         """New tokens of the current step, by request."""
+        self.causal: bool | None = None
+        """Of the next steps: True narrows the layers that are not causal."""
         self._requests: dict[str, _ServedRequest] = {}
 
     def add(self, name: str, first: int = 0) -> None:
@@ -166,7 +171,10 @@ class ServedModel:
         thresholds = [group.builder.reorder_batch_threshold for group in self.runtime.attention_groups]
         if numbers := [threshold for threshold in thresholds if threshold is not None]:
             reorder_batch_to_split_decodes_and_prefills(self.batches, self, min(numbers))
-        return self.batches.step(self.num_scheduled_tokens)
+        batch = self.batches.step(self.num_scheduled_tokens)
+        if self.causal is None:
+            return batch
+        return dataclasses.replace(batch, common=batch.common.changed(causal=self.causal))
 
     def begin(self, **scheduled: int) -> None:
         """Schedule a step and build its metadata."""
@@ -195,12 +203,18 @@ class ServedModel:
         lengths = [each.shape[0] for each in keys]
         tensors = self.tensors.get(layer, LayerTensors())
         spans = [self._requests[name].spans for name in self.batches.req_ids]
-        expected = attention_oracle(spec, queries, keys, values, lengths, tensors=tensors, spans=spans).output
+        expected = attention_oracle(
+            spec, queries, keys, values, lengths, tensors=tensors, spans=spans, causal=self.causal
+        ).output
         key, value = (torch.cat([pair[half] for pair in given]) if given else None for half in (0, 1))
         query, device = torch.cat(queries), self.runtime.device
         if key is None or value is None:
             return LayerCall(query.to(device), None, None, expected)
         return LayerCall(query.to(device), key.to(device), value.to(device), expected)
+
+    def bound(self, layer: str) -> float:
+        """The bound of the errors of a layer's outputs."""
+        return tolerance(self.plan.specs[layer], quantized_queries=self._quantized).output
 
     def run(self, layer: str, call: LayerCall) -> torch.Tensor:
         """The layer's answer, written to an output of NaN."""
@@ -253,7 +267,7 @@ def checks(target: Target) -> Iterator[Check]:
                 summary = (
                     "a prompt in pieces, then decodes and verified drafts, give the result of one prefill"
                 )
-                yield Check.of(f"batch/chain-{name}", summary, _check_chain, target, **fields)
+                yield Check.of(f"batch/chain-{name}", summary, _check_chain, target, **target.storing(fields))
         for dtype in target.dtypes[1:]:
             summary = f"so do those of a {dtype} layer"
             yield Check.of(f"batch/chain-{dtype}", summary, _check_chain, target, dtype=dtype)
@@ -267,9 +281,9 @@ def _check_chain(target: Target, **fields: Any) -> None:
         fields["chunk_size"] = 2 * target.backend.get_preferred_block_size()
     spec, size = with_pages(target, target.paged_spec(attn_type="decoder", causal=True, **fields))
     # Pieces around the ends of pages, single decodes across one, and steps that verify two or three tokens.
-    counts = [size - 1, 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
+    counts = [max(size - 1, 1), 3, size, *[1] * (size // 2), 2, 2, 3, *[1] * 4, 2, size + 1, *[1] * 3]
     ends = list(itertools.accumulate(counts))
-    scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_quantized_kv_cache else {}
+    scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_kv_scales else {}
     # A span is computed as a whole, so these pieces have none.
     spans: list[Any] | None = [[]] if spec.mm_prefix else None
     whole = target.batch(spec, [ends[-1]], [ends[-1]], exact=True, spans=spans, **scales)
@@ -295,59 +309,80 @@ def _check_chain(target: Target, **fields: Any) -> None:
 def _check_cross(target: Target) -> None:
     spec = target.spec(attn_type="encoder_decoder")
     size = target.block_size(spec)
-    encoder = [size + 3, 9, 2 * size, 5]
-    # Requests by step: those that write their encoder's tokens now, and the queries of all.
-    steps: tuple[tuple[Sequence[int], list[int]], ...] = (
-        ((0, 1), [4, 1, 0, 0]),
-        ((2,), [1, 1, 7, 0]),
-        ((), [1, 1, 1, 0]),
-        ((3,), [2, 1, 1, 1]),
-        ((), [1, 1, 1, 1]),
-        ((), [3, 1, 5, 1]),
+    most = [5, 2 * size, 9, size + 3]
+    # Requests by step: the encoder's tokens of those that write them now, and the queries of all, short ones first.
+    # The later ones follow others in their places, with as many tokens, with fewer, and with more.
+    steps: tuple[tuple[dict[int, int], list[int]], ...] = (
+        ({3: size + 3, 2: 9}, [0, 0, 1, 4]),
+        ({1: 2 * size}, [0, 1, 1, 7]),
+        ({}, [0, 1, 1, 1]),
+        ({0: 5}, [1, 1, 1, 2]),
+        ({}, [1, 1, 1, 1]),
+        ({2: 9}, [1, 1, 1, 3]),
+        ({1: max(size - 1, 1), 3: 2}, [1, 1, 1, 4]),
+        ({}, [1, 1, 1, 1]),
+        ({1: size + 1, 2: 9, 3: 2}, [1, 1, 2, 3]),
+        ({3: size + 3, 0: 1}, [1, 1, 1, 2]),
+        ({}, [1, 1, 3, 5]),
     )
-    first = target.batch(spec, steps[0][1], encoder)
+    first = target.batch(spec, steps[0][1], most)
     harness = Harness.of(target, first)
-    lengths = [0] * len(encoder)
+    served = _Encoders(
+        [0] * len(most), [each[:0] for each in first.keys], [each[:0] for each in first.values]
+    )
     for number, (writers, queries) in enumerate(steps, 1):
-        for request in writers:
-            lengths[request] = encoder[request]
-        batch = _cross_step(target, first, queries, lengths, writers, number)
+        followers = [
+            f"request {row} follows another in its place, with {_more(count, served.lengths[row])} encoder tokens"
+            for row, count in writers.items()
+            if served.lengths[row]
+        ]
+        batch = served.step(target, first, queries, writers, number)
         what = (
             f"step {number} of a cross layer, in which {len(writers)} requests write their encoder's tokens"
         )
+        what = "; ".join([what, *followers])
         with error_context(what):
             metadata = harness.builder.build(0, batch.common)
             found = harness.run(batch, metadata, writes=bool(writers))
         expect_correct(batch, found, what)
 
 
-def _cross_step(
-    target: Target,
-    first: Batch,
-    queries: list[int],
-    lengths: list[int],
-    writers: Sequence[int],
-    seed: int,
-) -> Batch:
-    """A step over the pages of `first` with new queries; `writers` give the keys of their encoders now."""
-    # Requests of length 0 have no encoder tokens yet.
-    encoder = first.seq_lens
-    drawn = target.batch(first.spec, queries, encoder, seed=seed)
-    starts = [0, *itertools.accumulate(encoder)]
-    own = [row for request in writers for row in range(starts[request], starts[request + 1])]
-    rows = torch.tensor(own, dtype=torch.int64, device=first.key.device)
-    common = dataclasses.replace(
-        with_lengths(drawn.common, torch.tensor(lengths)),
-        block_table_tensor=first.common.block_table_tensor,
-        slot_mapping=first.common.slot_mapping[rows],
-    )
-    return dataclasses.replace(
-        drawn,
-        common=common,
-        kv_cache=first.kv_cache,
-        key=first.key[rows],
-        value=first.value[rows],
-        keys=[tokens[:length] for tokens, length in zip(first.keys, lengths, strict=True)],
-        values=[tokens[:length] for tokens, length in zip(first.values, lengths, strict=True)],
-        seq_lens=list(lengths),
-    )
+def _more(count: int, before: int) -> str:
+    return "as many" if count == before else "more" if count > before else "fewer"
+
+
+@dataclasses.dataclass(slots=True)
+class _Encoders:
+    """The encoder's tokens of each request: how many, and their keys and values."""
+
+    lengths: list[int]
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    def step(
+        self, target: Target, first: Batch, queries: list[int], writers: Mapping[int, int], seed: int
+    ) -> Batch:
+        """A step over the pages of `first` with new queries; `writers` give the keys of their encoders now."""
+        # Requests of length 0 have no encoder tokens yet.
+        drawn = target.batch(first.spec, queries, first.seq_lens, seed=seed)
+        starts = [0, *itertools.accumulate(first.seq_lens)]
+        for row, count in writers.items():
+            self.lengths[row] = count
+            self.keys[row], self.values[row] = drawn.keys[row][:count], drawn.values[row][:count]
+        own = [token for row in sorted(writers) for token in range(starts[row], starts[row] + writers[row])]
+        rows = torch.tensor(own, dtype=torch.int64, device=first.key.device)
+        common = dataclasses.replace(
+            with_lengths(drawn.common, torch.tensor(self.lengths)),
+            block_table_tensor=first.common.block_table_tensor,
+            slot_mapping=first.common.slot_mapping[rows],
+        )
+        return dataclasses.replace(
+            drawn,
+            common=common,
+            kv_cache=first.kv_cache,
+            key=drawn.key[rows],
+            value=drawn.value[rows],
+            keys=list(self.keys),
+            values=list(self.values),
+            seq_lens=list(self.lengths),
+        )
