@@ -45,8 +45,8 @@ NAMES |= {"uint32": torch.int64}
 class Values(torch.Tensor):
     """A tensor in registers."""
 
-    def to(self, to: Any, **_: Any) -> Any:  # type: ignore[override]
-        return super().to(to.dtype)
+    def to(self, to: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
+        return self.view(to.dtype) if bitcast else super().to(to.dtype)
 
 
 def values(tensor: Any) -> Any:
