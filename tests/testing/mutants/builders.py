@@ -216,7 +216,7 @@ def decodes_first(self, made, common):
 
 # fmt: off
 # Takes each step of decoders for a causal one, as a builder of an engine with causal models only.
-step.altered("runtime/steps", "layer two-sided of KV group", always_causal=lambda self, made, common: dataclasses.replace(made, causal=True))
+step.altered("runtime/steps", "causal=False) of KV group", always_causal=lambda self, made, common: dataclasses.replace(made, causal=True))
 # fmt: on
 
 
