@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +70,7 @@ def attend_piece(
     arguments = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
     with _TRACER:
         run = _compiled() if compiled else _uncompiled()
-        with torch._dynamo.config.patch(recompile_limit=_KERNELS):
+        with _limit():
             output, aux = run(
                 *arguments,
                 score_mod=modification,
@@ -83,6 +83,12 @@ def attend_piece(
 
 
 @functools.cache
+def _limit() -> contextlib.AbstractContextManager[Any]:
+    # One for all calls: each that torch makes stays in the thread's context for ever.
+    return torch._dynamo.config.patch(recompile_limit=_KERNELS)
+
+
+@functools.cache
 def _compiled() -> Callable[..., Any]:
     # fullgraph: without it a layer past the limit would run uncompiled, and nobody would know.
     return torch.compile(flex_attention, dynamic=True, fullgraph=True)
@@ -90,9 +96,5 @@ def _compiled() -> Callable[..., Any]:
 
 @functools.cache
 def _uncompiled() -> Callable[..., Any]:
-    # torch warns, once per process, that this is slow. The README tells users of FLEX about it.
-    nothing = torch.zeros(1, 1, 1, 1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        flex_attention(nothing, nothing, nothing)
-    return flex_attention
+    # flex_attention by itself compiles a new function in each call, and torch keeps each of them.
+    return torch.compile(flex_attention, backend="eager", dynamic=True, fullgraph=True)
