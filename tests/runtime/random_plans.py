@@ -98,9 +98,8 @@ def random_layers(draw: random.Random, backend: str, device: str, found: Found) 
             spec, Device.parse("cpu") if device == "cpu" else Device.current(), backend=backend
         )
         if decision.backend is None:
-            found.refused[
-                f"{kind}: {decision.candidates[0].reasons[0].code if decision.candidates else ''}"
-            ] += 1
+            asked = next(each for each in decision.candidates if each.name == backend)
+            found.refused[f"{kind}: {asked.reasons[0].code}"] += 1
             continue
         specs[f"{len(specs)} {kind}"] = spec
         found.layers[kind] += 1
