@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.backends.flashinfer.latent_backend import FlashInferMLABackend
-from attnplug.backends.flashinfer.options import LEAST_SCALE, Options
+from attnplug.backends.flashinfer.options import Options, too_small_scale
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
@@ -97,11 +97,9 @@ class FlashInferBackend(AttentionBackend):
                 f"window={spec.window} of a layer that is not causal: "
                 "FlashInfer has windows for causal layers only, over the keys before a query"
             )
-        if spec.scale < LEAST_SCALE and spec.logits_soft_cap is None:
-            return (
-                f"scale={spec.scale:g} is below {LEAST_SCALE:g}: "
-                "FlashInfer masks with a finite logit before it scales, so masked keys would get weight"
-            )
+        problem = too_small_scale(spec)
+        if problem is not None:
+            return problem
         if spec.has_sinks and spec.logits_soft_cap is not None:
             return "has_sinks with logits_soft_cap: FlashInfer's sink kernel has no soft cap"
         if spec.has_sinks and fp8:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, ClassVar
 
+from attnplug.backends.flashinfer.options import too_small_scale
 from attnplug.backends.libraries import serves_capability
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
@@ -60,7 +61,7 @@ class FlashInferMLABackend(MLADecodeBackend):
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Refuse other pairs of sizes, more heads than a tile has rows, and GPUs on which fa2 gives zeros."""
+        """Refuse other sizes, a scale too small for the mask, more heads than a tile has, and GPUs where fa2 gives zeros."""
         if spec.mla is not None and spec.num_heads > _MOST_HEADS:
             return f"num_heads={spec.num_heads} is more than {_MOST_HEADS}, the rows of a tile"
         found = device.capability
@@ -69,7 +70,7 @@ class FlashInferMLABackend(MLADecodeBackend):
             return (
                 f"FlashInfer's fa2 kernel gives zeros for scattered pages on compute capability {capability}"
             )
-        return super().supports_combination(spec, device)
+        return too_small_scale(spec) or super().supports_combination(spec, device)
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:

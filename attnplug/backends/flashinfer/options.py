@@ -6,6 +6,7 @@ import dataclasses
 from typing import Literal
 
 from attnplug.core.errors import PolicyError
+from attnplug.core.spec import LayerSpec
 
 # FlashInfer before 0.7.2 masks with a logit of -50000 and then scales it: at this scale it still weighs nothing.
 LEAST_SCALE = 2.0**-11
@@ -39,3 +40,14 @@ class Options:
             raise PolicyError(
                 "options['workspace_bytes']", self.workspace_bytes, "must be at least 1, or None"
             )
+
+
+def too_small_scale(spec: LayerSpec) -> str | None:
+    """Why the layer's scale cannot be served; None if it can."""
+    # A soft cap scales logits before they are masked.
+    if spec.scale >= LEAST_SCALE or spec.logits_soft_cap is not None:
+        return None
+    return (
+        f"scale={spec.scale:g} is below {LEAST_SCALE:g}: "
+        "FlashInfer masks with a finite logit before it scales, so masked keys would get weight"
+    )

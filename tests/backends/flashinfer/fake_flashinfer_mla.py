@@ -9,6 +9,7 @@ import math
 from collections import deque
 
 import torch
+from torch.nn.functional import pad
 
 _INTS = 1 << 18
 _COUNT = 8
@@ -135,15 +136,16 @@ class BatchMLAPagedAttentionWrapper:
             rows = slice(int(qo[request]), int(qo[request + 1]))
             first = int(kv[request])
             pages = self._kv_indices_buf[first : first - -length // page_size].long()
-            latent = ckv_cache[pages].flatten(0, 1)[:length].double()
-            position = kpe_cache[pages].flatten(0, 1)[:length].double()
+            # A tile of 64 keys is masked by a finite logit, before the scale, where it has no key.
+            ends = (0, 0, 0, -length % 64)
+            latent = pad(ckv_cache[pages].flatten(0, 1)[:length].double(), ends)
+            position = pad(kpe_cache[pages].flatten(0, 1)[:length].double(), ends)
             logits = torch.einsum("thd,sd->ths", q_nope[rows].double(), latent)
             logits += torch.einsum("thd,sd->ths", q_pe[rows].double(), position)
-            logits *= self._sm_scale
-            if causal:
-                new = rows.stop - rows.start
-                hidden = torch.arange(length) > torch.arange(length - new, length)[:, None]
-                logits = logits.masked_fill(hidden[:, None], -math.inf)
+            new = rows.stop - rows.start
+            last = torch.arange(length - new, length) if causal else torch.full((new,), length - 1)
+            hidden = torch.arange(len(latent)) > last[:, None]
+            logits = logits.masked_fill(hidden[:, None], -5e4) * self._sm_scale
             out[rows] = torch.einsum("ths,sd->thd", logits.softmax(2), latent).to(out.dtype)
             if lse is not None:
                 base = 1.0 if return_lse_base_on_e else math.log(2)

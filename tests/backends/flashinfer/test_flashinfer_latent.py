@@ -327,6 +327,11 @@ def test_heads_are_padded_to_a_power_of_two() -> None:
         (layer(), Device("cuda", (12, 0)), "gives zeros for scattered pages on compute capability 12.0"),
         (layer(kv_cache_dtype="fp8"), HOPPER, "kv_cache_dtype not supported"),
         (layer(dtype="float32"), HOPPER, "dtype not supported"),
+        (
+            layer(scale=2.0**-12),
+            HOPPER,
+            "scale=0.000244141 is below 0.000488281: FlashInfer masks with a finite",
+        ),
         (layer(sparse=SparseSpec("token_topk", 8)), HOPPER, "sparse token_topk 8 not supported"),
         (
             layer(head_size=320, mla=dataclasses.replace(DIMS, kv_lora_rank=256)),
