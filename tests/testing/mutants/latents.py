@@ -155,5 +155,5 @@ def stale(right, self, common):
     return made
 
 
-table.add("base_two | correct/decode-*float32-b16-NHD-lse | LSE in base 2", impl=BaseTwo)
+table.add("base_two | correct/alike-*float32-b16-NHD-lse | LSE in base 2", impl=BaseTwo)
 table.add("base_two_on_ranks | context_parallel/decode-2-* | LSE in base 2", impl=BaseTwo)

@@ -57,6 +57,7 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
         "softmax, scale and sinks",
         (
             *_correct("cap*", "sinks*", "alibi*", "lse*", "scale*", "far", "sharp", "wide"),
+            *_correct("zeros", "equal", "negative", "tiny", "beyond", "each"),
             *(f"declared/feature-{name}" for name in ("soft_cap", "sinks", "alibi", "lse")),
             *("tensors/sinks-*", "tensors/alibi_slopes-*", "tensors/lse-*", "declared/can_return_lse*"),
         ),
@@ -105,6 +106,7 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
                 "int8*",
                 "*nvfp4*",
                 "*rotated4*",
+                "range",
             ),
             *(
                 "cache/stored-*",
