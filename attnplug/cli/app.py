@@ -20,7 +20,7 @@ from attnplug.cli.commands.doctor import doctor
 from attnplug.cli.commands.explain import explain, explain_code
 from attnplug.cli.commands.list import list_backends, show
 from attnplug.cli.commands.matrix import matrix_app
-from attnplug.cli.commands.new_backend import new_backend
+from attnplug.cli.commands.new_package import new_backend, new_format
 from attnplug.cli.commands.select import select
 from attnplug.cli.commands.tune import tune
 from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
@@ -85,6 +85,7 @@ app.add_typer(matrix_app, name="matrix")
 _add("tune", tune, " config.json --batch 1,8,64 --context 8k --prefill 4x4k")
 _add("completion", completion, " bash >> ~/.bashrc")
 _add("new-backend", new_backend, " acme")
+_add("new-format", new_format, " acme-int6")
 
 
 def _print_version(wanted: bool) -> None:

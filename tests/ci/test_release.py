@@ -15,7 +15,7 @@ import pytest
 import yaml
 from check_version import disagreements
 
-from attnplug.cli.commands.new_backend import ATTNPLUG_SOURCE
+from attnplug.cli.commands.new_package import ATTNPLUG_SOURCE
 
 ROOT = Path(__file__).parents[2]
 RELEASED = {"0.1.0": "2c94214877f05c4bba1c0cb2761c230336270103a53781131db7c0a31e2d250f"}

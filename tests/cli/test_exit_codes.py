@@ -68,6 +68,7 @@ CODES = {
     ("select", GPT, "--device", "cpu", "--tuned", MISSING, "--no-tuned"): 2,
     ("explain", "--device", "cpu", "--tuned", MISSING): 2,
     ("new-backend", "a b"): 2,
+    ("new-format", "a b"): 2,
     ("--version",): 0,
     ("none",): 2,
     (): 2,

@@ -74,6 +74,7 @@ def test_the_json_of_a_family_is_a_list(run):
 
 def test_a_new_package_is_described(run, tmp_path):
     check_document(run("new-backend", "acme", "--path", tmp_path, "--json").json)
+    check_document(run("new-format", "acme6", "--path", tmp_path, "--json").json)
 
 
 def test_a_file_and_standard_output_have_the_same_matrix(run, tmp_path):
@@ -144,6 +145,7 @@ ERRORS = {
     ("show",): (2, "usage", "BACKEND", None),
     ("doctor", "NONE"): (2, "unknown_backend", "BACKEND", "NONE"),
     ("explain-code", "haed_size"): (2, "invalid_option", "CODE", "haed_size"),
+    ("new-format", "1"): (2, "invalid_option", "NAME", "1"),
     ("new-backend", "1"): (2, "invalid_option", "NAME", "1"),
     ("matrix", "--feature", "none"): (2, "invalid_option", "--feature", "none"),
     ("matrix", "--only", "none"): (2, "invalid_option", "--only", "none"),
@@ -173,6 +175,7 @@ def test_every_described_schema_is_tested():
         *DOCUMENTS.values(),
         *SLOW.values(),
         "attnplug.new-backend",
+        "attnplug.new-format",
         "attnplug.error",
         "attnplug.matrix-changes",
         "attnplug.plan",

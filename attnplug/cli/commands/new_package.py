@@ -1,9 +1,10 @@
-"""`attnplug new-backend`: writes a package with a working backend, for an author to add kernels."""
+"""`attnplug new-backend` and `new-format`: write a package that works, for an author to add kernels or bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import keyword
 import re
 import shlex
@@ -44,6 +45,11 @@ class PackageNames:
     backend: str
     prefix: str
 
+    @property
+    def format(self) -> str:
+        """The name of a KV format."""
+        return self.backend.lower()
+
     @classmethod
     def from_name(cls, name: str) -> PackageNames:
         """The names derived from `name`.
@@ -72,34 +78,67 @@ class PackageNames:
         )
 
 
+_Parent = Annotated[
+    Path, typer.Option("--path", metavar="DIR", help="Parent folder of the new package attnplug-NAME.")
+]
+
+
 def new_backend(
     name: Annotated[
         str,
         typer.Argument(metavar="NAME", help="Name of the backend, such as acme: letters, digits, - and _."),
     ],
-    path: Annotated[
-        Path, typer.Option("--path", metavar="DIR", help="Parent folder of the new package attnplug-NAME.")
-    ] = Path(),
+    path: _Parent = Path(),
     as_json: AsJson = False,
 ) -> None:
     """Write a package with a working backend, tests and CI, for you to add kernels."""
     names = PackageNames.from_name(name)
     _refuse_taken(name, names)
     target = path / names.distribution
-    written = _write(target, names)
+    written = _write(target, _rendered("backend", names))
     if as_json:
         report = {**dataclasses.asdict(names), "path": str(target), "files": written}
         print_json(report, "attnplug.new-backend")
         return
+    what = f"the backend {names.backend}, in plain PyTorch until you add kernels"
+    _say_what_comes_next(target, what, written, f"attnplug explain --backend {names.backend}")
+
+
+def new_format(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Name of the format, such as acme_int6: letters, digits, - and _."
+        ),
+    ],
+    path: _Parent = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Write a package with a working KV format, tests and CI, for you to change its bytes."""
+    names = PackageNames.from_name(name)
+    _refuse_taken_format(name, names)
+    target = path / names.distribution
+    written = _write(target, _rendered("format", names))
+    if as_json:
+        known = {
+            key: getattr(names, key) for key in ("distribution", "package", "entry_point", "format", "prefix")
+        }
+        print_json({**known, "path": str(target), "files": written}, "attnplug.new-format")
+        return
+    what = f"the KV format {names.format}, of 6 bits until you change its bytes"
+    _say_what_comes_next(target, what, written, f"attnplug conformance --format {names.format}")
+
+
+def _say_what_comes_next(target: Path, what: str, written: list[str], command: str) -> None:
     # pip would take `attnplug-acme` without ./ for a distribution of that name.
     source = str(target) if target.is_absolute() else f"./{target}"
-    echo(f"{target}: the backend {names.backend}, in plain PyTorch until you add kernels\n")
+    echo(f"{target}: {what}\n")
     for file in written:
         echo(f"  {file}")
     echo("\nNext:\n")
     echo(f"  pip install -e {shlex.quote(f'{source}[test]')}")
     echo(f"  pytest {shlex.quote(str(target))}")
-    echo(f"  attnplug explain --backend {names.backend}")
+    echo(f"  {command}")
     if ATTNPLUG_SOURCE != "attnplug":
         echo("\nattnplug has no release yet, so CI installs its wheel. In a clone of attnplug:\n")
         echo(f"  pip wheel --no-deps -w {shlex.quote(str(target.absolute() / 'wheels'))} .")
@@ -117,18 +156,33 @@ def _refuse_taken(name: str, names: PackageNames) -> None:
     for taken in plugins.names:
         if taken.upper().replace("-", "_") == names.backend:
             raise PolicyError("NAME", name, f"is taken: the backend {taken} is installed", remedy)
-    for record in plugins.records:
-        if record.answers_to(names.distribution):
-            raise PolicyError("NAME", name, f"is taken: {names.distribution} is installed", remedy)
+    _refuse_installed(name, names, remedy)
 
 
-def _write(target: Path, names: PackageNames) -> list[str]:
-    """Write the package to `target` in one step, and return the relative paths of its files.
+def _refuse_taken_format(name: str, names: PackageNames) -> None:
+    """PolicyError if a KV format or distribution of this name is installed."""
+    from attnplug.core.kv_format import kv_cache_dtypes
+
+    remedy = "choose another name, because two formats of one name conflict"
+    # The formats of plugins are in the table once the plugins are loaded.
+    _refuse_installed(name, names, remedy)
+    if names.format in kv_cache_dtypes():
+        raise PolicyError("NAME", name, f"is taken: the KV format {names.format} is installed", remedy)
+
+
+def _refuse_installed(name: str, names: PackageNames, remedy: str) -> None:
+    from attnplug.registry.default import get_registry
+
+    if any(record.answers_to(names.distribution) for record in get_registry().plugins.records):
+        raise PolicyError("NAME", name, f"is taken: {names.distribution} is installed", remedy)
+
+
+def _write(target: Path, rendered: dict[str, str]) -> list[str]:
+    """Write the files of a package to `target` in one step, and return their relative paths.
 
     Raises:
         PolicyError: `target` exists or cannot be written.
     """
-    rendered = _rendered(names)
     try:
         with contextlib.suppress(FileNotFoundError):
             # `exists` would say no for a link without a target.
@@ -150,16 +204,24 @@ def _write(target: Path, names: PackageNames) -> list[str]:
     return sorted(rendered)
 
 
-def _rendered(names: PackageNames) -> dict[str, str]:
+def _rendered(kind: str, names: PackageNames) -> dict[str, str]:
+    """The files of a package by their paths: those of all kinds, and those of "backend" or "format"."""
     from packaging.version import Version
 
     known = {
         **dataclasses.asdict(names),
+        "format": names.format,
+        "kit": {
+            "backend": "The conformance kit, and that attnplug selects the backend.",
+            "format": "The conformance kit.",
+        }[kind],
         "attnplug_source": ATTNPLUG_SOURCE,
         "attnplug_version": Version(version("attnplug")).public,
     }
     rendered = {}
-    for place, template in _templates(package_files("attnplug") / "templates" / "backend", PurePosixPath()):
+    folder = package_files("attnplug") / "templates"
+    roots = [_templates(folder / each, PurePosixPath()) for each in ("common", kind)]
+    for place, template in itertools.chain(*roots):
         parts = [names.package if part == "package" else part for part in place.parts]
         file = PurePosixPath(*parts).as_posix().removesuffix(_SUFFIX)
         rendered[file] = Template(template.read_text(encoding="utf-8")).substitute(known)

@@ -1,4 +1,4 @@
-"""`new-backend`: the package it writes works as it is, and nothing is written where something is in the way."""
+"""`new-backend` and `new-format`: what they write works as it is, and never replaces what is in the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from attnplug.cli.commands.new_backend import ATTNPLUG_SOURCE
+from attnplug.cli.commands.new_package import ATTNPLUG_SOURCE
 
 FILES = [
     ".github/workflows/ci.yml",
@@ -28,6 +28,16 @@ FILES = [
     "tests/test_conformance.py",
     "tests/test_selection.py",
 ]
+FORMAT_FILES = [
+    ".github/workflows/ci.yml",
+    ".gitignore",
+    "README.md",
+    "attnplug_acme/__init__.py",
+    "attnplug_acme/codec.py",
+    "pyproject.toml",
+    "tests/test_format.py",
+]
+COMMANDS = pytest.mark.parametrize("command", ["new-backend", "new-format"])
 LONGEST = "abcdefghijklmnopqrstuvwx"
 
 
@@ -52,8 +62,28 @@ def test_it_writes_a_package_and_says_what_comes_next(run, tmp_path: Path) -> No
     ]
 
 
-def test_its_help_fits_80_columns(run) -> None:
-    outcome = run("new-backend", "--help")
+def test_a_format_is_written_in_the_same_way(run, tmp_path: Path) -> None:
+    outcome = run("new-format", "acme", "--path", tmp_path)
+    package = tmp_path / "attnplug-acme"
+    assert outcome.code == 0
+    assert files(package) == FORMAT_FILES
+    assert "the KV format acme, of 6 bits until you change its bytes" in outcome.out
+    assert "attnplug conformance --format acme\n" in outcome.out
+    assert "$" not in "".join((package / file).read_text() for file in FORMAT_FILES[1:])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "FP8", "fp8-e4m3"])
+def test_a_name_that_a_format_has_is_refused(name: str, run, tmp_path: Path) -> None:
+    outcome = run("new-format", name, "--path", tmp_path)
+    assert outcome.code == 2
+    taken = name.lower().replace("-", "_")
+    assert f"NAME={name!r} is taken: the KV format {taken} is installed; choose another name" in outcome.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@COMMANDS
+def test_its_help_fits_80_columns(command: str, run) -> None:
+    outcome = run(command, "--help")
     assert outcome.code == 0
     assert max(map(len, outcome.out.splitlines())) <= 80
 
@@ -180,9 +210,12 @@ def test_nothing_half_written_is_left_behind(run, tmp_path: Path, monkeypatch: p
     assert list(tmp_path.iterdir()) == []
 
 
+@COMMANDS
 @pytest.mark.parametrize("name", ["a", "a-b_c", LONGEST])
-def test_what_it_writes_passes_its_own_lint_whatever_it_is_called(name: str, run, tmp_path: Path) -> None:
-    package = Path(run("new-backend", name, "--path", tmp_path, "--json").json["path"])
+def test_what_it_writes_passes_its_own_lint_whatever_it_is_called(
+    name: str, command: str, run, tmp_path: Path
+) -> None:
+    package = Path(run(command, name, "--path", tmp_path, "--json").json["path"])
     for check in (["format", "--check"], ["check"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *check, "--no-cache"],
@@ -194,21 +227,22 @@ def test_what_it_writes_passes_its_own_lint_whatever_it_is_called(name: str, run
         assert done.returncode == 0, done.stdout
 
 
-def test_its_workflow_runs_what_its_readme_says(run, tmp_path: Path) -> None:
-    package = Path(run("new-backend", "acme", "--path", tmp_path, "--json").json["path"])
+@pytest.mark.parametrize(("command", "listed"), [("new-backend", FILES), ("new-format", FORMAT_FILES)])
+def test_its_workflow_runs_what_its_readme_says(command: str, listed: list[str], run, tmp_path: Path) -> None:
+    package = Path(run(command, "acme", "--path", tmp_path, "--json").json["path"])
     workflow = yaml.safe_load((package / ".github/workflows/ci.yml").read_text())
     steps = [step["run"] for step in workflow["jobs"]["check"]["steps"] if "run" in step]
     install = f"pip install {ATTNPLUG_SOURCE} -e '.[test]'"
     assert steps == [install, "ruff format --check && ruff check", "mypy", "pytest"]
     readme = (package / "README.md").read_text()
-    unmentioned = [file for file in FILES if f"`{file}`" not in readme]
-    assert unmentioned == [".gitignore", "README.md"]
+    unmentioned = {file for file in listed if f"`{file}`" not in readme}
+    assert unmentioned - {"pyproject.toml"} == {".gitignore", "README.md"}
     assert f"installs attnplug from `{ATTNPLUG_SOURCE}`" in readme
 
 
 def test_with_a_release_it_is_installed_by_name(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The module of this name in the package is hidden by the function.
-    command = sys.modules["attnplug.cli.commands.new_backend"]
+    command = sys.modules["attnplug.cli.commands.new_package"]
     monkeypatch.setattr(command, "ATTNPLUG_SOURCE", "attnplug")
     assert "wheel" not in run("new-backend", "acme", "--path", tmp_path).out
     assert "pip install attnplug -e" in (tmp_path / "attnplug-acme/.github/workflows/ci.yml").read_text()
@@ -217,10 +251,10 @@ def test_with_a_release_it_is_installed_by_name(run, tmp_path: Path, monkeypatch
 class Installed:
     """A generated package, installed into a folder of its own that children see."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: str = "new-backend") -> None:
         self.source = folder / "attnplug-acme"
         self._path = folder / "site"
-        self.python("-m", "attnplug", "new-backend", "acme", "--path", str(folder), seen=False)
+        self.python("-m", "attnplug", command, "acme", "--path", str(folder), seen=False)
         options = ["--isolated", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
         self.python(
             "-m", "pip", "install", *options, "--target", str(self._path), str(self.source), seen=False
@@ -284,3 +318,15 @@ def test_its_types_are_strict(acme: Installed) -> None:
 def test_the_whole_kit_passes_on_it(acme: Installed) -> None:
     out = acme.python("-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert "failed" not in out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_a_new_format_is_proven_and_its_types_are_strict(tmp_path: Path) -> None:
+    written = Installed(tmp_path, "new-format")
+    listed = json.loads(
+        written.python("-m", "attnplug", "explain", "--device", "cpu", "--kv-cache-dtype", "acme", "--json")
+    )
+    assert listed["backend"] == "TORCH"
+    out = written.python("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert "20 passed" in out.splitlines()[-1]
+    written.python("-m", "mypy", "--cache-dir", os.devnull)
