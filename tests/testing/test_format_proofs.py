@@ -144,6 +144,11 @@ class Doubled(Rotated4Codec):
         return super().rotate(rows, back) * (0.5 if back else 2.0)
 
 
+class NeedsRows(Int8TokenHeadCodec):
+    def encode(self, rows: torch.Tensor, scale: float) -> Planes:
+        return super().encode(rows.reshape(*rows.shape[:-1], -1, 4).flatten(-2), scale)
+
+
 @pytest.mark.parametrize(
     ("codec", "proof", "words"),
     [
@@ -162,6 +167,7 @@ class Doubled(Rotated4Codec):
         (NoSaturation, "edges", "NaN or infinite|a row of zeros gives back other numbers"),
         (KeepsScale, "rows", "rows have other bytes in the plane scale"),
         (ChangesRows, "planes", "encode changes the rows that it is given"),
+        (NeedsRows, "planes", "without a row: raised RuntimeError"),
         (UsesLayerScale, "scales", "the layer's scale changes the bytes"),
         (LeastSquares, "errors", "products with the rows themselves are .*% smaller"),
         (NotTurnedBack, "errors", "more than the declared"),

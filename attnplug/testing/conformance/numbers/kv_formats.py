@@ -79,6 +79,11 @@ def _planes(row: KVFormat, codec: KVCodec, size: int) -> None:
     if decoded.dtype != torch.float32 or decoded.shape != rows.shape:
         found = f"{decoded.dtype} {tuple(decoded.shape)}"
         raise ConformanceError(f"decode gives {found}, not torch.float32 {tuple(rows.shape)}")
+    # A step may have no new token of a request.
+    with error_context("without a row"):
+        given = codec.decode(codec.encode(rows[:0], _scale_of(row)), _scale_of(row))
+        if given.shape != rows[:0].shape:
+            raise ConformanceError(f"decode gives {tuple(given.shape)}, not {tuple(rows[:0].shape)}")
 
 
 def _errors(found: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
