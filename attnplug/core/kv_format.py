@@ -128,8 +128,8 @@ class KVFormat:
     def check(self) -> None:
         """SpecError unless a plugin can offer the format: a plain name, planes, a codec and bounds of its errors."""
         for name in self.names:
-            if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in ("auto", CODEC):
-                limit = "must be small letters, digits and _, the first a letter"
+            if not is_format_name(name):
+                limit = f"must be small letters, digits and _, the first a letter, not auto, {CODEC} or float8_..."
                 raise SpecError("name", name, limit, "such as acme_int3")
         if self.dtype != "uint8" or not self.planes or not all(type(each) is Plane for each in self.planes):
             raise SpecError("planes", self.planes, f"of {self.name} must be Planes, and its dtype 'uint8'")
@@ -137,6 +137,9 @@ class KVFormat:
             raise SpecError(
                 "codec", self.codec, f"of {self.name} must be the name of a class, as module:Class"
             )
+        if type(self.head_size_multiple) is not int or self.head_size_multiple < 1:
+            limit = f"of {self.name} must be an integer of at least 1"
+            raise SpecError("head_size_multiple", self.head_size_multiple, limit)
         for field in ("rms_error", "worst_error", "dot_bias"):
             if not 0 < getattr(self, field) < math.inf:
                 limit = f"of {self.name} must be above 0: the largest error that the codec makes"
@@ -176,7 +179,11 @@ class KVFormat:
         if spec.direct_kv:
             return None
         if not self.planes:
-            return None if self.size else f"no KV format has the name {spec.kv_cache_dtype}"
+            if self.size:
+                return None
+            if spec.kv_cache_dtype in kv_cache_dtypes():
+                return f"the bytes of {spec.kv_cache_dtype} in a page are not known: no installed format describes them"
+            return f"no KV format has the name {spec.kv_cache_dtype}"
         if spec.mla is not None or spec.head_size_v != spec.head_size:
             what = "latents" if spec.mla is not None else "values with a head size of their own"
             return f"{self.name} has no pages for {what}"
@@ -284,16 +291,29 @@ TABLE = KVFormats(
 _owners: dict[str, str] = {}
 
 
+def is_format_name(name: str) -> bool:
+    """Whether a format can have the name: `float8_...` is read as `fp8_...`, and would never be found."""
+    taken = name in ("auto", CODEC) or name.startswith("float8_")
+    return re.fullmatch(r"[a-z][a-z0-9_]*", name) is not None and not taken
+
+
 def register_kv_formats(rows: Iterable[KVFormat], owner: str) -> None:
     """Add a plugin's formats to the table; the same plugin's earlier ones of these names are replaced.
 
+    They stay until the process ends, also if the plugin is unregistered: pages may have their bytes.
+
     Raises:
-        SpecError: a row has no pages or bounds of its own, or a name that another plugin or attnplug has.
+        SpecError: a row has no pages or bounds of its own, or a name that another row, plugin or attnplug has.
     """
     global TABLE  # noqa: PLW0603 - the one table of the process, which is replaced as a whole
     rows = tuple(rows)
+    seen: set[str] = set()
     for row in rows:
         row.check()
+        twice = seen & {*row.names}
+        if twice:
+            raise SpecError("name", min(twice), "is the name of another KV format of this plugin")
+        seen |= {*row.names}
         if any(_owners.get(known.name) != owner for known in TABLE.rows if {*known.names} & {*row.names}):
             raise SpecError("name", row.name, "is the name of another KV format", "choose a name of your own")
     # The table is made whole before it is seen, and last, so that an error leaves the old one.

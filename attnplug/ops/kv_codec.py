@@ -60,8 +60,12 @@ def make_codec(row: KVFormat, head_size: int) -> KVCodec:
     return _codec(row.codec, head_size)
 
 
-@functools.lru_cache(maxsize=256)
-def _codec(path: str, head_size: int) -> KVCodec:
+def new_codec(row: KVFormat, head_size: int) -> KVCodec:
+    """As `make_codec`, but a new object each time."""
+    return _made(row.codec or "", head_size)
+
+
+def _made(path: str, head_size: int) -> KVCodec:
     try:
         made: Any = pkgutil.resolve_name(path)(head_size)
     except Exception as error:
@@ -70,6 +74,9 @@ def _codec(path: str, head_size: int) -> KVCodec:
     if not isinstance(made, KVCodec):
         raise LayoutError("codec", path, "must give an object with encode and decode")
     return made
+
+
+_codec = functools.lru_cache(maxsize=256)(_made)
 
 
 def page_planes(pages: torch.Tensor, row: KVFormat, head_size: int) -> tuple[torch.Tensor, ...]:
@@ -85,8 +92,10 @@ def page_planes(pages: torch.Tensor, row: KVFormat, head_size: int) -> tuple[tor
         LayoutError: the bytes of a block's heads are not neighbours in the order NHD or HND.
     """
     blocks, size, heads, width = pages.shape
-    token_first = pages.stride()[1:] == (heads * width, width, 1) or heads == 1
-    head_first = pages.stride()[1:] == (width, size * width, 1) or size == 1
+    of_token, of_head = pages.stride(1), pages.stride(2)
+    # The stride of one token, or of one head, says nothing.
+    token_first = (size == 1 or of_token == heads * width) and (heads == 1 or of_head == width)
+    head_first = (heads == 1 or of_head == size * width) and (size == 1 or of_token == width)
     if pages.dtype != torch.uint8 or not (token_first or head_first) or pages.stride(3) != 1:
         found = f"{pages.dtype} with strides {pages.stride()}"
         limit = f"must be torch.uint8, with the {width} bytes of each row of a block together in NHD or HND"

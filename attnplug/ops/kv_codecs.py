@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -40,7 +42,7 @@ class NVFP4Codec:
         # E4M3 has no scale of less than 2**-9 but zero, and none above 448.
         stored = (blocks.abs().amax(-1) / _E2M1[-1]).clamp_(2.0**-9, 448.0).to(torch.float8_e4m3fn)
         exact = (blocks / stored.float()[..., None]).flatten(-2)
-        levels = torch.tensor(_E2M1, device=rows.device)
+        levels = _levels(rows.device)[:8]
         middles = (levels[1:] + levels[:-1]) / 2
         # A tie goes to the even code: the middles 0.25, 1.25, 2.5 and 5 belong to the code below, the others to that above.
         below, above = middles[0::2].contiguous(), middles[1::2].contiguous()
@@ -53,8 +55,9 @@ class NVFP4Codec:
         """The levels times the scales of their blocks and of the layer."""
         data, stored = planes
         codes = torch.stack([data & 15, data >> 4], -1).flatten(-2).long()
-        levels = torch.tensor((*_E2M1, *(-level for level in _E2M1)), device=data.device)
-        rows: torch.Tensor = _blocks(levels[codes], _BLOCK) * (stored.float() * scale)[..., None]
+        rows: torch.Tensor = (
+            _blocks(_levels(data.device)[codes], _BLOCK) * (stored.float() * scale)[..., None]
+        )
         return rows.flatten(-2)
 
 
@@ -71,12 +74,19 @@ class Rotated4Codec:
     def __init__(self, head_size: int) -> None:
         self.head_size = head_size
         self.block = head_size & -head_size
-        drawn = torch.rand(head_size, generator=torch.Generator().manual_seed(head_size))
-        self.signs = torch.where(drawn < 0.5, 1.0, -1.0)
+        generator = torch.Generator("cpu").manual_seed(head_size)
+        # Neither the process's default dtype nor its default device may change the bytes of a page.
+        drawn = torch.rand(head_size, generator=generator, dtype=torch.float32, device="cpu")
+        self.signs = torch.where(drawn < 0.5, 1.0, -1.0).float()
+        self._moved: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def rotate(self, rows: torch.Tensor, back: bool = False) -> torch.Tensor:
         """The rows in the space of the codes, where products with turned queries are the same; or back from there."""
-        signs = self.signs.to(rows.device, rows.dtype)
+        place = rows.device, rows.dtype
+        # Moved once, as a copy from the host would make each call wait.
+        signs = self._moved.get(place)
+        if signs is None:
+            signs = self._moved.setdefault(place, self.signs.to(*place))
         if back:
             return self._transformed(rows) * signs
         return self._transformed(rows * signs)
@@ -97,9 +107,11 @@ class Rotated4Codec:
         steps = (turned / (rms * self._STEP) + 7.5).round_().clamp_(0, 15)
         centred = steps - 7.5
         # The decoded row's product with the row is the row's square: a scale of least squares would shrink each logit.
-        own = turned.square().sum(-1, keepdim=True) / (turned * centred).sum(-1, keepdim=True)
+        products = (turned * centred).sum(-1, keepdim=True)
+        # A row of zeros has neither; a row with NaN keeps it.
+        own = torch.where(products == 0, 0.0, turned.square().sum(-1, keepdim=True) / products)
         codes, half = steps.to(torch.uint8), self.head_size // 2
-        return codes[..., :half] + 16 * codes[..., half:], own.nan_to_num_(0.0).clamp_(0, 65504).half()
+        return codes[..., :half] + 16 * codes[..., half:], own.clamp_(0, 65504).half()
 
     def decode_rotated(self, planes: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The rows before they are turned back, as a kernel reads them."""
@@ -110,6 +122,12 @@ class Rotated4Codec:
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
         """The rows."""
         return self.rotate(self.decode_rotated(planes), back=True)
+
+
+@functools.cache
+def _levels(device: torch.device) -> torch.Tensor:
+    """The numbers of E2M1 by their code, on a device: made once, as a copy from the host would make each call wait."""
+    return torch.tensor((*_E2M1, *(-level for level in _E2M1)), dtype=torch.float32, device=device)
 
 
 def _blocks(rows: torch.Tensor, size: int) -> torch.Tensor:

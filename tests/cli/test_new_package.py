@@ -72,6 +72,13 @@ def test_a_format_is_written_in_the_same_way(run, tmp_path: Path) -> None:
     assert "$" not in "".join((package / file).read_text() for file in FORMAT_FILES[1:])
 
 
+@pytest.mark.parametrize("name", ["codec", "auto", "float8-rows"])
+def test_a_name_that_no_format_can_have_is_refused(name: str, run, tmp_path: Path) -> None:
+    outcome = run("new-format", name, "--path", tmp_path)
+    assert outcome.code == 2
+    assert f"attnplug reads {name.replace('-', '_')} in another way" in outcome.err
+
+
 @pytest.mark.parametrize("name", ["nvfp4", "FP8", "fp8-e4m3"])
 def test_a_name_that_a_format_has_is_refused(name: str, run, tmp_path: Path) -> None:
     outcome = run("new-format", name, "--path", tmp_path)
@@ -328,5 +335,5 @@ def test_a_new_format_is_proven_and_its_types_are_strict(tmp_path: Path) -> None
     )
     assert listed["backend"] == "TORCH"
     out = written.python("-m", "pytest", "-q", "-p", "no:cacheprovider")
-    assert "20 passed" in out.splitlines()[-1]
+    assert "21 passed" in out.splitlines()[-1]
     written.python("-m", "mypy", "--cache-dir", os.devnull)

@@ -72,6 +72,24 @@ def test_pages_that_no_planes_fit_are_refused() -> None:
         page_planes(pages, row, 64)
 
 
+@pytest.mark.parametrize(("tokens", "heads"), [(16, 1), (1, 2)])
+def test_pages_with_other_bytes_between_tokens_or_heads_are_refused(tokens: int, heads: int) -> None:
+    row = kv_format("int8_token_head")
+    width = row.width(64)
+    pages = torch.zeros(4, tokens, heads, 2 * width, dtype=torch.uint8)[..., :width]
+    with pytest.raises(LayoutError, match=r"kv_cache=.* must be torch\.uint8, with the 68 bytes of each row"):
+        page_planes(pages, row, 64)
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_a_row_with_nan_is_not_taken_for_zeros(name: str) -> None:
+    rows = torch.ones(2, 64)
+    rows[0, 3] = torch.nan
+    found = codec(name).decode(codec(name).encode(rows, 1.0), 1.0)
+    assert bool(found[0].isnan().any())
+    assert bool(found[1].isfinite().all())
+
+
 def test_a_head_size_without_whole_blocks_is_refused_with_the_multiple() -> None:
     with pytest.raises(SpecError, match="head_size=72 must be a multiple of 16 with kv_cache_dtype='nvfp4'"):
         kv_format("nvfp4").width(72)

@@ -101,6 +101,8 @@ def test_without_the_plugin_select_and_plan_refuse_the_name_alike() -> None:
         ({"name": "Acme"}, "name='Acme' must be small letters"),
         ({"name": "fp8"}, "name='fp8' is the name of another KV format"),
         ({"aliases": ("nvfp4",)}, "is the name of another KV format"),
+        ({"name": "float8_acme"}, "name='float8_acme' must be small letters"),
+        ({"head_size_multiple": 0}, "head_size_multiple=0 of acme_int6 must be an integer of at least 1"),
         ({"codec": "acme"}, "codec='acme' of acme_int6 must be the name of a class"),
         ({"planes": ()}, "planes=.* of acme_int6 must be Planes"),
         ({"worst_error": 0.0}, "worst_error=0.0 of acme_int6 must be above 0"),
@@ -110,6 +112,14 @@ def test_a_wrong_format_breaks_its_plugin_alone(changes: dict[str, Any], reason:
     made = Registry(plugins=[torch_native])
     with pytest.raises(Exception, match=reason):
         made.register(plugin(dataclasses.replace(ROW, **changes)), name="acme")
+    assert "acme_int6" not in [row.name for row in kv_format.kv_formats()]
+
+
+def test_a_name_that_two_formats_of_a_plugin_have_is_refused() -> None:
+    made = Registry(plugins=[torch_native])
+    other = dataclasses.replace(ROW, name="acme_int3", aliases=("acme_int6",))
+    with pytest.raises(Exception, match="name='acme_int6' is the name of another KV format of this plugin"):
+        made.register(plugin(ROW, other), name="acme")
     assert "acme_int6" not in [row.name for row in kv_format.kv_formats()]
 
 

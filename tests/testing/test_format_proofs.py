@@ -144,6 +144,13 @@ class Doubled(Rotated4Codec):
         return super().rotate(rows, back) * (0.5 if back else 2.0)
 
 
+class DrawsByDefault(Rotated4Codec):
+    def __init__(self, head_size: int) -> None:
+        super().__init__(head_size)
+        drawn = torch.rand(head_size, generator=torch.Generator().manual_seed(head_size))
+        self.signs = torch.where(drawn < 0.5, 1.0, -1.0)
+
+
 class NeedsRows(Int8TokenHeadCodec):
     def encode(self, rows: torch.Tensor, scale: float) -> Planes:
         return super().encode(rows.reshape(*rows.shape[:-1], -1, 4).flatten(-2), scale)
@@ -167,6 +174,11 @@ class NeedsRows(Int8TokenHeadCodec):
         (NoSaturation, "edges", "NaN or infinite|a row of zeros gives back other numbers"),
         (KeepsScale, "rows", "rows have other bytes in the plane scale"),
         (ChangesRows, "planes", "encode changes the rows that it is given"),
+        (
+            DrawsByDefault,
+            "defaults",
+            "the plane data has other bytes while torch's default dtype is torch.float64",
+        ),
         (NeedsRows, "planes", "without a row: raised RuntimeError"),
         (UsesLayerScale, "scales", "the layer's scale changes the bytes"),
         (LeastSquares, "errors", "products with the rows themselves are .*% smaller"),

@@ -209,10 +209,24 @@ def _chosen(
     if kv_format is not None:
         if only:
             raise PolicyError("--only", only[0], "is left out with --format, which chooses the checks")
-        return backend or "TORCH", [f"format/{kv_format}-*", f"*-{kv_format}*"]
+        return backend or "TORCH", _of_format(kv_format)
     if backend is None:
         raise typer.BadParameter("name a backend, or a KV format with --format", param_hint="NAME")
     return backend, only
+
+
+def _of_format(name: str) -> list[str]:
+    """The patterns of the checks of a KV format: of its codec, and of whole layers over its pages."""
+    from attnplug.core import kv_format
+    from attnplug.registry.default import get_registry
+
+    # The formats of plugins are in the table once the plugins are loaded.
+    _ = get_registry().plugins
+    row = kv_format.kv_format(name)
+    if row.codec is None:
+        coded = ", ".join(each.name for each in kv_format.kv_formats() if each.codec)
+        raise PolicyError("--format", name, f"has no codec to prove; formats with one are {coded}")
+    return [f"format/{row.name}-*", f"*-{row.name}", f"*-{row.name}-*"]
 
 
 def _shrink_steps(listing: Listing, limits: Limits, report: Report) -> None:

@@ -161,11 +161,13 @@ def _refuse_taken(name: str, names: PackageNames) -> None:
 
 def _refuse_taken_format(name: str, names: PackageNames) -> None:
     """PolicyError if a KV format or distribution of this name is installed."""
-    from attnplug.core.kv_format import kv_cache_dtypes
+    from attnplug.core.kv_format import is_format_name, kv_cache_dtypes
 
     remedy = "choose another name, because two formats of one name conflict"
     # The formats of plugins are in the table once the plugins are loaded.
     _refuse_installed(name, names, remedy)
+    if not is_format_name(names.format):
+        raise PolicyError("NAME", name, f"is taken: attnplug reads {names.format} in another way", remedy)
     if names.format in kv_cache_dtypes():
         raise PolicyError("NAME", name, f"is taken: the KV format {names.format} is installed", remedy)
 

@@ -282,7 +282,7 @@ class Host:
             # In the author's own process, torch is no cost where it is there already.
             reads_parts = self._reads_parts or (record.distribution is None and "torch" in sys.modules)
             offers = tuple(_checked(record, offered, reads_parts))
-            # The table of formats is the process's, so a plugin that is refused does not come so far.
+            # The table of formats is the process's, so most plugins that are refused do not come so far.
             return offers, _registered(record, self._offered("attnplug_kv_formats", plugin))
         except pluggy.PluginValidationError as invalid:
             self.forget(plugin)

@@ -11,7 +11,7 @@ import torch
 
 from attnplug.core.errors import SpecError
 from attnplug.core.kv_format import KVFormat, kv_format
-from attnplug.ops.kv_codec import KVCodec, encoded, make_codec, page_planes
+from attnplug.ops.kv_codec import KVCodec, encoded, make_codec, new_codec, page_planes
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, error_context
 from attnplug.testing.conformance.target import Target
 
@@ -237,6 +237,28 @@ def _pages(row: KVFormat, codec: KVCodec, size: int) -> None:
             raise ConformanceError("tokens of copied blocks give back other numbers")
 
 
+def _defaults(row: KVFormat, codec: KVCodec, size: int) -> None:
+    rows, scale = _drawn(size, 16), _scale_of(row)
+    wanted, before = codec.encode(rows, scale), torch.get_default_dtype()
+    for dtype in (torch.float64, torch.bfloat16):
+        try:
+            torch.set_default_dtype(dtype)
+            with error_context(f"while torch's default dtype is {dtype}"):
+                # A codec that was made before may hold what it drew then.
+                made = new_codec(row, size)
+                planes, decoded = made.encode(rows, scale), made.decode(wanted, scale)
+        finally:
+            torch.set_default_dtype(before)
+        for plane, found, right in zip(row.planes, planes, wanted, strict=True):
+            if not torch.equal(found.view(torch.uint8), right.view(torch.uint8)):
+                raise ConformanceError(
+                    f"the plane {plane.name} has other bytes while torch's default dtype is {dtype}"
+                )
+        same = codec.decode(wanted, scale)
+        if decoded.dtype != same.dtype or not torch.equal(decoded, same):
+            raise ConformanceError(f"decode gives other rows while torch's default dtype is {dtype}")
+
+
 _PROOFS: dict[str, tuple[Callable[[KVFormat, KVCodec, int], None], str]] = {
     "planes": (_planes, "encode gives the declared planes, and decode rows of float32"),
     "errors": (_gaussian, "Gaussian rows have the declared error, and products no larger bias"),
@@ -244,6 +266,7 @@ _PROOFS: dict[str, tuple[Callable[[KVFormat, KVCodec, int], None], str]] = {
     "edges": (_edges, "zeros give zeros, and numbers out of range the nearest in range"),
     "rows": (_rows_alone, "the bytes of a row depend on that row alone"),
     "scales": (_layer_scale, "the layer's scale has its effect, or none if the format has none"),
+    "defaults": (_defaults, "the bytes and the rows do not depend on torch's default dtype"),
     "rotation": (_rotation, "a rotation keeps norms and can be undone"),
     "pages": (_pages, "pages with gaps keep rows, in both orders, also when blocks are copied"),
 }
