@@ -237,6 +237,29 @@ def test_the_first_check_of_each_mistake_is_shrunk_in_a_second_run(command, torc
     assert calls == [(ids, 0.0)]
 
 
+@pytest.mark.parametrize("name", ["fp8", "bfloat16", "nvpf4"])
+def test_a_format_without_a_codec_is_refused_by_its_option(name, run):
+    outcome = run("conformance", "--format", name)
+    assert outcome.code == 2
+    assert f"--format={name!r} has no codec to prove; formats with one are nvfp4" in outcome.err
+
+
+def test_an_interrupt_while_shrinking_keeps_the_report(command, torch_checks, monkeypatch):
+    def run_checks(listing, ids, limits, observer, **rest):
+        if limits.shrink:
+            raise KeyboardInterrupt
+        for check in ids:
+            observer.finished(Result(check, CheckOutcome.FAILED, failure=Failure("sinks ignored")))
+
+    monkeypatch.setattr(run_module, "run_checks", run_checks)
+    outcome = command(*first(torch_checks, 3), "--shrink", "7", "--summary")
+    assert outcome.code == 1
+    assert "3 checks failed, 0 checks passed in " in outcome.out
+    assert " of 12 kinds of mistakes were tried, and " in outcome.out
+    assert " of them were found" in outcome.out
+    assert "--resume" not in outcome.out
+
+
 def test_a_run_that_stops_is_no_success_even_where_nothing_failed(command, torch_checks, monkeypatch):
     monkeypatch.setattr(run_module, "run_checks", lambda *args, **rest: "pytest broke")
     SavedResults(torch_checks).path.parent.mkdir(parents=True)

@@ -192,10 +192,12 @@ def conformance(
                 before = list(earlier.values())
                 with interrupt_on_sigterm(), _as_file(junit) as file:
                     problem = run_checks(listing, rest, limits, report, earlier=before, junit=file)
-        _shrink_steps(listing, dataclasses.replace(limits, shrink=0 if problem else shrink), report)
     except KeyboardInterrupt:
         report.interrupted()
         raise typer.Exit(_INTERRUPTED) from None
+    # All checks have run, so an interrupt ends the shrinking alone.
+    with contextlib.suppress(KeyboardInterrupt):
+        _shrink_steps(listing, dataclasses.replace(limits, shrink=0 if problem else shrink), report)
     report.end(rest, problem, summary=summary)
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")

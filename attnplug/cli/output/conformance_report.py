@@ -180,8 +180,10 @@ class Report(RunReport):
         if summary and self._listing is not None:
             kinds = proven_kinds(self.results, self._listing.ids)
             self._out.print(_kinds_table(kinds))
-            passed = sum(each.verdict == "passed" for each in kinds)
-            self.say(f"\n{passed} of {len(kinds)} kinds of mistakes were tried, and none was found\n")
+            found = sum(each.verdict == "failed" for each in kinds)
+            tried = found + sum(each.verdict == "passed" for each in kinds)
+            what = f"{found} of them were found" if found else "none was found"
+            self.say(f"\n{tried} of {len(kinds)} kinds of mistakes were tried, and {what}\n")
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
             self.say(f"{_subject(self._listing)} with {versions}")

@@ -156,7 +156,9 @@ def view_kv_cache(
     if not cache.padding:
         physical = elements.view([shape[dim] for dim in order])
         return physical.permute([order.index(dim) for dim in range(len(shape))])
-    if num_layers is not None or shape[order[0]] != num_blocks:
+    if num_layers is not None:
+        raise LayoutError("num_layers", num_layers, "cannot be given with pages that have padding")
+    if shape[order[0]] != num_blocks:
         limit = f"needs the block outermost in memory, which {backend.get_name()} does not have"
         raise LayoutError("padding", cache.padding, limit)
     strides, step = [0] * len(shape), 1
