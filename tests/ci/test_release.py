@@ -23,7 +23,7 @@ RELEASED = {"0.1.0": "2c94214877f05c4bba1c0cb2761c230336270103a53781131db7c0a31e
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 WORKFLOWS = [
     *sorted((ROOT / ".github/workflows").glob("*.yml")),
-    ROOT / "attnplug/templates/backend/.github/workflows/ci.yml.tmpl",
+    ROOT / "attnplug/templates/common/.github/workflows/ci.yml.tmpl",
 ]
 
 

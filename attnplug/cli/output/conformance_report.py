@@ -182,7 +182,8 @@ class Report(RunReport):
             self._out.print(_kinds_table(kinds))
             found = sum(each.verdict == "failed" for each in kinds)
             tried = found + sum(each.verdict == "passed" for each in kinds)
-            what = f"{found} of them were found" if found else "none was found"
+            verb = "was" if found == 1 else "were"
+            what = f"{found} of them {verb} found" if found else "none was found"
             self.say(f"\n{tried} of {len(kinds)} kinds of mistakes were tried, and {what}\n")
         if self._listing is not None:
             versions = ", ".join(f"{name} {version}" for name, version in self._listing.versions.items())
