@@ -94,14 +94,8 @@ def new_backend(
     """Write a package with a working backend, tests and CI, for you to add kernels."""
     names = PackageNames.from_name(name)
     _refuse_taken(name, names)
-    target = path / names.distribution
-    written = _write(target, _rendered("backend", names))
-    if as_json:
-        report = {**dataclasses.asdict(names), "path": str(target), "files": written}
-        print_json(report, "attnplug.new-backend")
-        return
     what = f"the backend {names.backend}, in plain PyTorch until you add kernels"
-    _say_what_comes_next(target, what, written, f"attnplug explain --backend {names.backend}")
+    _new_package("backend", names, path, as_json, what, f"attnplug explain --backend {names.backend}")
 
 
 def new_format(
@@ -117,19 +111,19 @@ def new_format(
     """Write a package with a working KV format, tests and CI, for you to change its bytes."""
     names = PackageNames.from_name(name)
     _refuse_taken_format(name, names)
-    target = path / names.distribution
-    written = _write(target, _rendered("format", names))
-    if as_json:
-        known = {
-            key: getattr(names, key) for key in ("distribution", "package", "entry_point", "format", "prefix")
-        }
-        print_json({**known, "path": str(target), "files": written}, "attnplug.new-format")
-        return
     what = f"the KV format {names.format}, of 6 bits until you change its bytes"
-    _say_what_comes_next(target, what, written, f"attnplug conformance --format {names.format}")
+    _new_package("format", names, path, as_json, what, f"attnplug conformance --format {names.format}")
 
 
-def _say_what_comes_next(target: Path, what: str, written: list[str], command: str) -> None:
+def _new_package(kind: str, names: PackageNames, path: Path, as_json: bool, what: str, command: str) -> None:
+    """Write a package of a kind, "backend" or "format", and say what it is and which command shows it."""
+    target = path / names.distribution
+    written = _write(target, _rendered(kind, names))
+    if as_json:
+        fields = ("distribution", "package", "entry_point", kind, "prefix")
+        report = {field: getattr(names, field) for field in fields}
+        print_json({**report, "path": str(target), "files": written}, f"attnplug.new-{kind}")
+        return
     # pip would take `attnplug-acme` without ./ for a distribution of that name.
     source = str(target) if target.is_absolute() else f"./{target}"
     echo(f"{target}: {what}\n")
