@@ -1,11 +1,12 @@
 """FLASH_ATTN_3: calls the operator `flash_attn_3::fwd`, as the library's public functions do, but with our output.
 
-It follows `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp`. No release can be installed, so it has never
-run on a GPU.
+It follows `hopper/flash_attn_interface.py` and `hopper/flash_api.cpp`. No release can be installed. On a GPU it ran
+with the operators that vLLM 0.25.1 ships.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar, cast
@@ -13,7 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from attnplug.backends.flash_attn.impl import FlashAttnImpl
-from attnplug.backends.flash_attn.metadata import Call, Kernels
+from attnplug.backends.flash_attn.metadata import Call, Kernels, Requests
 from attnplug.backends.library_imports import import_library
 from attnplug.core.errors import BackendUnavailableError
 
@@ -52,6 +53,8 @@ class FlashAttn3Kernels:
 
     def __call__(self, call: Call) -> torch.Tensor | None:
         """As `Kernels`."""
+        if not call.paged and call.requests.seq_lens.shape[0] > 1:
+            call = _in_pages_of_one(call)
         requests, spec = call.requests, call.spec
         left, right = call.window
         if call.paged:
@@ -107,6 +110,26 @@ class FlashAttn3Kernels:
             starts, lens = requests.query_start_loc, requests.seq_lens
             requests.schedules[key] = self._schedule(seqused_k=lens, cu_seqlens_q=starts, **plan)
         return requests.schedules[key]
+
+
+def _in_pages_of_one(call: Call) -> Call:
+    """The call with its packed keys as pages of one token.
+
+    Packed values are loaded in whole tiles, beyond the end of a request. A weight of 0 does not undo NaN, so
+    one request could spoil the one before it. Tokens that a table names are loaded up to the end alone.
+    """
+    requests = call.requests
+    if "pages of one" not in requests.kept:
+        starts = requests.key_start_loc
+        columns = torch.arange(max(requests.max_seq_len, 1), dtype=torch.int32, device=starts.device)
+        # A table is read past a request's end, too: each entry names a token that exists.
+        table = (starts[:-1, None] + columns).clamp_(max=max(call.key.shape[0] - 1, 0))
+        requests.kept["pages of one"] = dataclasses.replace(
+            requests, block_table=table, seq_lens=starts.diff(), schedules={}
+        )
+    paged = cast(Requests, requests.kept["pages of one"])
+    key, value = call.key.unsqueeze(1), call.value.unsqueeze(1)
+    return dataclasses.replace(call, requests=paged, key=key, value=value, paged=True)
 
 
 class FlashAttn3Impl(FlashAttnImpl):

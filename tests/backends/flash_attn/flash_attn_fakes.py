@@ -31,11 +31,14 @@ FA3_SCHEDULE = (
 )
 
 
-def _fill(q, k, v, out, lse, starts_q, starts_k, used, table, asked, whole_pages=False):
+def _fill(q, k, v, out, lse, starts_q, starts_k, used, table, asked, whole_pages=False, packed_tile=1):
     for request in range(starts_q.shape[0] - 1):
         rows = slice(int(starts_q[request]), int(starts_q[request + 1]))
         keys = keys_of(k, request, table, starts_k, used)
         values = keys_of(v, request, table, starts_k, used, whole_pages)
+        if table is None:
+            begin = int(starts_k[request])
+            values = v[begin : begin + -(-len(keys) // packed_tile) * packed_tile]
         found, its_lse = attend(q[rows], keys, values, asked)
         out[rows] = found.to(out.dtype)
         lse[:, rows] = its_lse.float()
@@ -153,11 +156,14 @@ def fwd(*, q, k, v, out, cu_seqlens_q, softmax_scale, **given):
     else:
         assert used.shape == (cu_seqlens_q.shape[0] - 1,)
         assert table.stride(-1) == 1
-        assert k.shape[1] in (16, 32, 64)
+        assert k.shape[1] in (1, 16, 32, 64)
     left, right = given["window_size_left"], given["window_size_right"]
     lse = torch.empty(q.shape[1], q.shape[0])
     asked = Asked(softmax_scale, given["is_causal"], left, right, given["softcap"])
-    _fill(q, k, v, out, lse, cu_seqlens_q, given.get("cu_seqlens_k"), used, table, asked)
+    tile = key_tile(q.shape[2], v.shape[-1], asked.causal, left >= 0 or right >= 0)
+    starts = given.get("cu_seqlens_k")
+    # Seen on an H200: packed values are loaded in whole tiles, of whichever request they are.
+    _fill(q, k, v, out, lse, cu_seqlens_q, starts, used, table, asked, packed_tile=tile)
     return out, lse, torch.empty(0), torch.empty(0)
 
 
