@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 from attnplug.core.checks import check_instances, check_names, check_size
@@ -136,6 +137,7 @@ class KVCacheConfig:
             object.__setattr__(self, name, check_instances(name, getattr(self, name), kind))
 
 
+@functools.lru_cache(maxsize=4096, typed=True)
 def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
     """The cache of a layer, in pages of `block_size` tokens; None with direct K and V.
 

@@ -259,8 +259,10 @@ class Registry:
             for rule in rules:
                 _check_matches(rule, specs)
         where = resolve_device(device)
+        given: Any = kwargs
+        sets, policy = self._asked(given)
         every = {
-            (phase, name): self._decision(spec, where, phase, name, usable=True, is_whole=False, **kwargs)[0]
+            (phase, name): self._of_layer(spec, where, phase, name, sets, policy, usable=True)[0]
             for phase in phases
             for name, spec in specs.items()
         }
@@ -280,24 +282,30 @@ class Registry:
                 gate = EvidenceGate(self.plugins, self.evidence, decision.allow_refuted, decision.assumed)
                 gate.check_pages(decision)
 
-    def _policy(
+    def _asked(self, kwargs: dict[str, Any]) -> tuple[tuple[tuple[Rule, ...], ...], Policy]:
+        """The sets of rules in force here, and the settings without a rule; the same for all layers of a call."""
+        # Engines name their table in every call, so this setting alone takes no time to merge.
+        tuned = self._tuned.of_argument(kwargs.pop("tuned", None))
+        # Callers may pass every setting on, unset ones as None.
+        is_set = kwargs and not kwargs.items() <= _UNSET.items()
+        # An attribute, because a call takes more of this path, which libraries follow without a project.
+        is_set = is_set or Search.folder is not None
+        if not (is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT) or os.environ.get(OPTIONS)):
+            return (), AUTOMATIC if tuned is None else Policy(tuned=tuned)
+        if unknown := kwargs.keys() - _UNSET:
+            known = ", ".join(_UNSET)
+            raise TypeError(f"unexpected keyword argument {min(unknown)!r}; settings are {known}")
+        return self._merged(tuned, **kwargs)
+
+    def _merged(
         self,
-        spec: LayerSpec,
-        phase: Phase | None,
-        layer_name: str | None,
-        is_whole: bool,
+        tuned: Tables | None,
         backend: Rules = None,
         options: Any = None,
         assume_installed: AssumeInstalled = None,
         allow_refuted: AllowRefuted = None,
-    ) -> Policy:
+    ) -> tuple[tuple[tuple[Rule, ...], ...], Policy]:
         sets = rule_sets(backend)
-        # No layer without a name can match a rule of the argument for a layer.
-        for lone in (rule for rule in sets[0] if layer_name is None and rule.scope == "layer"):
-            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
-            raise PolicyError(lone.source, str(lone), limit)
-        if is_whole and phase is None:
-            _refuse_phase_rule(sets, spec, layer_name)
         merged = self.environment_options(sets[-2])
         asked_here = ((sets[0], options), *USE_BLOCKS.get())
         # The argument comes last, so that its options replace those of the blocks around it.
@@ -305,11 +313,9 @@ class Registry:
             only = rules[0].backend if len(rules) == 1 else None
             merged.update(by_backend(given, only, self.plugins))
         check_options(merged, self.plugins)
-        rule = rule_for(sets, spec, phase, layer_name)
-        assumed = freeze_assumed(assume_installed)
-        frozen = freeze(merged)
+        assumed, frozen = freeze_assumed(assume_installed), freeze(merged)
         allowed = allowed_names(allow_refuted)
-        return Policy(rule, frozen, assumed, allowed, option_types=types_within(frozen))
+        return sets, Policy(None, frozen, assumed, allowed, tuned, types_within(frozen))
 
     def environment_options(self, rules: Sequence[Rule]) -> dict[str, Any]:
         """The options in ATTNPLUG_OPTIONS, else in the project's file, by backend; `rules` are those of ATTNPLUG_BACKEND."""
@@ -333,27 +339,37 @@ class Registry:
         is_whole: bool,
         **kwargs: Unpack[SelectKwargs],
     ) -> tuple[Decision, Rule | None]:
-        # `is_whole`: this one decision is the answer, so without a phase no rule for one phase may be ignored.
         if not isinstance(spec, LayerSpec):
             raise SpecError("spec", spec, "must be a LayerSpec")
         if layer_name is not None and not isinstance(layer_name, str):
             raise PolicyError("layer_name", layer_name, "must be text or None")
         where = resolve_device(device)
         when = phase if phase is None or isinstance(phase, Phase) else check_member(Phase, "phase", phase)
-        # Engines name their table in every call, so this setting alone takes no time to merge.
-        tuned = self._tuned.of_argument(kwargs.pop("tuned", None))
-        policy = AUTOMATIC if tuned is None else Policy(tuned=tuned)
-        # Callers may pass every setting on, unset ones as None.
-        is_set = kwargs and not kwargs.items() <= _UNSET.items()
-        # An attribute, because a call takes more of this path, which libraries follow without a project.
-        is_set = is_set or Search.folder is not None
-        if is_set or USE_BLOCKS.get() or os.environ.get(ENVIRONMENT) or os.environ.get(OPTIONS):
-            if unknown := kwargs.keys() - _UNSET:
-                known = ", ".join(_UNSET)
-                raise TypeError(f"unexpected keyword argument {min(unknown)!r}; settings are {known}")
-            others: Any = kwargs
-            merged = self._policy(spec, when, layer_name, is_whole, **others)
-            policy = merged if tuned is None else dataclasses.replace(merged, tuned=tuned)
+        given: Any = kwargs
+        sets, policy = self._asked(given)
+        # No layer without a name can match a rule of the argument for a layer.
+        for lone in (rule for rules in sets[:1] for rule in rules if layer_name is None and rule.scope == "layer"):
+            limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
+            raise PolicyError(lone.source, str(lone), limit)
+        # `is_whole`: this one decision is the answer, so without a phase no rule for one phase may be ignored.
+        if is_whole and when is None:
+            _refuse_phase_rule(sets, spec, layer_name)
+        return self._of_layer(spec, where, when, layer_name, sets, policy, usable=usable)
+
+    def _of_layer(
+        self,
+        spec: LayerSpec,
+        where: Device,
+        when: Phase | None,
+        layer_name: str | None,
+        sets: tuple[tuple[Rule, ...], ...],
+        policy: Policy,
+        *,
+        usable: bool,
+    ) -> tuple[Decision, Rule | None]:
+        rule = rule_for(sets, spec, when, layer_name) if sets else None
+        if rule is not None:
+            policy = dataclasses.replace(policy, rule=rule)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.
         key = (spec, where, when, policy, usable)
         decision = self._cache.get(key)
@@ -365,7 +381,7 @@ class Registry:
         if layer_name is not None:
             # The key has no layer name, so that equal layers of a model share one remembered decision.
             decision = dataclasses.replace(decision, layer_name=layer_name)
-        return decision, policy.rule
+        return decision, rule
 
     def _decide_once(self, key: tuple[LayerSpec, Device, Phase | None, Policy, bool]) -> Decision:
         spec, device, phase, policy, usable = key

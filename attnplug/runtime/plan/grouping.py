@@ -271,7 +271,10 @@ def planned_caches(decisions: Mapping[str, Decision]) -> dict[str, KVCacheSpec]:
     if all(largest - page <= _MOST_PADDING * largest for page in pages):
         # Pages as different as that come from `unify_page_sizes` alone: others have a common multiple.
         pad = {name: largest - cache.page_size_bytes for name, cache in caches.items()}
-        return {name: dataclasses.replace(each, padding=pad[name]) for name, each in caches.items()}
+        return {
+            name: dataclasses.replace(each, padding=pad[name]) if pad[name] else each
+            for name, each in caches.items()
+        }
     return caches
 
 
