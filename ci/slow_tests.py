@@ -1,4 +1,4 @@
-"""Writes `tests/slow_tests.txt`, the tests that a plain run leaves out because they take a second or more.
+"""Writes `tests/slow_tests.txt`, the tests that a plain run leaves out because they take half a second or more.
 
 usage: : > tests/slow_tests.txt; pytest -q -n 2 --durations=0 > LOG; python ci/slow_tests.py LOG
 
@@ -12,7 +12,7 @@ import re
 import sys
 from pathlib import Path
 
-LIMIT = 1.0  # seconds of a test's slowest case, or of its fixtures
+LIMIT = 0.5  # seconds of a test's slowest case, or of its fixtures
 LIST = Path(__file__).parent.parent / "tests" / "slow_tests.txt"
 
 

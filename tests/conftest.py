@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import shutil
 import signal
@@ -13,10 +14,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 import pytest
+from filelock import FileLock
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
 from quick_interpreter import patch_once_per_launch
@@ -105,12 +107,30 @@ def sync_errors() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 @pytest.fixture(scope="session")
-def plugin_environments(tmp_path_factory: pytest.TempPathFactory) -> PluginEnvironments:
-    """One root of scratch environments for the session, shared by all workers of pytest-xdist."""
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the session, shared by all workers of pytest-xdist."""
     base = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        base = base.parent
-    return PluginEnvironments(base / "plugin-environments")
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def plugin_environments(shared_folder: Path) -> PluginEnvironments:
+    """One root of scratch environments for the session."""
+    return PluginEnvironments(shared_folder / "plugin-environments")
+
+
+@pytest.fixture(scope="session")
+def models_data(shared_folder: Path) -> dict[str, Any]:
+    """The page's data of all models and GPUs: thousands of decisions, made once for the session."""
+    file = shared_folder / "models.json"
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            from attnplug.matrix.model_page import model_data
+            from attnplug.registry import Registry
+
+            file.write_text(json.dumps(model_data(Registry())))
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
 
 
 @pytest.fixture(scope="session")

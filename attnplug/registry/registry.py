@@ -259,6 +259,7 @@ class Registry:
             for rule in rules:
                 _check_matches(rule, specs)
         where = resolve_device(device)
+        phases = [None if phase is None else check_member(Phase, "phase", phase) for phase in phases]
         given: Any = kwargs
         sets, policy = self._asked(given)
         every = {

@@ -10,8 +10,7 @@ import pytest
 
 import attnplug
 from attnplug.cli.output.output import features_in_words
-from attnplug.matrix.model_page import ExampleModel, example_models, model_data
-from attnplug.registry.default import get_registry
+from attnplug.matrix.model_page import ExampleModel, example_models
 from attnplug.registry.devices import resolve_device
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +19,9 @@ GPT, LLAMA = (ROOT / "examples" / "models" / f"{name}.json" for name in ("gpt-os
 GPUS = ("T4", "A100", "L40S", "H100", "B200", "MI300X")
 
 
-@pytest.fixture(scope="module")
-def data() -> dict[str, Any]:
-    return model_data(get_registry())
+@pytest.fixture
+def data(models_data: dict[str, Any]) -> dict[str, Any]:
+    return models_data
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import pytest
 
 from attnplug.matrix import Matrix
 from attnplug.matrix.html import render_html
-from attnplug.matrix.model_page import model_data
-from attnplug.registry import Registry
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -76,8 +74,3 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
         each.tab.close()
         assert each.wrong == []
         assert {url.partition("#")[0] for url in each.requests} <= {"about:blank", each.file.as_uri()}
-
-
-@pytest.fixture(scope="session")
-def models() -> Any:
-    return model_data(Registry())

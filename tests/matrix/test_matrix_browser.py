@@ -216,10 +216,10 @@ def test_an_empty_matrix_says_so(open_page: Any) -> None:
 
 @pytest.mark.parametrize("by", ["mouse", "keyboard"])
 def test_three_choices_lead_from_opening_the_page_to_the_answer(
-    open_page: Any, models: Any, by: str, record_property: Any
+    open_page: Any, models_data: Any, by: str, record_property: Any
 ) -> None:
     started = time.perf_counter()
-    page = open_page(Matrix(()), models=models)
+    page = open_page(Matrix(()), models=models_data)
     choices = {"Model": "gpt-oss-20b", "GPU": "A100 (sm80)", "KV cache dtype": "fp8 (any)"}
     for label, wanted in choices.items():
         box = page.tab.get_by_role("combobox", name=label)
@@ -245,8 +245,8 @@ def test_three_choices_lead_from_opening_the_page_to_the_answer(
 
 
 @pytest.mark.parametrize("gpu", ["h100", "H100", "sm90"])
-def test_an_address_opens_the_answer_for_a_model(open_page: Any, models: Any, gpu: str) -> None:
-    page = open_page(synthetic_matrix(), f"#model=deepseek-v3&gpu={gpu}&kv=auto", models=models)
+def test_an_address_opens_the_answer_for_a_model(open_page: Any, models_data: Any, gpu: str) -> None:
+    page = open_page(synthetic_matrix(), f"#model=deepseek-v3&gpu={gpu}&kv=auto", models=models_data)
     sentence = page.tab.locator("#sentence").inner_text()
     assert (
         sentence
@@ -260,8 +260,8 @@ def test_an_address_opens_the_answer_for_a_model(open_page: Any, models: Any, gp
     assert page.tab.get_by_role("heading", name="Which backend for my model?").is_visible()
 
 
-def test_an_address_that_names_no_model_shows_the_first_answer(open_page: Any, models: Any) -> None:
-    page = open_page(Matrix(()), "#model=no-such&gpu=rtx9999&kv=fp9", models=models)
+def test_an_address_that_names_no_model_shows_the_first_answer(open_page: Any, models_data: Any) -> None:
+    page = open_page(Matrix(()), "#model=no-such&gpu=rtx9999&kv=fp9", models=models_data)
     assert (
         page.tab.locator("#sentence")
         .inner_text()
@@ -269,8 +269,10 @@ def test_an_address_that_names_no_model_shows_the_first_answer(open_page: Any, m
     )
 
 
-def test_the_candidates_have_their_reasons_and_the_command_can_be_copied(open_page: Any, models: Any) -> None:
-    page = open_page(Matrix(()), "#model=gpt-oss-20b&gpu=a100&kv=fp8_e4m3", models=models)
+def test_the_candidates_have_their_reasons_and_the_command_can_be_copied(
+    open_page: Any, models_data: Any
+) -> None:
+    page = open_page(Matrix(()), "#model=gpt-oss-20b&gpu=a100&kv=fp8_e4m3", models=models_data)
     page.tab.get_by_text("All candidates with their reasons").click()
     row = page.tab.get_by_role("row").filter(has=page.tab.get_by_role("rowheader", name="TRITON")).first
     assert "refused" in row.inner_text()
@@ -282,9 +284,11 @@ def test_the_candidates_have_their_reasons_and_the_command_can_be_copied(open_pa
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 1280])
-def test_no_answer_is_wider_than_the_screen(open_page: Any, models: Any, width: int, scheme: str) -> None:
+def test_no_answer_is_wider_than_the_screen(
+    open_page: Any, models_data: Any, width: int, scheme: str
+) -> None:
     viewport = {"width": width, "height": 844}
-    page = open_page(Matrix(()), models=models, viewport=viewport, color_scheme=scheme)
+    page = open_page(Matrix(()), models=models_data, viewport=viewport, color_scheme=scheme)
     page.tab.get_by_text("All candidates with their reasons").click()
     for model in ("whisper-large-v3", "deepseek-v3", "llama-3.1-70b"):
         page.tab.get_by_role("combobox", name="Model").select_option(model)
@@ -293,9 +297,9 @@ def test_no_answer_is_wider_than_the_screen(open_page: Any, models: Any, width: 
         assert page.tab.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_page_has_a_way_back_to_the_site(open_page: Any, models: Any) -> None:
+def test_the_page_has_a_way_back_to_the_site(open_page: Any, models_data: Any) -> None:
     links = {"attnplug documentation": "../index.html"}
-    for matrix, more in ((synthetic_matrix(), None), (Matrix(()), models)):
+    for matrix, more in ((synthetic_matrix(), None), (Matrix(()), models_data)):
         page = open_page(matrix, models=more, links=links)
         assert (
             page.tab.get_by_role("link", name="attnplug documentation").get_attribute("href")

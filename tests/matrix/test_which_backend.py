@@ -12,7 +12,7 @@ import pytest
 
 from attnplug.cli import main
 from attnplug.integrations.transformers import read_config
-from attnplug.matrix.model_page import ExampleModel, example_models, model_data, models_text
+from attnplug.matrix.model_page import ExampleModel, example_models, models_text
 from attnplug.matrix.which_backend import KV_CHOICES, answers_for
 from attnplug.matrix.words import COLOURS, letters
 from attnplug.registry import Registry
@@ -27,9 +27,9 @@ def registry() -> Registry:
     return Registry()
 
 
-@pytest.fixture(scope="module")
-def data(registry: Registry) -> dict[str, Any]:
-    return model_data(registry)
+@pytest.fixture
+def data(models_data: dict[str, Any]) -> dict[str, Any]:
+    return models_data
 
 
 def text_of(data: dict[str, Any], model: str, gpu: str, dtype: str) -> dict[str, Any]:
