@@ -59,6 +59,8 @@ class AttentionBackend(ABC):
     serves_dense: ClassVar[bool] = False
     """Whether a backend with Feature.SPARSE serves layers without a SparseSpec too. By default it refuses them,
     because kernels that read a selection usually need one."""
+    supported_invariances: ClassVar[Sequence[str]] = ()
+    """The words of INVARIANCES that a backend with Feature.INVARIANCE keeps, bit by bit."""
     step_safe: ClassVar[bool] = False
     """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
     quantizes_queries: ClassVar[bool] = False

@@ -32,7 +32,7 @@ class FeatureRow:
         code: code of the reason that refuses it; default "feature.<name>".
         refusal: the sentence of that reason; default "<name> not supported".
         kinds: the class attribute of AttentionBackend that lists the kinds served, of a field whose value has a
-            `kind`. The reasons then name the value: "sparse token_topk 2048 not supported".
+            `kind` or is a tuple of kinds. The reasons then name the value: "sparse token_topk 2048 not supported".
         declared_by: the method of AttentionBackend that says whether it is served; default: `features` says.
         only: the sentence that refuses layers which do not ask, for features that a backend serves alone.
         besides: the class attribute of AttentionBackend that says whether such a backend serves other layers too.
@@ -279,6 +279,21 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         unpaged=True,
     )
     """Encoder layers, without a KV cache that grows."""
+
+    INVARIANCE = FeatureRow(
+        field="invariance",
+        values=(("batch",), ("rows",), ("heads",), ("batch", "rows", "heads")),
+        code="invariance",
+        kinds="supported_invariances",
+        shown=lambda spec: f"invariance {'+'.join(spec.invariance)}",
+        option="--invariance",
+        help="On what the bits of a row do not depend: batch, rows, heads.",
+        metavar="WORD[,WORD[,WORD]]",
+        parse=lambda *words: words,
+        words=3,
+        per_request=True,
+    )
+    """The bits of a row do not depend on how a step is made."""
 
     def names(self) -> tuple[str, ...]:
         """The lower-case names of the flags set, in the order of this class."""

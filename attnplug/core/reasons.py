@@ -225,6 +225,14 @@ REASON_HELP: Mapping[str, CodeHelp] = {
             "A backend that serves sparse layers alone refuses all others: use it for sparse layers only.",
         ),
     ),
+    "invariance": CodeHelp(
+        "invariance batch+rows not supported: kind rows is not batch",
+        "The layer asks for equal bits however a step is made, and the backend's sums depend on it.",
+        (
+            _OTHER_BACKEND,
+            "Ask for the words that it keeps, or for none: results then agree up to rounding.",
+        ),
+    ),
     "mm_prefix": CodeHelp(
         "multimodal prefix spans not supported",
         "The tokens of an image see each other in both directions (Gemma-3), which the backend's mask cannot express.",

@@ -20,6 +20,7 @@ from attnplug.core.checks import (
 from attnplug.core.dtypes import dtype_name, is_quantized_kv_cache, kv_cache_dtype_name, stored_dtype_name
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import FEATURES, Feature
+from attnplug.core.invariance import check_invariance
 from attnplug.core.kv_format import kv_format
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec, check_sparse
@@ -89,6 +90,8 @@ class LayerSpec:
             window or chunk.
         direct_kv: K and V come with the call, not from pages: its calls get no KV cache, also those of an encoder.
         needs_lse: the engine merges partial results and needs the log-sum-exp.
+        invariance: on what the bits of a row do not depend, of INVARIANCES: "batch", the other requests of a step;
+            "rows", which of its request's tokens are in the step; "heads", the number of heads on the rank.
 
     The order is fixed: scale, soft cap, ALiBi, mask, sinks.
 
@@ -116,6 +119,7 @@ class LayerSpec:
     mm_prefix: bool
     direct_kv: bool
     needs_lse: bool
+    invariance: tuple[str, ...]
     # A row of Feature whose field is none of the above adds a flag. No type checker knows it, so a field that
     # stays is declared above and gets an argument below.
     __annotations__ |= dict.fromkeys(_added_flags(__annotations__), "bool")
@@ -148,6 +152,7 @@ class LayerSpec:
         mm_prefix: bool = False,
         direct_kv: bool = False,
         needs_lse: bool = False,
+        invariance: Sequence[str] = (),
         **added: Never,
     ) -> None:
         kind = check_member(AttentionType, "attn_type", attn_type)
@@ -195,6 +200,7 @@ class LayerSpec:
             "mm_prefix": check_flag("mm_prefix", mm_prefix),
             "direct_kv": check_flag("direct_kv", direct_kv),
             "needs_lse": check_flag("needs_lse", needs_lse),
+            "invariance": check_invariance(invariance),
         }
         # Fields after the named ones are flags that rows of Feature added. The last two are private.
         for name in tuple(LayerSpec.__slots__)[len(values) : -2]:
@@ -346,7 +352,7 @@ class LayerSpec:
         """A JSON object with every field, and with the names of filled-in defaults as `derived`."""
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         data["attn_type"] = str(self.attn_type)
-        data["window"] = list(self.window)
+        data["window"], data["invariance"] = list(self.window), list(self.invariance)
         for name in ("mla", "sparse"):
             value = data[name]
             data[name] = None if value is None else dataclasses.asdict(value)

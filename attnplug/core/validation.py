@@ -158,9 +158,11 @@ def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
 def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
     """The features that a method of the backend declares."""
     for flag in FEATURES:
-        if flag.ask.declared_by in (None, "supports_attn_type"):
+        row = flag.ask
+        if row.declared_by == "supports_attn_type" or (row.declared_by is None and row.kinds is None):
             continue
-        serves, asked = answer(backend, str(flag.ask.declared_by)), flag.is_asked_by(spec)
+        asked, method = flag.is_asked_by(spec), row.declared_by
+        serves = flag in declared(backend, "features") if method is None else answer(backend, method)
         if asked:
             yield from _kind(backend, spec, flag, serves)
         elif flag.ask.only and serves and not (flag.ask.besides and declared(backend, flag.ask.besides)):
@@ -183,12 +185,14 @@ def _kind(backend: type[AttentionBackend], spec: LayerSpec, flag: Feature, serve
         if not serves:
             yield Reason(flag.refusal, code=flag.code, field=row.field)
         return
-    kind, fact = getattr(spec, row.field).kind, f"{flag.shown(spec)} not supported"
+    value, fact = getattr(spec, row.field), f"{flag.shown(spec)} not supported"
+    asked = value if isinstance(value, tuple) else (value.kind,)
     kinds = declared(backend, row.kinds)
+    missing = ", ".join(kind for kind in asked if kind not in kinds)
     if not serves:
         yield Reason(fact, code=flag.code, field=row.field)
-    elif kind not in kinds:
-        yield Reason(fact, code=flag.code, field=row.field, requested=f"kind {kind}", supported=kinds)
+    elif missing:
+        yield Reason(fact, code=flag.code, field=row.field, requested=f"kind {missing}", supported=kinds)
 
 
 def _device(backend: type[AttentionBackend], device: Device) -> Iterator[Reason]:
@@ -248,6 +252,7 @@ def _combination_and_features(
     for flag in asked & ~features:
         refused_before = (
             flag.ask.declared_by is not None
+            or flag.ask.kinds is not None
             or (flag is Feature.FP8_KV and not _stores(backend, spec))
             or (flag is Feature.NON_CAUSAL and not answer(backend, "supports_attn_type", spec.attn_type))
         )

@@ -349,7 +349,9 @@ class Registry:
         given: Any = kwargs
         sets, policy = self._asked(given)
         # No layer without a name can match a rule of the argument for a layer.
-        for lone in (rule for rules in sets[:1] for rule in rules if layer_name is None and rule.scope == "layer"):
+        for lone in (
+            rule for rules in sets[:1] for rule in rules if layer_name is None and rule.scope == "layer"
+        ):
             limit = f"is no kind ({', '.join(KINDS)}) and no phase, so it needs layer_name"
             raise PolicyError(lone.source, str(lone), limit)
         # `is_whole`: this one decision is the answer, so without a phase no rule for one phase may be ignored.

@@ -26,6 +26,7 @@ COMPUTED = (
     | Feature.ALIBI
     | Feature.MLA
     | Feature.MM_PREFIX
+    | Feature.INVARIANCE
     | Feature.SPARSE
     | Feature.LSE
     | Feature.HEAD_SIZE_V

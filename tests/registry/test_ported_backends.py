@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "Acme.supports_sliding_window is not read by attnplug; declare Feature.SLIDING_WINDOW in features",
     ),
     "non-causal": ({"supports_non_causal": method(lambda cls: True)}, "declare Feature.NON_CAUSAL in features"),
-    "batch invariance": ({"supports_batch_invariance": method(lambda cls: True)}, "no layer can ask for it"),
+    "batch invariance": ({"supports_batch_invariance": method(lambda cls: True)}, "declare Feature.INVARIANCE in features"),
     "one forward": ({"forward_includes_kv_cache_update": True}, "write update_kv_cache and attend on the impl"),
     "cascade": ({"use_cascade_attention": staticmethod(lambda *args: False)}, "a method of the builder"),
     "metadata class": ({"get_metadata_cls": staticmethod(lambda: dict)}, "build returns the metadata"),

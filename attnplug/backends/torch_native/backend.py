@@ -52,8 +52,10 @@ class TorchBackend(AttentionBackend):
         | Feature.FP8_KV
         | Feature.CROSS
         | Feature.ENCODER
+        | Feature.INVARIANCE
     )
 
+    supported_invariances: ClassVar[Sequence[str]] = ("batch",)
     supported_sparse_kinds: ClassVar[Sequence[str]] = ("token_topk", "block")
     serves_dense: ClassVar[bool] = True
 
@@ -74,7 +76,9 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Refuse a storage dtype for direct K and V, which are never stored."""
+        """Refuse a storage dtype for direct K and V, which are never stored, and equal bits on other devices than a CPU."""
+        if spec.invariance and device.type != "cpu":
+            return f"equal bits are kept on a CPU alone: on {device.type} libraries choose the order of sums"
         if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
             return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
         return None

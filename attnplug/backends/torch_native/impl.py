@@ -79,6 +79,39 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         use_sinks: bool,
     ) -> None:
         """Attend into `output`, of the layer's dtype or float32."""
+        if "batch" not in self.spec.invariance:
+            step = query, key, value, kv_cache, attn_metadata, output, output_lse
+            self._attend_step(layer, *step, use_sinks)
+            return
+        # Sums of several requests have shapes of them all, and bits depend on shapes and on where memory begins.
+        with_call = kv_cache is None or self._attends_own_keys
+        for rows, own, alone in attn_metadata.alone():
+            into = torch.empty_like(output[rows])
+            lse = None if output_lse is None else torch.empty_like(output_lse[rows])
+            given = [
+                None
+                if each is None or not with_call
+                else each[own].clone(memory_format=torch.contiguous_format)
+                for each in (key, value)
+            ]
+            asked = query[rows].clone(memory_format=torch.contiguous_format)
+            self._attend_step(layer, asked, *given, kv_cache, alone, into, lse, use_sinks)
+            output[rows] = into
+            if output_lse is not None:
+                output_lse[rows] = lse
+
+    def _attend_step(
+        self,
+        layer: AttentionLayer | None,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: TorchMetadata,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+        use_sinks: bool,
+    ) -> None:
         check_spans_given(attn_metadata.spans is not None, self.spec)
         reach = Reach.of(self.spec, attn_metadata.causal)
         source = self._decoded(layer, self._source(key, value, kv_cache, attn_metadata))

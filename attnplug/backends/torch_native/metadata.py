@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,35 @@ class TorchMetadata(AttentionMetadata):
     def query_lens(self) -> _Ints:
         """New tokens of each request, int64 `[R]`."""
         return np.diff(self.query_starts)
+
+    def alone(self) -> list[tuple[slice, slice, TorchMetadata]]:
+        """Each request with queries as a step of its own, which says nothing of the others; made once for all layers.
+
+        With its rows, and its rows of keys that come with the call.
+        """
+        if "alone" not in self.plans:
+            starts = self.query_starts.tolist()
+            keys = starts if self.key_starts is None else self.key_starts.tolist()
+            found = []
+            for request in np.flatnonzero(self.query_lens).tolist():
+                rows = slice(starts[request], starts[request + 1])
+                own = slice(keys[request], keys[request + 1])
+                count, given = rows.stop - rows.start, own.stop - own.start
+                step = dataclasses.replace(
+                    self,
+                    block_table=self.block_table[request : request + 1].clone(),
+                    num_actual_tokens=count,
+                    query_starts=np.array([0, count]),
+                    seq_lens=self.seq_lens[request : request + 1].copy(),
+                    key_starts=None if self.key_starts is None else np.array([0, given]),
+                    common_prefix_len=0,
+                    spans=None if self.spans is None else self.spans[rows],
+                    selection=None if self.selection is None else self.selection[rows],
+                    plans={},
+                )
+                found.append((rows, own, step))
+            self.plans["alone"] = found
+        return cast(list[tuple[slice, slice, TorchMetadata]], self.plans["alone"])
 
     def rows(self) -> tuple[_Ints, _Ints]:
         """The request and the position of each query, int64 `[T]`; padding requests have negative positions."""

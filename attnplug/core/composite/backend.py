@@ -256,6 +256,10 @@ def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -
         ),
         "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
         "supported_sparse_kinds": in_both(*of_both("supported_sparse_kinds", *pair)),
+        # Prompts and decodes of two backends have other bits, so a row depends on which half computes it.
+        "supported_invariances": tuple(
+            word for word in in_both(*of_both("supported_invariances", *pair)) if word != "rows"
+        ),
         "serves_dense": all(of_both("serves_dense", *pair)),
         "Options": composite_options(name, members),
     }

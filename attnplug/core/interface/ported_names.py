@@ -36,8 +36,9 @@ BACKEND_NAMES: Mapping[str, PortedName] = _ported(
         "declare Feature.SLIDING_WINDOW in features": "supports_sliding_window",
         "declare Feature.NON_CAUSAL in features": "supports_non_causal",
         "declare Feature.ALIBI in features; slopes are used as they are": "supports_alibi_sqrt",
-        "remove it: no layer can ask for it": (
-            "supports_batch_invariance supports_kv_connector is_ssm supports_rswa"
+        "remove it: no layer can ask for it": "supports_kv_connector is_ssm supports_rswa",
+        'declare Feature.INVARIANCE in features, and supported_invariances = ("batch",)': (
+            "supports_batch_invariance"
         ),
         "remove it: a layer's scales are per tensor": "supports_per_head_quant_scales",
         "set supports_pcp on the impl": "supports_pcp",

@@ -28,7 +28,7 @@ UNSERVED = {
     "use_sparse": "sparse attention is not served in vLLM",
     "use_mm_prefix": "spans of multimodal tokens are not served in vLLM",
     "use_per_head_quant_scales": "scales for each head are not served",
-    "use_batch_invariant": "results that do not depend on the batch are not promised",
+    "use_batch_invariant": "equal bits in any batch are not served in vLLM",
     "use_pcp": "prefill context parallelism is not served in vLLM",
     "use_dcp": "decode context parallelism is not served in vLLM",
     "use_adaptive_verification": "query lengths that the host does not know are not served",

@@ -94,8 +94,11 @@ def cascade_prefix_len(
 
 
 def _sees_all(spec: LayerSpec, longest: int) -> bool:
-    """Whether every query sees all keys before it, in sequences of up to `longest` tokens."""
+    """Whether every query may attend all keys before it in parts, in sequences of up to `longest` tokens."""
     if spec.attn_type is not AttentionType.DECODER or spec.sparse or spec.mm_prefix:
+        return False
+    # Which requests share a prefix depends on the step, and a merge of two parts has other bits than one sum.
+    if spec.invariance:
         return False
     left = spec.window[0]
     return (left < 0 or longest <= left + 1) and (spec.chunk_size is None or longest <= spec.chunk_size)

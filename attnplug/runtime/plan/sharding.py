@@ -78,6 +78,7 @@ def refusal(spec: LayerSpec) -> Reason | None:
         (spec.has_alibi, "alibi", "has_alibi", "a rank's keys are not at consecutive positions"),
         (spec.sparse is not None, "sparse attention", "sparse", "a selection is of the keys of all ranks"),
         (spec.mm_prefix, "multimodal prefix spans", "mm_prefix", "a span is of the keys of all ranks"),
+        (bool(spec.invariance), "invariance", "invariance", "bits depend on how many ranks share the keys"),
         (
             spec.is_windowed or spec.chunk_size is not None,
             "a window that keeps all tokens",

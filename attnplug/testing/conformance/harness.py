@@ -48,6 +48,7 @@ def layer_words(spec: LayerSpec) -> str:
     parts += [f"soft cap {spec.logits_soft_cap:g}"] if spec.logits_soft_cap else []
     parts += [f"scale {spec.scale:g}"] if spec.scale != spec.replace(scale=None).scale else []
     parts += [f"sparse {spec.sparse}"] if spec.sparse else []
+    parts += [f"invariance {'+'.join(spec.invariance)}"] if spec.invariance else []
     flags = {"sinks": spec.has_sinks, "ALiBi": spec.has_alibi, "mm_prefix": spec.mm_prefix}
     flags |= {"direct K and V": spec.direct_kv, "LSE": spec.needs_lse}
     return ", ".join([*parts, *(name for name, is_set in flags.items() if is_set)])

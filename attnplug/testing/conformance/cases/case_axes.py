@@ -229,6 +229,9 @@ def samples_of(target: Target, flag: Feature) -> tuple[Any, ...]:
         return tuple(own) or samples
     if flag is Feature.MLA:
         return tuple(target.latents) or samples
+    if flag is Feature.INVARIANCE:
+        words = set(target.backend.supported_invariances)
+        return tuple(sample for sample in samples if words.issuperset(sample)) or samples
     if flag is Feature.SPARSE:
         served = target.backend.supported_sparse_kinds
         return tuple(sample for sample in samples if sample.kind in served) or samples

@@ -84,6 +84,7 @@ class Case:
         parts += [f"chunk{spec.chunk_size}"] if spec.chunk_size else []
         parts += [f"cap{spec.logits_soft_cap:g}"] if spec.logits_soft_cap else []
         parts += [str(spec.sparse).replace(" ", "_")] if spec.sparse else []
+        parts += [f"invariance_{'_'.join(spec.invariance)}"] if spec.invariance else []
         parts += [f"rows{self.chunk_rows}"] if self.chunk_rows else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
         flags |= {"spans": spec.mm_prefix, "joint": self.joint, "apart": self.apart}

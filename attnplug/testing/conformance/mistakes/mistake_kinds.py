@@ -127,10 +127,11 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
             *("correct/[!m]*", "correct/many-*", *_correct("direct*", "encoder*", "cross*", "strangers")),
             *("correct/mixed-h4x2-d64-float32-b16-NHD", "correct/mixed-h4x[12]-d*-float32-b*-NHD"),
             *(f"batch/{name}-*" for name in ("alone", "order", "idle", "nobody", "pieces", "cross")),
-            *(f"declared/feature-{name}" for name in ("direct_kv", "cross", "encoder")),
+            *(f"declared/feature-{name}" for name in ("direct_kv", "cross", "encoder", "invariance")),
+            *("invariance/*", *_correct("invariance_*")),
             *("declared/phase-*", "declared/attn_type-*"),
         ),
-        ("direct_kv", "cross", "encoder"),
+        ("direct_kv", "cross", "encoder", "invariance"),
     ),
     MistakeKind(
         "builders and metadata",
