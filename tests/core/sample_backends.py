@@ -43,6 +43,7 @@ class Generous(Plain):
     supported_dtypes = ("float16", "bfloat16", "float32")
     supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e5m2", "float16", "int8")
     features = EVERYTHING & ~ONE_KIND_ONLY
+    supported_invariances = ("batch", "rows", "heads")
 
 
 class Latent(Generous):

@@ -213,7 +213,8 @@ def test_attributes_have_exact_types(arguments: dict[str, Any]) -> None:
         assert getattr(spec, name) is None or type(getattr(spec, name)) is kind, name
     assert [type(side) for side in spec.window] == [int, int]
     assert type(spec.window) is tuple
-    assert {*exact, *optional, "window"} == {f.name for f in dataclasses.fields(spec) if f.init}
+    assert type(spec.invariance) is tuple
+    assert {*exact, *optional, "window", "invariance"} == {f.name for f in dataclasses.fields(spec) if f.init}
 
 
 class TestMLA:

@@ -48,6 +48,7 @@ ASKED: list[tuple[dict[str, Any], Feature]] = [
     ({"mm_prefix": True}, Feature.MM_PREFIX),
     ({"direct_kv": True}, Feature.DIRECT_KV),
     ({"needs_lse": True}, Feature.LSE),
+    ({"invariance": ("batch",)}, Feature.INVARIANCE),
 ]
 
 

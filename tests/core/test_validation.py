@@ -131,6 +131,7 @@ def test_a_feature_that_is_not_declared_is_refused(flag: Feature) -> None:
         Feature.FP8_KV: {"kv_cache_dtype": "fp8"},
         Feature.CROSS: {"attn_type": "encoder_decoder"},
         Feature.ENCODER: {"attn_type": "encoder_only"},
+        Feature.INVARIANCE: {"invariance": ("batch",)},
     }
     own_codes = {
         Feature.SINKS: "sink",
@@ -139,6 +140,7 @@ def test_a_feature_that_is_not_declared_is_refused(flag: Feature) -> None:
         Feature.MLA: "mla",
         Feature.SPARSE: "sparse",
         Feature.MM_PREFIX: "mm_prefix",
+        Feature.INVARIANCE: "invariance",
     }
     spec = LayerSpec(**{**SIZES, **asks[flag]})
     everything_else = EVERYTHING & ~flag

@@ -14,7 +14,7 @@ HOSTILE = "</script><img src=x onerror=alert(1)> | `a` *b* [c](javascript:d) \x1
 """A name or reason that ends what it stands in, wherever that is."""
 
 AXES: dict[str, tuple[object, ...]] = {
-    "feature": ("plain", *(str(flag.name).lower() for flag in Feature)),
+    "feature": ("plain", *(str(flag.name).lower() for flag in Feature if flag is not Feature.INVARIANCE)),
     "phase": ("prefill", "decode", "mixed"),
     "head_size": (128, 64, 16, 32, 80, 96, 112, 192, 256, 576),
     "dtype": ("bfloat16", "float16", "float32"),

@@ -146,9 +146,7 @@ def _check_withdrawn(target: Target, feature: Feature) -> None:
     spec = _asking(target, base, feature)
     without = type(backend.__name__, (backend,), {"features": backend.features & ~feature})
     narrowed = Target(without, target.device, target.level)
-    expect_refused(
-        narrowed, spec, f"a layer that asks for {name}, once features lacks it,", (f"feature.{name}",)
-    )
+    expect_refused(narrowed, spec, f"a layer that asks for {name}, once features lacks it,", (feature.code,))
     _expect_none(narrowed, base, feature, f" once features lacks {name}")
 
 
