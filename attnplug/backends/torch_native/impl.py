@@ -79,25 +79,19 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         use_sinks: bool,
     ) -> None:
         """Attend into `output`, of the layer's dtype or float32."""
+        meta = attn_metadata
         if "batch" not in self.spec.invariance:
-            step = query, key, value, kv_cache, attn_metadata, output, output_lse
-            self._attend_step(layer, *step, use_sinks)
+            self._attend_step(layer, query, key, value, kv_cache, meta, output, output_lse, use_sinks)
             return
         # Sums of several requests have shapes of them all, and bits depend on shapes and on where memory begins.
         with_call = kv_cache is None or self._attends_own_keys
-        for rows, own, alone in attn_metadata.alone():
+        for rows, own, alone in meta.alone():
             into = torch.empty_like(output[rows])
             lse = None if output_lse is None else torch.empty_like(output_lse[rows])
-            given = [
-                None
-                if each is None or not with_call
-                else each[own].clone(memory_format=torch.contiguous_format)
-                for each in (key, value)
-            ]
-            asked = query[rows].clone(memory_format=torch.contiguous_format)
-            self._attend_step(layer, asked, *given, kv_cache, alone, into, lse, use_sinks)
+            k, v = (_copy(each, own) if with_call and each is not None else None for each in (key, value))
+            self._attend_step(layer, _copy(query, rows), k, v, kv_cache, alone, into, lse, use_sinks)
             output[rows] = into
-            if output_lse is not None:
+            if output_lse is not None and lse is not None:
                 output_lse[rows] = lse
 
     def _attend_step(
@@ -260,3 +254,7 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
             sinks = tensors.sinks.to(device).view(grouped)
         k_scale, v_scale = self._scales(layer, stored)
         return Scoring(spec.scale * k_scale, v_scale, spec.logits_soft_cap, slopes, sinks)
+
+
+def _copy(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    return tensor[rows].clone(memory_format=torch.contiguous_format)
