@@ -240,7 +240,7 @@ def paged_batch(
     block = cache.numel() // cache.shape[0]
     return Batch(
         spec=spec,
-        common=step_metadata(
+        common=_common(
             spec,
             query_lens,
             seq_lens,
@@ -292,7 +292,7 @@ def direct_batch(
     counts = list(query_lens) if key_lens is None else list(key_lens)
     queries, keys, values = draw_tokens(spec, query_lens, counts, generator, numbers)
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
-    common = step_metadata(
+    common = _common(
         spec,
         query_lens,
         seq_lens,
@@ -353,7 +353,7 @@ def _starts(lengths: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32))
 
 
-def step_metadata(
+def _common(
     spec: LayerSpec,
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
@@ -365,7 +365,6 @@ def step_metadata(
     seed: int,
     device: str,
 ) -> CommonAttentionMetadata:
-    """A step of requests over the pages of `table`, int32 `[R, blocks]`; `slots` are those of its new tokens."""
     is_causal = spec.causal if causal is None else causal
     # Copies between traps, so tensors of the device and the host share no memory.
     host = np.asarray(seq_lens, dtype=np.int32)

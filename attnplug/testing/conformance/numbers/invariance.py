@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnplug.core.batch.ubatch import UBatchSlice, split_attn_metadata
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.invariance import INVARIANCES
-from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.spec import AttentionType, LayerSpec
-from attnplug.testing.batches import Batch, step_metadata
+from attnplug.testing.batches import Batch
+from attnplug.testing.conformance.cases.steps import select_requests
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind
 from attnplug.testing.conformance.harness import Harness, Output, request_words
 from attnplug.testing.conformance.target import Target
@@ -86,12 +87,12 @@ def _check_batch(target: Target, steps: Sequence[str], layout: str | None = None
         count = whole.batch.common.num_reqs
         together = list(range(count))
         for request in together:
-            alone = _run(target, _some(target, whole.batch, [request]))
+            alone = _run(target, select_requests(whole.batch, [request]))
             if (differs := _differs(alone.rows(0), whole.rows(request))) is not None:
                 raise ConformanceError(_beside(target, whole.batch, request, alone, name, differs))
         # Requests in another order, on other pages, in a wider table, beside fewer.
         for order in (together[::-1], together[1:], together[: count // 2]):
-            moved = _run(target, _some(target, whole.batch, order, moved=True))
+            moved = _run(target, _moved(target, select_requests(whole.batch, order)))
             for place, request in enumerate(order):
                 if (differs := _differs(moved.rows(place), whole.rows(request))) is not None:
                     what = "in another order, on other pages and in a wider table"
@@ -103,7 +104,7 @@ def _beside(target: Target, batch: Batch, request: int, alone: _Step, name: str,
     for other in range(batch.common.num_reqs):
         if other != request:
             pair = sorted((request, other))
-            found = _run(target, _some(target, batch, pair))
+            found = _run(target, select_requests(batch, pair))
             one = _differs(alone.rows(0), found.rows(pair.index(request)))
             if one is not None:
                 return _text("batch", batch, request, one, f"beside {_words(batch, other)} alone, {name}")
@@ -174,76 +175,30 @@ def _run(target: Target, batch: Batch) -> _Step:
     return _Step(batch, harness.run(batch, harness.build(batch)))
 
 
-def _some(target: Target, batch: Batch, requests: Sequence[int], *, moved: bool = False) -> Batch:
-    """The step of these requests alone; `moved` to other pages, in a table with more columns."""
-    common, spec = batch.common, batch.spec
-    starts = common.query_start_loc_cpu.tolist()
-    lens = [starts[each + 1] - starts[each] for each in requests]
-    totals = [batch.seq_lens[each] for each in requests]
-    rows = _picked(starts, requests)
-    # A cross layer stores the tokens of all its encoders.
-    stored = rows
-    if spec.attn_type is AttentionType.ENCODER_DECODER:
-        ends = torch.tensor([0, *batch.seq_lens]).cumsum(0).tolist()
-        stored = _picked(ends, requests)
-    table, slots = common.block_table_tensor[list(requests)].cpu(), common.slot_mapping[stored].cpu()
-    cache = batch.kv_cache
-    if moved and cache is not None:
-        size = target.backend.for_layer(spec).split_kv(cache, spec)[0].shape[1]
-        places = torch.cat([torch.zeros(1, dtype=torch.long), torch.arange(cache.shape[0] - 1, 0, -1)])
-        cache = cache[places.to(cache.device).argsort()]
-        # Entries past a request's pages name none.
-        known = (table >= 0) & (table < len(places))
-        table = places.int()[table.long().where(known, 0)].where(known, table)
-        table = torch.nn.functional.pad(table, (0, 5), value=int(table[0, -1]))
-        kept = slots >= 0
-        slots = slots.where(~kept, places[slots.clamp(min=0) // size] * size + slots % size)
-    pads = torch.full((_PADDING,), PAD_SLOT_ID)
-    made = step_metadata(
-        spec,
-        lens,
-        totals,
-        table,
-        torch.cat([slots, pads]),
-        common.causal,
-        None if batch.spans is None else [batch.spans[each] for each in requests],
-        _PADDING,
-        0,
-        str(batch.query.device),
-    )
-    if common.selection is not None:
-        every = torch.cat([rows, torch.arange(starts[-1], starts[-1] + _PADDING)])
-        made = dataclasses.replace(made, selection=common.selection[every])
-    return dataclasses.replace(
-        batch,
-        common=made,
-        query=_with_pads(batch.query, rows, starts[-1]),
-        key=_with_pads(batch.key, stored, batch.key.shape[0] - _PADDING),
-        value=_with_pads(batch.value, stored, batch.value.shape[0] - _PADDING),
-        kv_cache=cache,
-        queries=[batch.queries[each] for each in requests],
-        keys=[batch.keys[each] for each in requests],
-        values=[batch.values[each] for each in requests],
-        seq_lens=totals,
-        spans=None if batch.spans is None else [batch.spans[each] for each in requests],
-        made_of=None,
-    )
+def _moved(target: Target, batch: Batch) -> Batch:
+    """The step on other pages, in a table with more columns."""
+    common, spec, cache = batch.common, batch.spec, batch.kv_cache
+    if cache is None:
+        return batch
+    size = target.backend.for_layer(spec).split_kv(cache, spec)[0].shape[1]
+    device, table, slots = cache.device, common.block_table_tensor, common.slot_mapping
+    places = torch.cat([torch.zeros(1, dtype=torch.long), torch.arange(cache.shape[0] - 1, 0, -1)]).to(device)
+    # Entries past a request's pages name none.
+    known = (table >= 0) & (table < len(places))
+    table = places.int()[table.long().where(known, 0)].where(known, table)
+    table = torch.nn.functional.pad(table, (0, 5), value=int(table[0, -1]))
+    slots = (places[slots.clamp(min=0) // size] * size + slots % size).where(slots >= 0, slots)
+    moved = dataclasses.replace(common, block_table_tensor=table, slot_mapping=slots)
+    return dataclasses.replace(batch, common=moved, kv_cache=cache[places.argsort()])
 
 
 def _tokens(batch: Batch, first: int, end: int) -> Batch:
     """A step of the tokens `first` to `end` of a step of one prompt, whose pages have them already."""
-    common = batch.common
-    rows = torch.arange(first, end)
-    slots = torch.cat([common.slot_mapping[rows].cpu(), torch.full((_PADDING,), PAD_SLOT_ID)])
-    table = common.block_table_tensor.cpu()
-    made = step_metadata(
-        *(batch.spec, [end - first], [end], table, slots, common.causal, None, _PADDING, 0),
-        str(batch.query.device),
-    )
-    last = batch.query.shape[0] - _PADDING
-    query, key, value = (_with_pads(each, rows, last) for each in (batch.query, batch.key, batch.value))
+    rows = slice(first, end)
+    (part,) = split_attn_metadata([UBatchSlice(slice(0, 1), rows)], batch.common)
+    query, key, value = batch.query[rows], batch.key[rows], batch.value[rows]
     return dataclasses.replace(
-        batch, common=made, query=query, key=key, value=value, seq_lens=[end], made_of=None
+        batch, common=part, query=query, key=key, value=value, seq_lens=[end], made_of=None
     )
 
 
@@ -266,18 +221,6 @@ def _half(half: Batch, whole: Batch, part: int) -> Batch:
         common=dataclasses.replace(half.common, selection=whole.common.selection),
         made_of=None,
     )
-
-
-def _picked(starts: Sequence[int], requests: Sequence[int]) -> torch.Tensor:
-    """The rows of some requests, one after another."""
-    own = [torch.arange(starts[each], starts[each + 1]) for each in requests]
-    return torch.cat([torch.empty(0, dtype=torch.long), *own])
-
-
-def _with_pads(tensor: torch.Tensor, rows: torch.Tensor, pads: int) -> torch.Tensor:
-    """Some rows of a padded tensor, and its padding, which begins at row `pads`."""
-    every = torch.cat([rows, torch.arange(pads, pads + _PADDING)])
-    return between(tensor[every.to(tensor.device)])
 
 
 def _differs(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> str | None:
