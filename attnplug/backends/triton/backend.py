@@ -69,7 +69,9 @@ class TritonBackend(AttentionBackend):
         | Feature.FP8_KV
         | Feature.CROSS
         | Feature.ENCODER
+        | Feature.INVARIANCE
     )
+    supported_invariances: ClassVar[Sequence[str]] = ("batch", "rows", "heads")
     step_safe: ClassVar[bool] = True
     Options: ClassVar[type[Any] | None] = Options
 
@@ -119,7 +121,9 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
-        """Refuse groups larger than a tile, storage that nothing uses, and fp8 that GPU or compiler lack."""
+        """Refuse groups larger than a tile, storage that nothing uses, and fp8 and equal bits that GPU or compiler lack."""
+        if spec.invariance and (other := _other_bits(device)):
+            return other
         if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
             return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
         if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
@@ -242,6 +246,17 @@ class TritonMLABackend(MLADecodeBackend):
         from attnplug.backends.triton.latent import TritonMLABuilder
 
         return TritonMLABuilder
+
+
+def _other_bits(device: Device) -> str | None:
+    """Why the bits of a row depend on the tile that it is in, if they do."""
+    if device.type != "cuda":
+        return "equal bits are kept on NVIDIA's GPUs alone: elsewhere the products of unlike tiles have other orders"
+    # Seen on compute capability 9.0, where tiles of 64 rows have instructions of their own. Capabilities 8.x and 12.x have
+    # one instruction for all tiles, and 10.x and 11.x have others for large ones, whose sums nobody has compared here.
+    if device.capability is not None and device.capability[0] in (10, 11):
+        return "equal bits are not kept on compute capability 10.x and 11.x, whose large tiles have instructions of their own"
+    return None
 
 
 def _lacks_memory(spec: LayerSpec, device: Device) -> str | None:

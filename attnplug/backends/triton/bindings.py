@@ -16,6 +16,7 @@ from attnplug.backends.triton.launch import (
     Specialized,
     compile_options,
     decode_launch,
+    fixed_tile,
     gpu_of,
     is_one_range,
     limit_switches,
@@ -115,6 +116,8 @@ class BoundLayer:
         self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
         self._itemsize = compute_dtype(spec).itemsize
+        # Layers that ask for equal bits have splits of keys at fixed places, and tiles of equally many keys.
+        self._tile = fixed_tile(self._widest, self._itemsize) if spec.invariance else None
         # 64 heads over 256k tokens of 128 elements pass 2**31. Only such layers compute
         # offsets of heads in 64 bits, because registers grow from 168 to 254 with them.
         is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
@@ -142,6 +145,9 @@ class BoundLayer:
             "COMPUTE": _computed(spec, query.device),
             # Offsets in 64 bits took share_decode_kernel from 168 to 254 registers, compiled for an H200.
             "INDEX": tl.int64 if is_far else tl.int32,
+            # Rows that may come in any step have splits by position, others by the lengths of their request.
+            "FIXED": self._tile is not None,
+            "EVEN": "rows" not in spec.invariance,
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}
@@ -168,7 +174,7 @@ class BoundLayer:
         """
         itemsize = self._read_itemsize(pages)
         rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
-        launch = share_launch(self._widest, itemsize, rows, self._gpu)
+        launch = share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
         key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:
@@ -181,6 +187,17 @@ class BoundLayer:
             values["PDL"] = can_overlap(pages.k.device)
             found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
         return found
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the sums of a row have one order, whatever the step."""
+        return self._tile is not None
+
+    @property
+    def one_kernel(self) -> bool:
+        """Whether only the kernel of shares has the same bits for all steps of a layer that asks for them."""
+        # Over 8-bit pages, Triton orders the products of tiles of 64 rows and of fewer differently.
+        return self.fixed and self._spec.has_quantized_kv_cache
 
     def fills_gpu(self, tokens: int, reqs: int) -> bool:
         """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys."""
@@ -211,7 +228,7 @@ class BoundLayer:
         if self._group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self._group, k.dtype.itemsize
-        launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored)
+        launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
         if special is not None and not (is_near(k) and is_aligned(k, v, *others)):
@@ -238,7 +255,7 @@ class BoundLayer:
                 "TAIL_V": tail_v,
                 "BLOCK_M": block_m,
                 "BLOCK_N": launch.block_n,
-                "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
+                "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps, self._tile is not None),
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }

@@ -14,7 +14,7 @@ from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
 from attnplug.backends.triton.specialized import tiles
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, PolicyError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.checks import (
     check_cache_given,
@@ -46,6 +46,11 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.spec.invariance and (self.options or Options()).decode_split != "shares":
+            limit = (
+                f"must be shares for a layer with invariance={self.spec.invariance}, or the layer without it"
+            )
+            raise PolicyError("options['decode_split']", self.options.decode_split, limit)
         self._bound: dict[object, BoundLayer] = {}
 
     def attend(
@@ -111,7 +116,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
                 tokens = meta.num_actual_tokens - first
                 # Prompts see few keys, and their tiles have unlike numbers of them.
-                if not self.by_shares or meta.all_new or bound.fills_gpu(tokens, reqs):
+                whole = meta.all_new or bound.fills_gpu(tokens, reqs)
+                if not self.by_shares or (whole and not bound.one_kernel):
                     keys = self._given(key, value, meta) or (pages.k, pages.v)
                     batch = starts, lens, table, starts
                     _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
@@ -194,6 +200,9 @@ def _by_shares(
     tokens: int,
 ) -> None:
     query, output, lse, sinks, slopes, spans = call
+    if bound.fixed and step.prefix:
+        # A prefix that is attended once is summed apart, so its keys come as each request's own.
+        step = dataclasses.replace(step, prefix=0, part=2)
     attend = bound.shares(pages, table.stride(0), step.max_query_len, tokens if step.prefix else 0)
     tensors = query, pages.k, pages.v, output, lse
     attend(step, meta.workspace.shares, tensors, table, (sinks, slopes, spans), tokens)

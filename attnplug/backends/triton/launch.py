@@ -132,10 +132,26 @@ def limit_switches(reach: Reach) -> dict[str, bool]:
     return {**limits, "HAS_SPANS": reach.spans}
 
 
-def partial_sums(block_n: int, block_m: int, num_warps: int) -> int:
-    """Partial sums of weights per row, so that the loop adds them without exchange between threads."""
+def partial_sums(block_n: int, block_m: int, num_warps: int, fixed: bool = False) -> int:
+    """Partial sums of weights per row, so that the loop adds them without exchange between threads.
+
+    With `fixed` each has two weights of a tile, which have one sum in either order.
+    """
+    if fixed:
+        return block_n // 2
     # A row's weights are in four threads of each of its warps, two per thread.
     return min(8 * max(num_warps * 16 // block_m, 1), block_n)
+
+
+def fixed_tile(head_size: int, itemsize: int) -> int:
+    """Keys of every tile of a layer whose sums have one order: decodes and prompts round at the same keys.
+
+    Args:
+        head_size: elements of a head, the larger of K and V.
+        itemsize: bytes of an element, as it is computed.
+    """
+    width = head_bytes(head_size, itemsize)
+    return 64 if width <= 256 and itemsize < 4 else 32 if width <= 512 else 16
 
 
 def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
@@ -171,7 +187,13 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
 
 @functools.cache
 def prefill_launch(
-    head_size: int, itemsize: int, rows: int, gpu: Gpu, most_keys: int | None = None, stored: int = 2
+    head_size: int,
+    itemsize: int,
+    rows: int,
+    gpu: Gpu,
+    most_keys: int | None = None,
+    stored: int = 2,
+    tile: int | None = None,
 ) -> PrefillLaunch:
     """The launch for heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
 
@@ -182,6 +204,7 @@ def prefill_launch(
         gpu: the device.
         most_keys: tokens of the longest request; None if the host does not know.
         stored: bytes of an element of a key as it is read.
+        tile: keys per tile, if the layer needs so many; see fixed_tile.
     """
     wide = head_tiles(head_size, head_size, stored).columns * itemsize
     if rows > 64 or wide > 512:
@@ -193,7 +216,20 @@ def prefill_launch(
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
-    return _fitting(launch, launch.block_m, wide, gpu)
+    if tile is None:
+        return _fitting(launch, launch.block_m, wide, gpu)
+    # What is held of the splits before takes as many registers as the sums of a split.
+    special = Specialized(tile, 3, False) if launch.specialized is not None and wide <= 256 else None
+    block_m = min(launch.block_m, 128 if wide <= 256 else 64)
+    launch = dataclasses.replace(launch, block_m=block_m, block_n=tile, specialized=special)
+    while tile_memory(launch.block_m, tile, launch.num_stages, wide) > gpu.shared_memory:
+        if launch.num_stages > 1:
+            launch = dataclasses.replace(launch, num_stages=launch.num_stages - 1)
+        elif launch.block_m > 16:
+            launch = dataclasses.replace(launch, block_m=launch.block_m // 2)
+        else:
+            break
+    return launch
 
 
 _Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)
@@ -285,7 +321,7 @@ def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[
 
 # Each layer asks in each step.
 @functools.cache
-def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLaunch:
+def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu, tile: int | None = None) -> ShareLaunch:
     """The launch for requests of at most `rows` rows.
 
     Args:
@@ -293,6 +329,7 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
         itemsize: bytes of an element, as it is stored; 4 if it is computed in float32.
         rows: queries of the longest request times heads of a group.
         gpu: the device.
+        tile: keys per tile, if the layer needs so many; see fixed_tile.
     """
     # It depends on no number of requests, so a warm-up with one request compiles for all.
     if itemsize == 4:
@@ -301,6 +338,14 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
     else:
         launches = (_LAUNCHES_8_BIT if itemsize == 1 else _LAUNCHES)[head_bytes(head_size, 2)]
         launch = launches[min(tile_side(rows), 128)]
+    if tile is not None:
+        if launch.block_m > 32 and itemsize < 4:
+            # More rows are products that run while others begin, which the end of each split would wait for.
+            launch = _FIXED_32_ROWS
+        keys = launch.block_n
+        launch = launch._replace(
+            block_n=tile, least=-(-launch.least * keys // tile), ahead=-(-launch.ahead * keys // tile)
+        )
     width = tile_side(head_size) * itemsize
     while (
         launch.waves * tile_memory(launch.block_m, launch.block_n, launch.num_stages, width)
@@ -310,10 +355,12 @@ def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu) -> ShareLau
             launch = launch._replace(num_stages=launch.num_stages - 1)
         elif launch.waves > 1:
             launch = launch._replace(waves=1, max_registers=None)
-        elif launch.block_n > 16:
+        elif launch.block_n > 16 and tile is None:
             launch = launch._replace(block_n=launch.block_n // 2)
         elif launch.num_stages > 1:
             launch = launch._replace(num_stages=1)
+        elif launch.block_m > 16 and tile is not None:
+            launch = launch._replace(block_m=launch.block_m // 2)
         else:
             break
     return launch
@@ -343,5 +390,6 @@ _LAUNCHES = {
 }
 _8_BIT = ShareLaunch(16, 64, 4, 3, 4, 4, 4, 128)
 _LAUNCHES_8_BIT = {**_LAUNCHES, 128: _LAUNCHES[128] | {16: _8_BIT}, 256: _LAUNCHES[256] | {16: _8_BIT}}
+_FIXED_32_ROWS = ShareLaunch(32, 64, 4, 3, 2, 2, 4)
 _SHARES_FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
 """For heads of up to 128 elements, and of more."""

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnplug.backends.triton.kernels.fixed_splits import merge_splits_kernel
 from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
+from attnplug.backends.triton.kernels.split_places import most_splits
 from attnplug.backends.triton.launch import Gpu, ShareLaunch, compile_options, is_one_range, partial_sums
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.spec import LayerSpec
@@ -18,6 +20,7 @@ from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _DECODE: Any = share_decode_kernel
 _MERGE: Any = merge_shares_kernel
+_MERGE_SPLITS: Any = merge_splits_kernel
 # If rows have more parts than these on average, 128 parts of a row are merged at once.
 _MANY_PARTS = 48
 _AT_ONCE = 16
@@ -43,21 +46,25 @@ class ShareDecode:
 
     Args:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
-            partial results, the number of requests, the prefix, and streams per request.
-        merges: for few rows of few parts, for rows of many parts, and for many rows.
+            partial results, the number of requests, the prefix, streams per request, and places and rows of parts.
+        merges: for few rows of few parts, for rows of many parts, and for many rows; with `fixed` one.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
         size: elements of a value.
         multiprocessors: of the GPU.
+        fixed: whether cuts are at the fixed places of splits.
+        even: whether a request's lengths say where those are, and not a row's position alone.
         has_run: whether all forms of the merge are compiled.
     """
 
     kernel: BoundKernel
-    merges: tuple[Merge, Merge, Merge]
+    merges: tuple[Merge, ...]
     plan: SharesPlan
     kv_heads: int
     size: int
     multiprocessors: int
+    fixed: bool = False
+    even: bool = False
     has_run: bool = False
 
     def __call__(
@@ -88,14 +95,25 @@ class ShareDecode:
             # Each row has a part for the prefix.
             merged, by_share = (reqs, max_rows), 0
             places = self.plan.programs + reqs * max_blocks - (-tokens * self.plan.group // block_m)
-        partials = shares.partials(places * self.kv_heads * block_m, self.size)
+        slots, block_rows, sums = 0, block_m, 1
+        if self.fixed:
+            # A share has a place for the stream that begins in it, and one for each split of another one.
+            slots = 1 + most_splits(block_table.shape[1] * tensors[1].shape[1], self.even)
+            block_rows = min(block_m, max_rows)
+            places, sums = self.plan.programs * slots, 1 + self.plan.tile // 2
+        partials = shares.partials(places * self.kv_heads * block_rows, self.size, sums)
         tiles = shares.tiles(step, self.plan)
         starts, output, lse = step.query_start_loc, *tensors[3:]
         # The grid depends on no length, so a captured graph serves any lengths.
         grid = self.kv_heads, self.plan.programs
         batch = starts, step.seq_lens, block_table, tiles
         numbers = reqs, step.prefix, max_blocks
-        self.kernel(grid, *tensors, *batch, *features, *partials, *numbers)
+        self.kernel(grid, *tensors, *batch, *features, *partials, *numbers, slots, block_rows)
+        if self.fixed:
+            (merge,) = self.merges
+            rest = starts, step.seq_lens, tiles, features[2], reqs, slots, block_rows, by_share
+            merge.kernel((*merged, self.kv_heads * merge.pieces), *partials, output, lse, *rest)
+            return
         few, of_many_parts, many = self.merges
         merge = few
         if self.plan.programs > _MANY_PARTS * reqs * max_blocks:
@@ -123,12 +141,13 @@ def bind_shares(
         launch: their launch.
         gpu: the device.
     """
+    fixed = values["FIXED"]
     values = {
         **values,
         "ahead": launch.ahead,
         "BLOCK_M": launch.block_m,
         "BLOCK_N": launch.block_n,
-        "SUMS": partial_sums(launch.block_n, launch.block_m, launch.num_warps),
+        "SUMS": partial_sums(launch.block_n, launch.block_m, launch.num_warps, fixed),
         "TILE": launch.block_n,
         "SIZE": spec.head_size_v,
         "ONE": is_one_range(launch.block_m, launch.block_n, reach.left, values["PAIRS"]),
@@ -141,8 +160,13 @@ def bind_shares(
         kernel = BoundKernel(_MERGE, 11, {**values, **form}, num_warps=num_warps, **overlap)
         return Merge(kernel, -(-spec.head_size_v // form["BLOCK"]))
 
+    merges: tuple[Merge, ...]
     # Few rows are merged by many programs, which read many parts at once; of many rows, a warp merges each.
     merges = merge(32, 32, 4), merge(128, 32, 4), merge(1, 256, 1)
+    if fixed:
+        block = min(size, 128)
+        kernel = BoundKernel(_MERGE_SPLITS, 12, {**values, "BLOCK": block}, num_warps=1, **overlap)
+        merges = (Merge(kernel, -(-spec.head_size_v // block)),)
     plan = SharesPlan(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),
@@ -156,10 +180,12 @@ def bind_shares(
         has_spans=reach.spans,
     )
     return ShareDecode(
-        kernel=BoundKernel(_DECODE, 17, values, **compile_options(launch)),
+        kernel=BoundKernel(_DECODE, 19, values, **compile_options(launch)),
         merges=merges,
         plan=plan,
         kv_heads=spec.num_kv_heads,
         size=spec.head_size_v,
         multiprocessors=gpu.multiprocessors,
+        fixed=fixed,
+        even=values["EVEN"],
     )

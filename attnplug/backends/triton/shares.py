@@ -107,12 +107,12 @@ class Shares(NotCopied):
             made.make(step)
         return made.tiles
 
-    def partials(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Flat float32 buffers for at least `rows` rows of `size` elements, and for their LSEs."""
-        if self._lses.numel() < rows or self._partials.numel() < rows * size:
+    def partials(self, rows: int, size: int, sums: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat float32 buffers for at least `rows` rows of `size` elements, and for their LSEs, or `sums` numbers each."""
+        if self._lses.numel() < rows * sums or self._partials.numel() < rows * size:
             self._outgrown += (self._partials, self._lses)
             self._partials = self._partials.new_empty(max(rows * size, self._partials.numel()))
-            self._lses = self._lses.new_empty(max(rows, self._lses.numel()))
+            self._lses = self._lses.new_empty(max(rows * sums, self._lses.numel()))
         return self._partials, self._lses
 
 

@@ -191,7 +191,11 @@ def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps:
 
 
 def converted(text: str, _: str, given: list[torch.Tensor], *, dtype: Any, pack: int, is_pure: bool) -> Any:
-    """The three pieces of assembly of the kernels, which make float16 of 8 bits."""
+    """The pieces of assembly of the kernels: three make float16 of 8 bits, one takes what another thread has."""
+    if text.startswith("shfl.sync.bfly"):
+        # Columns beside each other are those of threads beside each other.
+        columns, distance = given
+        return values(columns[..., torch.arange(columns.shape[-1]) ^ distance])
     stored = torch.float8_e4m3fn if "e4m3" in text else torch.float8_e5m2
     given = [each.as_subclass(torch.Tensor).contiguous() for each in given]
     if len(given) == 2:
@@ -239,6 +243,8 @@ def language() -> ModuleType:
     gl.program_id = lambda axis: values(_here.place[axis])
     gl.num_programs = lambda axis: values(_here.grid[axis])
     gl.cast = lambda tensor, kind: values(tensor).to(kind)
+    gl.fma = lambda one, other, more: one * other + more
+    gl.permute = lambda tensor, order: tensor.permute(order)
     gl.join = lambda one, other: torch.stack((one, other), -1)
     gl.split = lambda tensor: (tensor[..., 0], tensor[..., 1])
     gl.convert_layout = lambda tensor, layout: tensor
@@ -317,7 +323,7 @@ def emulated(*names: str) -> dict[str, Emulated]:
     folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
     modules: dict[str, Any] = {}
     try:
-        for name in ("..ranges", "latent_bytes", "latent_loads", "prefill_loads", *names):
+        for name in ("..ranges", "..split_places", "latent_bytes", "latent_loads", "prefill_loads", *names):
             full = importlib.util.resolve_name(name, KERNELS) if name[0] == "." else f"{KERNELS}.{name}"
             kept.setdefault(full, sys.modules.get(full))
             file = folder.parent if name[0] == "." else folder

@@ -71,8 +71,8 @@ def test_a_cpu_is_served_by_torch_even_where_triton_is_interpreted():
     assert attnplug.select(SPEC, device="cpu").backend == "TORCH"
 
 
-def test_everything_that_torch_honours_is_honoured_but_sparse_layers_and_equal_bits():
-    assert TritonBackend.features == TorchBackend.features & ~Feature.SPARSE & ~Feature.INVARIANCE
+def test_everything_that_torch_honours_is_honoured_but_sparse_layers():
+    assert TritonBackend.features == TorchBackend.features & ~Feature.SPARSE
     assert TritonBackend.supported_dtypes == TorchBackend.supported_dtypes
 
 

@@ -59,14 +59,17 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
         layer((2, 2, 128), causal=False),
         layer((4, 2, 80), has_sinks=True, needs_lse=True),
         layer((4, 1, 224), sliding_window=40),
+        layer((4, 2, 64), sliding_window=140, has_sinks=True, needs_lse=True, invariance=("batch", "rows")),
+        layer((4, 2, 80), chunk_size=100, needs_lse=True, invariance=("batch",)),
     ],
-    ids=["causal", "window", "chunk", "all", "80 elements", "224 elements"],
+    ids=["causal", "window", "chunk", "all", "80 elements", "224 elements", "equal bits", "even splits"],
 )
 def test_prompts_and_extends(
     spec: LayerSpec, turns: bool, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
 ) -> None:
     # Larger tiles of 256 columns have no room.
-    launch(monkeypatch, Specialized(64 if turns or spec.head_size > 128 else 128, 2, turns))
+    small = turns or spec.head_size > 128 or spec.invariance
+    launch(monkeypatch, Specialized(64 if small else 128, 2, turns))
     batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
     assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert used

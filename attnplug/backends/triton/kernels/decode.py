@@ -119,7 +119,7 @@ def decode_kernel(
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, _, scale = load_queries(
-        query, rows, num_rows, first, heads, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE
+        query, rows, num_rows, first, heads, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE, False
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -135,13 +135,14 @@ def decode_kernel(
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
     v_head = v_cache + kv_head.to(tl.int64) * stride_vh
     table_row = block_table + request.to(tl.int64) * stride_table
-    out, out_lse = attend(
+    acc, top, total = attend(
         q, scale, top, total, positions, slopes, starts, stops, first_pos, seq_len - 1, first_stop, last_start,
-        lo, hi, k_head, v_head, table_row, 0,
+        lo, hi, k_head, v_head, table_row, 0, None, 0,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, False,
     )  # fmt: skip
+    out, out_lse = finish(acc, top, total)
 
     dims = tl.arange(0, BLOCK_DV)
     inside = rows < num_rows

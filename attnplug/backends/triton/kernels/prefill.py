@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, in_one_order
+from attnplug.backends.triton.kernels.split_places import even_size
 from attnplug.backends.triton.kernels.tiles import load_queries
 
 
@@ -79,6 +80,8 @@ def prefill_kernel(
     TAIL: tl.constexpr,
     TAIL_V: tl.constexpr,
     ONE: tl.constexpr,
+    FIXED: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
 
@@ -149,6 +152,7 @@ def prefill_kernel(
         TAIL,
         scale,
         COMPUTE,
+        FIXED and k_cache.dtype.element_ty.primitive_bitwidth == 8,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
@@ -163,11 +167,13 @@ def prefill_kernel(
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, more, top, total = attend_parts(
         q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
-        lo, hi, k_head, v_head, table_row, key_shift,
+        lo, hi, k_head, v_head, table_row, key_shift, None, even_size(seq_len, query_len, EVEN),
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, ONE,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, ONE, FIXED,
     )  # fmt: skip
+    if FIXED:
+        total = in_one_order(total)
     out, out_lse = finish(acc, top, total)
     places = (first + offset + rows // GROUP).to(tl.int64)
     inside = rows < num_rows

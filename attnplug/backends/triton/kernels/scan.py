@@ -6,6 +6,12 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import common_range
+from attnplug.backends.triton.kernels.split_places import (
+    fold_weights,
+    split_number,
+    split_size,
+    split_start,
+)
 from attnplug.backends.triton.kernels.tiles import halves_of, pages_of, rows_of
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -32,6 +38,8 @@ def attend(
     v_head,
     table_row,
     key_shift,
+    parts,
+    even,
     stride_kb,
     stride_kt,
     stride_vb,
@@ -58,21 +66,22 @@ def attend(
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
     ONE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
-    """Outputs and LSE (base 2) of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`; see attend_parts.
+    """Weighted sums of values, maximum and sum of queries over the keys `lo .. hi - 1`; see attend_parts.
 
     With PAIRS `v_head` points to int16, see _scan_keys.
     """
     acc, odd, top, total = attend_parts(
         q, q, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
-        lo, hi, k_head, v_head, table_row, key_shift,
+        lo, hi, k_head, v_head, table_row, key_shift, parts, even,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, 0, 0,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, FIXED,
     )  # fmt: skip
     if PAIRS:
         acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
-    return finish(acc, top, total)
+    return acc, top, total
 
 
 @triton.jit
@@ -96,6 +105,8 @@ def attend_parts(
     v_head,
     table_row,
     key_shift,
+    parts,
+    even,
     stride_kb,
     stride_kt,
     stride_vb,
@@ -124,6 +135,7 @@ def attend_parts(
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
     ONE: tl.constexpr,
+    FIXED: tl.constexpr,
 ):
     """Accumulators, maximum (base 2) and sum of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
@@ -133,12 +145,18 @@ def attend_parts(
 
     With ONE all keys are the last range, which is masked. It is for few queries and short windows: masks take less time
     there than each range's wait for its first loads, and the smaller loop needs fewer registers.
+
+    With FIXED the sums of a row have one order, whatever the tiles of rows: see fixed_splits.py. What it returns is then
+    that of all splits; with `parts`, see _end_split, each is written by itself too. The accumulators are
+    those of all splits, and `scale` has a number for each row over 8-bit pages.
     """
     full_lo, full_hi = common_range(
         first_pos, last_pos, lo, hi, first_stop, last_start, left, right, chunk,
         HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
     )  # fmt: skip
     start = lo // BLOCK_SIZE * BLOCK_SIZE if PAGED and BLOCK_N % BLOCK_SIZE == 0 else lo
+    if FIXED:
+        start = lo // BLOCK_N * BLOCK_N
     full_lo = start + tl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
     full_hi = full_lo + tl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
     acc = tl.zeros([q.shape[0], BLOCK_DV // 2 if PAIRS else BLOCK_DV], tl.float32)
@@ -147,6 +165,45 @@ def attend_parts(
         more = acc
     elif TAIL_V:
         more = tl.zeros([q.shape[0], TAIL_V], tl.float32)
+    sums = tl.zeros([q.shape[0], SUMS], tl.float32)
+    held = 0.0
+    held_more = 0.0
+    held_top = 0.0
+    held_sums = 0.0
+    # Without pages the first key may be anywhere, so the first tile may begin before it.
+    FLOOR: tl.constexpr = HAS_LEFT or HAS_CHUNK or (FIXED and not PAGED)
+    # On Hopper products of 64 rows and more run while others begin, unless a branch in the loop waits for them.
+    NESTED: tl.constexpr = FIXED and q.shape[0] >= 64
+    first_sums = tl.where(tl.arange(0, SUMS)[None, :] == 0, total[:, None], 0.0)
+    if FIXED:
+        held = acc
+        held_more = more
+        held_top = top
+        held_sums = first_sums
+        top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    else:
+        sums = first_sums
+    if NESTED:
+        for number in tl.range(split_number(lo, even), tl.where(hi > lo, split_number(hi - 1, even) + 1, 0)):
+            begin = split_start(number, even)
+            end = begin + split_size(begin, even)
+            acc = tl.zeros_like(acc)
+            if PAIRS or TAIL_V:
+                more = tl.zeros_like(more)
+            top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+            sums = tl.zeros_like(sums)
+            acc, more, top, sums, _, _, _, _ = _scan_keys(
+                acc, more, top, sums, 0.0, 0.0, 0.0, 0.0, q, q_tail, positions, slopes,
+                starts, stops, tl.maximum(begin, start), tl.minimum(end, hi), lo, hi,
+                k_head, v_head, table_row, key_shift, None, even,
+                stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
+                True, FLOOR, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, FIXED, False,
+            )  # fmt: skip
+            held, held_more, held_top, held_sums = _end_split(
+                held, held_more, held_top, held_sums, acc, more, top, sums, number, parts, DV, PAIRS, TAIL_V
+            )
+        return held, held_more, held_top, held_sums
     for stretch in tl.static_range(2 if ONE else 0, 3):
         # Three ranges: masked keys at the left edge, keys that all see, masked keys at the right edge.
         if stretch == 0:
@@ -155,15 +212,24 @@ def attend_parts(
             begin, end = full_lo, full_hi
         else:
             begin, end = start if ONE else full_hi, hi
-        if stretch != 0 or HAS_LEFT or HAS_CHUNK:
-            acc, more, top, total = _scan_keys(
-                acc, more, top, total, q, q_tail, positions, slopes, starts, stops, begin, end, lo, hi,
-                k_head, v_head, table_row, key_shift,
+        if stretch != 0 or FLOOR:
+            acc, more, top, sums, held, held_more, held_top, held_sums = _scan_keys(
+                acc, more, top, sums, held, held_more, held_top, held_sums, q, q_tail, positions, slopes,
+                starts, stops, begin, end, lo, hi, k_head, v_head, table_row, key_shift, parts, even,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
-                stretch != 1, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS,
+                stretch != 1, FLOOR, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, FIXED, FIXED,
             )  # fmt: skip
-    return acc, more, top, total
+    if FIXED:
+        # The last split, unless it ended with a tile.
+        past = start + tl.cdiv(tl.maximum(hi - start, 0), BLOCK_N) * BLOCK_N
+        if (past > start) & (past % split_size(past - 1, even) != 0):
+            held, held_more, held_top, held_sums = _end_split(
+                held, held_more, held_top, held_sums, acc, more, top, sums, split_number(past - 1, even), parts, DV, PAIRS, TAIL_V
+            )  # fmt: skip
+        return held, held_more, held_top, held_sums
+    else:
+        return acc, more, top, tl.sum(sums, 1)
 
 
 @triton.jit
@@ -171,7 +237,11 @@ def _scan_keys(
     acc,
     more,
     top,
-    total,
+    sums,
+    held,
+    held_more,
+    held_top,
+    held_sums,
     q,
     q_tail,
     positions,
@@ -186,6 +256,8 @@ def _scan_keys(
     v_head,
     table_row,
     key_shift,
+    parts,
+    even,
     stride_kb,
     stride_kt,
     stride_vb,
@@ -196,6 +268,7 @@ def _scan_keys(
     right,
     chunk,
     MASKED: tl.constexpr,
+    FLOOR: tl.constexpr,
     PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -215,11 +288,14 @@ def _scan_keys(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     SUMS: tl.constexpr,
+    FIXED: tl.constexpr,
+    FOLDS: tl.constexpr,
 ):
-    """Attend the keys `begin .. end - 1`, tile by tile: accumulators, running maximum (base 2) and sum.
+    """Attend the keys `begin .. end - 1`, tile by tile: accumulators, running maximum (base 2) and sums.
 
-    Without MASKED every key of every tile is seen by every query, and is there; else keys before `floor`, or at
-    `limit` and after, are neither read nor seen. Where pages divide tiles, `begin` is the start of a page. Values of
+    Without MASKED every key of every tile is seen by every query, and is there; else keys at `limit` and after, and
+    with FLOOR those before `floor`, are neither read nor seen. With FOLDS each split that ends is folded into what is
+    `held` of the splits before. Where pages divide tiles, `begin` is the start of a page. Values of
     8 bits may come as PAIRS, in int16: shared memory is transposed for matrix products in no less than 16 bits. With
     PAIRS `acc` gathers the even elements and `more` the odd ones.
 
@@ -234,14 +310,15 @@ def _scan_keys(
         dims_tail = tl.arange(0, TAIL)
     if TAIL_V:
         dims_tail_v = tl.arange(0, TAIL_V)
-    sums = tl.zeros([q.shape[0], SUMS], tl.float32)
+    # Queries of 8-bit pages are multiplied with a power of two, and with FIXED each row has its own.
+    BY_ROW: tl.constexpr = FIXED and k_head.dtype.element_ty.primitive_bitwidth == 8
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
         # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
         next_blocks = pages_of(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + lanes
-        there = (keys >= floor) & (keys < limit) if HAS_LEFT or HAS_CHUNK else keys < limit
+        there = (keys >= floor) & (keys < limit) if FLOOR else keys < limit
         if PAGED:
             blocks = next_blocks.to(tl.int64)
             next_blocks = pages_of(table_row, start + BLOCK_N, end, BLOCK_SIZE, BLOCK_N)
@@ -262,15 +339,17 @@ def _scan_keys(
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if TAIL:
             logits = tl.dot(q_tail, tl.trans(k_tail).to(q.dtype), logits, input_precision="ieee")
-        # The softmax is in base 2; logits without cap, slope or mask are scaled within its one FMA.
-        FUSED: tl.constexpr = not (HAS_CAP or HAS_ALIBI or MASKED)
+        # The softmax is in base 2. Logits are scaled within its one FMA, unless slopes are added before.
+        by_row = scale[:, None] if BY_ROW else scale
+        factor = scale * LOG2E
         if HAS_CAP:
-            logits = cap * LOG2E * _tanh(logits * (scale / cap))
-        elif not FUSED:
-            logits = logits * (scale * LOG2E)
+            logits = _tanh(logits * (by_row / cap))
+            factor = cap * LOG2E
         if HAS_ALIBI:
             distance = tl.abs(keys[None, :] - positions[:, None]).to(tl.float32)
-            logits -= (slopes * LOG2E)[:, None] * distance
+            logits = logits * (factor[:, None] if BY_ROW and not HAS_CAP else factor)
+            logits = tl.fma(distance, -(slopes * LOG2E)[:, None], logits)
+            factor = 1.0
         if MASKED:
             seen = tl.broadcast_to(there[None, :], logits.shape)
             if HAS_LEFT:
@@ -284,17 +363,13 @@ def _scan_keys(
                 together = (keys[None, :] >= starts[:, None]) & (keys[None, :] < stops[:, None])
                 seen = seen | (together & there[None, :])
             logits = tl.where(seen, logits, float("-inf"))
-        if FUSED:
-            new_top = tl.maximum(top, tl.max(logits, 1) * (scale * LOG2E))
-            pivot = new_top
-            weights = tl.exp2(logits * (scale * LOG2E) - pivot[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(logits, 1))
-            pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-            weights = tl.exp2(logits - pivot[:, None])
+        new_top = tl.maximum(top, tl.max(logits, 1) * factor)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+        factors = factor[:, None] if BY_ROW and not (HAS_CAP or HAS_ALIBI) else factor
+        weights = tl.exp2(tl.fma(logits, factors, -pivot[:, None]))
         fade = tl.exp2(top - pivot)
-        total = total * fade
-        sums = sums * fade[:, None] + tl.sum(tl.reshape(weights, [q.shape[0], BLOCK_N // SUMS, SUMS]), 1)
+        of_tile = tl.sum(tl.reshape(weights, [q.shape[0], BLOCK_N // SUMS, SUMS]), 1)
+        sums = tl.fma(sums, fade[:, None], of_tile)
         weights = weights.to(q.dtype)
         if PAIRS:
             low, high = halves_of(v, k_head.dtype.element_ty, PTX)
@@ -305,7 +380,74 @@ def _scan_keys(
             if TAIL_V:
                 more = tl.dot(weights, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         top = new_top
-    return acc, more, top, total + tl.sum(sums, 1)
+        if FOLDS:
+            if (start + BLOCK_N) % split_size(start, even) == 0:
+                held, held_more, held_top, held_sums = _end_split(
+                    held, held_more, held_top, held_sums, acc, more, top, sums, split_number(start, even), parts, DV, PAIRS, TAIL_V
+                )  # fmt: skip
+                acc = tl.zeros_like(acc)
+                if PAIRS or TAIL_V:
+                    more = tl.zeros_like(more)
+                top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+                sums = tl.zeros_like(sums)
+    return acc, more, top, sums, held, held_more, held_top, held_sums
+
+
+@triton.jit
+def _end_split(
+    held,
+    held_more,
+    held_top,
+    held_sums,
+    acc,
+    more,
+    top,
+    sums,
+    number,
+    parts,
+    DV: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TAIL_V: tl.constexpr,
+):
+    """What is held of the splits before, and split `number` more; where a share has cut its stream, it is written too.
+
+    `parts` is None, or has the places of parts: their sums, the maximum and sums of weights, the row of each query's part
+    of the split `first`, rows from one split to the next, which queries have a part, and whether there are any.
+    """
+    if parts is not None:
+        partials, partial_sums, rows, step, first, inside, is_cut = parts
+        if is_cut:
+            out = tl.join(acc, more).reshape(acc.shape[0], 2 * acc.shape[1]) if PAIRS else acc
+            store_part(partials, partial_sums, rows + (number - first) * step, out, top, sums, inside, DV)
+    before, after, held_top = fold_weights(held_top, top)
+    held = tl.fma(acc, after[:, None], held * before[:, None])
+    held_sums = tl.fma(sums, after[:, None], held_sums * before[:, None])
+    if PAIRS or TAIL_V:
+        held_more = tl.fma(more, after[:, None], held_more * before[:, None])
+    return held, held_more, held_top, held_sums
+
+
+@triton.jit
+def store_part(partials, partial_sums, rows, out, top, sums, inside, DV: tl.constexpr):
+    """Write what a share has of a stream that it cuts: for each row its sums, and the maximum before the sums of weights."""
+    dims = tl.arange(0, out.shape[1])[None, :]
+    tl.store(partials + rows[:, None] * DV + dims, out, mask=inside[:, None] & (dims < DV))
+    places = partial_sums + rows * (sums.shape[1] + 1)
+    tl.store(places, top, mask=inside)
+    lanes = tl.arange(0, sums.shape[1])[None, :]
+    tl.store(places[:, None] + 1 + lanes, sums, mask=inside[:, None])
+
+
+@triton.jit
+def in_one_order(sums):
+    """The sum of each row of at least 8 columns, two and two; the order of one tl.sum depends on who has which columns."""
+    EIGHTS: tl.constexpr = sums.shape[1] // 8
+    pairs = tl.sum(sums.reshape(sums.shape[0], EIGHTS, 2, 2, 2), 4)
+    rest = tl.sum(tl.sum(pairs, 3), 2)
+    for _ in tl.static_range(4):
+        if rest.shape[1] > 1:
+            rest = tl.sum(rest.reshape(rest.shape[0], 2, rest.shape[1] // 2), 1)
+    return rest.reshape(rest.shape[0])
 
 
 @triton.jit
@@ -336,4 +478,4 @@ def finish(acc, top, total):
     empty = total == 0.0
     safe = tl.where(empty, 1.0, total)
     lse = tl.where(empty, float("-inf"), top + tl.log2(safe))
-    return acc / safe[:, None], lse
+    return acc * (1.0 / safe)[:, None], lse

@@ -6,8 +6,9 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, finish, in_one_order, store_part
 from attnplug.backends.triton.kernels.shares import place_of, request_range
+from attnplug.backends.triton.kernels.split_places import even_size, nearest_split, split_number
 from attnplug.backends.triton.kernels.tiles import load_queries
 
 
@@ -17,6 +18,8 @@ from attnplug.backends.triton.kernels.tiles import load_queries
         "num_reqs",
         "prefix",
         "max_blocks",
+        "slots",
+        "block_rows",
         "ahead",
         "left",
         "right",
@@ -44,6 +47,8 @@ def share_decode_kernel(
     num_reqs,
     prefix,
     max_blocks,
+    slots,
+    block_rows,
     ahead,
     scale,
     value_scale,
@@ -87,12 +92,17 @@ def share_decode_kernel(
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
     PDL: tl.constexpr,
+    FIXED: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """One share of the plan for one KV head; see plan_shares_kernel for `tiles`, and for the streams.
 
     A stream that is in one share alone is written to `output`. Parts of others go to `partials [places, Hkv, BLOCK_M,
     DV]`, and their LSE, in base 2, to `partial_lses [places, Hkv, BLOCK_M]`, for merge_shares_kernel. So do all
     streams of a step whose requests share the `prefix` first keys: these are read once for all of them.
+
+    With FIXED a split of the keys is whole in the share that has its first tile, see fixed_splits.py. Of a stream that
+    an earlier share began, each split is a part; merge_splits_kernel has their places. There is no prefix then.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -156,7 +166,7 @@ def share_decode_kernel(
             floor = tl.where(is_prefix, 0, shared * BLOCK_N)
 
             # All row blocks of a request have the same tiles, each with its own part of the keys.
-            base, _ = request_range(
+            base, past = request_range(
                 first, tokens, length, mm_spans, left, right, chunk,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
             )  # fmt: skip
@@ -176,8 +186,34 @@ def share_decode_kernel(
                 last_start, last_stop = load_spans(mm_spans, last_row)
                 lo = tl.maximum(tl.minimum(lo, first_start), 0)
                 hi = tl.minimum(tl.maximum(hi, last_stop), limit)
-            lo = tl.maximum(tl.maximum(lo, floor), (origin + tile) * BLOCK_N)
-            hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
+            begins = tile == stream
+            is_whole = begins & (stream + count <= end) & (shared == 0)
+            inside = rows < num_rows
+            parts = None
+            even = 0
+            if FIXED:
+                even = even_size(length, tokens, EVEN)
+                # A stream that an earlier share began is summed split by split, for all keys that its request sees.
+                cut = nearest_split((origin + begin) * BLOCK_N, base, even)
+                next_cut = nearest_split((origin + end) * BLOCK_N, base, even)
+                next_cut = tl.where(stream + count <= end, past, tl.minimum(next_cut, past))
+                is_whole = begins & (next_cut >= past)
+                lo = tl.where(begins, lo, tl.maximum(cut, base))
+                hi = tl.where(begins, tl.minimum(hi, next_cut), next_cut)
+                step = kv_heads * block_rows
+                row = (stream // size * slots * kv_heads + kv_head).to(tl.int64) * block_rows + lanes
+                parts = (
+                    partials,
+                    partial_lses,
+                    row + step,
+                    step,
+                    split_number(base, even),
+                    inside,
+                    tile > stream,
+                )
+            else:
+                lo = tl.maximum(tl.maximum(lo, floor), (origin + tile) * BLOCK_N)
+                hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
 
             heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
             q, _, own_scale = load_queries(
@@ -194,6 +230,7 @@ def share_decode_kernel(
                 0,
                 scale,
                 COMPUTE,
+                FIXED and k_cache.dtype.element_ty.primitive_bitwidth == 8,
             )
             slopes = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:
@@ -205,25 +242,33 @@ def share_decode_kernel(
                 top = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, top)
                 total += tl.where(has_sink, 1.0, 0.0)
             table_row = block_table + request.to(tl.int64) * stride_table
-            out, out_lse = attend(
+            acc, top, total = attend(
                 q, own_scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop,
-                last_start, lo, hi, k_head, v_head, table_row, 0,
+                last_start, lo, hi, k_head, v_head, table_row, 0, parts, even,
                 stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
                 True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, FIXED,
             )  # fmt: skip
 
-            inside = rows < num_rows
             mask = inside[:, None] & (dims < DV)[None, :]
-            if (stream >= begin) & (stream + count <= end) & (shared == 0):
+            if is_whole:
+                if FIXED:
+                    whole_total = in_one_order(total)
+                else:
+                    whole_total = total
+                out, out_lse = finish(acc, top, whole_total)
                 places = own.to(tl.int64)
                 out_rows = (places * stride_ot + heads * stride_oh)[:, None]
                 result = (out * value_scale).to(output.dtype.element_ty)
                 tl.store(output + out_rows + dims[None, :], result, mask=mask)
                 if HAS_LSE:
                     tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=inside)
+            elif FIXED:
+                if begins:
+                    store_part(partials, partial_lses, row, acc, top, total, inside, DV)
             else:
-                place = place_of(entry, block, share, stream >= begin, max_blocks, shared)
+                out, out_lse = finish(acc, top, total)
+                place = place_of(entry, block, share, begins, max_blocks, shared)
                 here = (place * kv_heads + kv_head).to(tl.int64) * BLOCK_M + lanes
                 tl.store(partials + here[:, None] * DV + dims[None, :], out, mask=mask)
                 tl.store(partial_lses + here, out_lse, mask=inside)

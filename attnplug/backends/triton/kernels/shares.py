@@ -246,25 +246,12 @@ def merge_shares_kernel(
     for the places.
     """
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    request = tl.program_id(0)
-    row = tl.program_id(1)
     kv_head = tl.program_id(2) // PIECES
     kv_heads = tl.num_programs(2) // PIECES
+    request, row, token, num_rows, first, count, is_other = row_to_merge(
+        query_start_loc, tiles, num_reqs, block_rows, by_share, GROUP
+    )
     size = tl.load(tiles + num_reqs + 2)
-    cut = (request + 1) * size
-    is_past = cut >= tl.load(tiles + num_reqs + 1)
-    is_other = (by_share != 0) & is_past
-    if by_share:
-        request = tl.load(tiles + num_reqs + 4 + request, mask=not is_past, other=0)
-    token = tl.load(query_start_loc + request)
-    num_rows = (tl.load(query_start_loc + request + 1) - token) * GROUP
-    first = tl.load(tiles + request)
-    count = (tl.load(tiles + request + 1) - first) // tl.maximum(tl.cdiv(num_rows, block_rows), 1)
-    if by_share:
-        block = (cut - first) // tl.maximum(count, 1)
-        begin = first + block * count
-        is_other |= (begin >= cut) | (begin < cut - size)
-        row += block * block_rows
     if PDL:
         # Launched while the kernel that writes the partial results runs; what was read so far is older than that.
         tl.extra.cuda.gdc_wait()
@@ -314,6 +301,36 @@ def merge_shares_kernel(
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
         tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)
+
+
+@triton.jit
+def row_to_merge(query_start_loc, tiles, num_reqs, block_rows, by_share, GROUP: tl.constexpr):
+    """What a program of a merge has to write.
+
+    These are the request, the row in it, its first token and number of rows, its first tile and the tiles of each of its
+    streams, and whether another program writes the row, or none.
+
+    The first axis of the grid is requests, and the second one their rows. With `by_share` they are shares but the
+    first, and the rows of the stream that ends first in such a share after it began in the one before.
+    """
+    request = tl.program_id(0)
+    row = tl.program_id(1)
+    size = tl.load(tiles + num_reqs + 2)
+    cut = (request + 1) * size
+    is_past = cut >= tl.load(tiles + num_reqs + 1)
+    is_other = (by_share != 0) & is_past
+    if by_share:
+        request = tl.load(tiles + num_reqs + 4 + request, mask=not is_past, other=0)
+    token = tl.load(query_start_loc + request)
+    num_rows = (tl.load(query_start_loc + request + 1) - token) * GROUP
+    first = tl.load(tiles + request)
+    count = (tl.load(tiles + request + 1) - first) // tl.maximum(tl.cdiv(num_rows, block_rows), 1)
+    if by_share:
+        block = (cut - first) // tl.maximum(count, 1)
+        begin = first + block * count
+        is_other |= (begin >= cut) | (begin < cut - size)
+        row += block * block_rows
+    return request, row, token, num_rows, first, count, is_other
 
 
 @triton.jit

@@ -33,13 +33,14 @@ def load_queries(
     TAIL: tl.constexpr,
     scale,
     COMPUTE: tl.constexpr,
+    BY_ROW: tl.constexpr,
 ):
     """The first BLOCK_D elements of queries, their other elements in TAIL columns, and the scale that logits still need.
 
     Row i is token `i // GROUP`, and `heads` has its head. Keys, values and weights follow the
     type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
     two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
-    With TAIL 0 the second part repeats the first, and nothing reads it.
+    With BY_ROW each row has its own, and the scale has a number for each row. With TAIL 0 the second part repeats the first, and nothing reads it.
     """
     tokens = (first_token + rows // GROUP).to(tl.int64)
     places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
@@ -55,21 +56,25 @@ def load_queries(
             largest = _largest(q)
             if TAIL:
                 largest = tl.maximum(largest, _largest(tail))
+            if not BY_ROW:
+                largest = tl.max(largest, 0)
             # A power of two rounds nothing, and 14 leaves room for the largest element below float16's 65504.
             shift = 14.0 - tl.floor(tl.log2(tl.maximum(largest, 1e-30)))
-            q = q * tl.exp2(shift)
-            tail = tail * tl.exp2(shift)
+            q = q * (tl.exp2(shift)[:, None] if BY_ROW else tl.exp2(shift))
+            tail = tail * (tl.exp2(shift)[:, None] if BY_ROW else tl.exp2(shift))
             scale = scale * tl.exp2(-shift)
         q = q.to(COMPUTE)
         tail = tail.to(COMPUTE)
+    if BY_ROW:
+        scale = scale + tl.zeros([rows.shape[0]], tl.float32)
     return q, tail, scale
 
 
 @triton.jit
 def _largest(x):
-    """The largest finite element of all rows: one that is infinite must not decide what others are multiplied with."""
+    """The largest finite element of each row: one that is infinite must not decide what others are multiplied with."""
     size = tl.abs(x)
-    return tl.max(tl.max(tl.where(size < float("inf"), size, 0.0), 1), 0)
+    return tl.max(tl.where(size < float("inf"), size, 0.0), 1)
 
 
 @triton.jit

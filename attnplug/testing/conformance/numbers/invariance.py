@@ -163,7 +163,8 @@ def _batch(
     options: dict[str, Any] = dict(FP8_SCALES) if spec.has_kv_scales else {}
     options |= {} if layout is None else {"layout": layout}
     if spec.is_encoder or spec.direct_kv:
-        new = totals
+        # All keys of such a request come with its queries.
+        new, options = totals, {**options, "exact": True}
     return target.batch(spec, new, totals, padding=_PADDING, **options)
 
 

@@ -139,23 +139,34 @@ def _copy_tile(
     rows,
     begin,
     lanes,
+    lo,
     hi,
     shift,
     stride_token,
     PAGED: gl.constexpr,
     WHOLE: gl.constexpr,
+    FIXED: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Begin to copy tile `number` of keys or values, once its place is empty; all of a WHOLE tile is before `hi`."""
+    """Begin to copy tile `number` of keys or values, once its place is empty; all of a WHOLE tile is before `hi`.
+
+    Only with FIXED a tile may begin before `lo`.
+    """
     stage = number % STAGES
     mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
     if not PAGED:
         head += gl.cast(begin + shift, gl.int64) * stride_token
     places = rows.to(gl.int64) * UNIT
-    if WHOLE:
+    if FIXED:
+        if (begin >= lo) & (begin + lanes.shape[0] <= hi):
+            _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
+        else:
+            there = (begin + lanes >= lo) & (begin + lanes < hi)
+            _copy(target.index(stage), head, places, there, D, BLOCK_D, LAYOUT)
+    elif WHOLE:
         _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
     elif begin + lanes.shape[0] <= hi:
         _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
@@ -210,6 +221,7 @@ def copy_tiles(
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
+    FIXED: gl.constexpr,
 ):
     """Copy the queries of each tile, then its keys and values, as soon as both other groups are done with their place."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -239,21 +251,24 @@ def copy_tiles(
             k_head = k_cache + kv_head * stride_kh
             v_head = v_cache + kv_head * stride_vh
             table_row = block_table + gl.cast(request, gl.int64) * stride_table
-            pages = _pages(table_row, lo, lanes, hi, PAGED, BLOCK_SIZE)
+            first = lo
+            if FIXED:
+                first = lo // BLOCK_N * BLOCK_N
+            pages = _pages(table_row, first, lanes, hi, PAGED, BLOCK_SIZE)
             # Not `pages`: Triton takes two names of one value for a loop that never changes the second.
             before = gl.zeros_like(pages).to(gl.uint32)
             # A tile that sees no key has one tile of zeros.
-            for begin in range(lo, gl.maximum(hi, lo + 1), BLOCK_N):
+            for begin in range(first, gl.maximum(hi, first + 1), BLOCK_N):
                 key_rows = _rows(pages, begin, lanes, stride_kb, stride_kt, PAGED, BLOCK_SIZE)
                 _copy_tile(
-                    k, k_full, k_empty, copied, k_head, key_rows, begin, lanes, hi, shift, stride_kt,
-                    PAGED, False, D, BLOCK_D, STAGES, LAYOUT,
+                    k, k_full, k_empty, copied, k_head, key_rows, begin, lanes, lo, hi, shift, stride_kt,
+                    PAGED, False, FIXED, D, BLOCK_D, STAGES, LAYOUT,
                 )  # fmt: skip
-                if begin > lo:
+                if begin > first:
                     # Values come after the keys of the next tile, as they are used.
                     _copy_tile(
-                        v, v_full, v_empty, copied - 1, v_head, before, begin - BLOCK_N, lanes, hi, shift, stride_vt,
-                        PAGED, True, D, BLOCK_D, STAGES, LAYOUT,
+                        v, v_full, v_empty, copied - 1, v_head, before, begin - BLOCK_N, lanes, lo, hi, shift, stride_vt,
+                        PAGED, True, FIXED, D, BLOCK_D, STAGES, LAYOUT,
                     )  # fmt: skip
                 if PAGED:
                     before = key_rows
@@ -261,9 +276,9 @@ def copy_tiles(
                     before = _rows(lanes, begin, lanes, stride_vb, stride_vt, False, BLOCK_SIZE)
                 pages = _pages(table_row, begin + BLOCK_N, lanes, hi, PAGED, BLOCK_SIZE)
                 copied += 1
-            last = lo + gl.maximum(hi - lo - 1, 0) // BLOCK_N * BLOCK_N
+            last = first + gl.maximum(hi - first - 1, 0) // BLOCK_N * BLOCK_N
             _copy_tile(
-                v, v_full, v_empty, copied - 1, v_head, before, last, lanes, hi, shift, stride_vt,
-                PAGED, False, D, BLOCK_D, STAGES, LAYOUT,
+                v, v_full, v_empty, copied - 1, v_head, before, last, lanes, lo, hi, shift, stride_vt,
+                PAGED, False, FIXED, D, BLOCK_D, STAGES, LAYOUT,
             )  # fmt: skip
         work += gl.num_programs(0)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnplug.backends.triton.kernels.hopper.prefill_loads import copy_tiles, tile_of
 from attnplug.backends.triton.kernels.ranges import common_range
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E
+from attnplug.backends.triton.kernels.split_places import even_size, fold_weights, split_size
 
 
 @gluon.jit
@@ -59,11 +60,48 @@ def _weigh(
         logits = gl.where(seen, logits, float("-inf"))
     new_top = gl.maximum(top, gl.max(logits, 1) * unit)
     pivot = gl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = gl.exp2(logits * unit - pivot[:, None])
+    weights = gl.exp2(gl.fma(logits, unit, -pivot[:, None]))
     fade = gl.exp2(top - pivot)
     parts = gl.sum(weights.reshape([ROWS, BLOCK_N // SUMS, SUMS]), 1)
-    sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, PARTS))[:, None] + gl.convert_layout(parts, PARTS)
+    fades = gl.convert_layout(fade, gl.SliceLayout(1, PARTS))[:, None]
+    sums = gl.fma(sums, fades, gl.convert_layout(parts, PARTS))
     return weights, new_top, sums, fade
+
+
+@gluon.jit
+def _row_sums(sums, ROWS: gl.constexpr):
+    """The sum of each row, as in_one_order; four threads have two columns each of every eight."""
+    low, high = gl.split(sums.reshape([sums.shape[0], sums.shape[1] // 2, 2]))
+    sums = low + high
+    sums += _of_lane(sums, 1)
+    sums += _of_lane(sums, 2)
+    # All columns of an eight have its sum now.
+    for _ in gl.static_range(3):
+        if sums.shape[1] > 4:
+            low, high = gl.split(gl.permute(sums.reshape([sums.shape[0], 2, sums.shape[1] // 2]), (0, 2, 1)))
+            sums = low + high
+    return gl.convert_layout(gl.max(sums, 1), ROWS)
+
+
+@gluon.jit
+def _of_lane(values, DISTANCE: gl.constexpr):
+    """What the thread DISTANCE lanes away has of `values`."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=r,r,n",
+        [values, DISTANCE],
+        dtype=gl.float32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def _fold(held, more, before, after, LAYOUT: gl.constexpr):
+    """What is held of the splits before, and that of one split more, with their factors."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    before = gl.convert_layout(before, ROWS)[:, None]
+    return gl.fma(more, gl.convert_layout(after, ROWS)[:, None], held * before)
 
 
 @gluon.jit
@@ -111,6 +149,8 @@ def _attend(
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
     TURNS: gl.constexpr,
+    FIXED: gl.constexpr,
+    EVEN: gl.constexpr,
     SIDE: gl.constexpr,
 ):
     """Attend half of the rows of each tile, the lower or the upper one."""
@@ -120,10 +160,10 @@ def _attend(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
     ROWS: gl.constexpr = gl.SliceLayout(1, LOGITS)
     STORE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    SUMS: gl.constexpr = 8
-    PARTS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [8, 0]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [HALF, SUMS]
-    )
+    SUMS: gl.constexpr = BLOCK_N // 2 if FIXED else 8
+    REGISTERS: gl.constexpr = [[0, 1], [8, 0]] + [[0, 8], [0, 16]][: SUMS // 16]  # noqa: RUF005 - Gluon has no stars
+    LANES: gl.constexpr = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]]
+    PARTS: gl.constexpr = gl.DistributedLinearLayout(REGISTERS, LANES, [[16, 0], [32, 0]], [], [HALF, SUMS])
     rows = SIDE * HALF + gl.arange(0, HALF, layout=ROWS)
     store_rows = SIDE * HALF + gl.arange(0, HALF, layout=gl.SliceLayout(1, STORE))
     dims = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, STORE))[None, :]
@@ -138,7 +178,7 @@ def _attend(
     turn = 0
     while work < works:
         kv_head = work % KV_HEADS
-        _, row, num_rows, first_pos, last_pos, lo, hi, _ = tile_of(
+        request, row, num_rows, first_pos, last_pos, lo, hi, _ = tile_of(
             query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, request_tiles,
             num_tiles - 1 - work // KV_HEADS, left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
         )  # fmt: skip
@@ -149,9 +189,28 @@ def _attend(
             )
             top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
             sums = gl.zeros([HALF, SUMS], gl.float32, PARTS)
-            if HAS_SINKS:
-                top = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
             out = gl.zeros([HALF, BLOCK_D], gl.float32, OUT)
+            held_top = top
+            held_sums = sums
+            if HAS_SINKS:
+                sink = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
+                if FIXED:
+                    held_top = sink
+                    held_sums += gl.where(
+                        gl.arange(0, SUMS, layout=gl.SliceLayout(0, PARTS))[None, :] == 0, 1.0, 0.0
+                    )
+                else:
+                    top = sink
+            first = lo
+            goes_on = True
+            if FIXED:
+                goes_on = lo >= 0
+                first = lo // BLOCK_N * BLOCK_N
+                query_len = gl.load(query_start_loc + request + 1) - gl.load(query_start_loc + request)
+                even = even_size(gl.load(seq_lens + request), query_len, EVEN)
+                size = split_size(first, even)
+                split_end = first // size * size + size
+                folded = gl.zeros([HALF, BLOCK_D], gl.float32, OUT)
             mbarrier.wait(q_full, streams & 1)
             mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
             fence_async_shared()
@@ -167,11 +226,11 @@ def _attend(
             logits = warpgroup_mma_wait(0, deps=(logits,))
             mbarrier.arrive(k_empty.index(done % STAGES), count=1)
             weights, top, sums, fade = _weigh(
-                logits, top, sums, unit, lo, full_lo, full_hi, positions, lanes, lo, hi,
+                logits, top, sums, unit, first, full_lo, full_hi, positions, lanes, lo, hi,
                 left, right, chunk, BLOCK_N, SUMS, PARTS, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
             )  # fmt: skip
             held = gl.convert_layout(weights.to(dtype), WEIGHTS)
-            for begin in range(lo + BLOCK_N, hi, BLOCK_N):
+            for begin in range(first + BLOCK_N, hi, BLOCK_N):
                 stage = done % STAGES
                 done += 1
                 coming = done % STAGES
@@ -185,34 +244,58 @@ def _attend(
                 logits = warpgroup_mma(
                     own, k.index(coming).permute((1, 0)), zeros, use_acc=False, is_async=True
                 )
-                out = warpgroup_mma(held, v.index(stage), out, is_async=True)
+                out = warpgroup_mma(held, v.index(stage), out, use_acc=goes_on, is_async=True)
                 if TURNS:
                     mbarrier.arrive(turns.index(1 - SIDE), count=1)
                 logits = warpgroup_mma_wait(1, deps=(logits,))
                 mbarrier.arrive(k_empty.index(coming), count=1)
+                ends = False
+                if FIXED:
+                    # The values of the tile before are multiplied while this one is weighed, as the first of its split.
+                    ends = begin == split_end
+                    split_end += gl.where(ends, split_size(begin, even), 0)
+                    before = top
+                    after = top
+                    if ends:
+                        before, after, held_top = fold_weights(held_top, top)
+                        held_sums = _fold(held_sums, sums, before, after, PARTS)
+                        top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
+                        sums = gl.zeros([HALF, SUMS], gl.float32, PARTS)
                 weights, top, sums, fade = _weigh(
                     logits, top, sums, unit, begin, full_lo, full_hi, positions, lanes, lo, hi,
                     left, right, chunk, BLOCK_N, SUMS, PARTS, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
                 )  # fmt: skip
                 out = warpgroup_mma_wait(0, deps=(out,))
                 mbarrier.arrive(v_empty.index(stage), count=1)
+                if FIXED:
+                    if ends:
+                        folded = _fold(folded, out, before, after, OUT)
+                    goes_on = not ends
                 out = out * gl.convert_layout(fade, gl.SliceLayout(1, OUT))[:, None]
                 held = gl.convert_layout(weights.to(dtype), WEIGHTS)
             mbarrier.arrive(q_empty, count=1)
             streams += 1
             mbarrier.wait(v_full.index(done % STAGES), done // STAGES & 1)
             fence_async_shared()
-            out = warpgroup_mma(held, v.index(done % STAGES), out, is_async=True)
+            out = warpgroup_mma(held, v.index(done % STAGES), out, use_acc=goes_on, is_async=True)
             found = warpgroup_mma_wait(0, deps=(out,))
             mbarrier.arrive(v_empty.index(done % STAGES), count=1)
             done += 1
-            total = gl.convert_layout(gl.sum(sums, 1), ROWS)
-            if HAS_SINKS:
-                sink = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
-                total += gl.exp2(sink - gl.where(top == float("-inf"), 0.0, top))
+            if FIXED:
+                before, after, top = fold_weights(held_top, top)
+                found = _fold(folded, found, before, after, OUT)
+                total = _row_sums(_fold(held_sums, sums, before, after, PARTS), ROWS)
+            else:
+                total = gl.convert_layout(gl.sum(sums, 1), ROWS)
+                if HAS_SINKS:
+                    sink = gl.load(sinks + kv_head * GROUP + rows % GROUP).to(gl.float32) * LOG2E
+                    total += gl.exp2(sink - gl.where(top == float("-inf"), 0.0, top))
             nothing = total == 0.0
             safe = gl.where(nothing, 1.0, total)
-            found = found * gl.convert_layout(value_scale / safe, gl.SliceLayout(1, OUT))[:, None]
+            if FIXED:
+                found = found * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUT))[:, None] * value_scale
+            else:
+                found = found * gl.convert_layout(value_scale / safe, gl.SliceLayout(1, OUT))[:, None]
             token = (row + store_rows // GROUP).to(gl.int64)
             places = output + token * stride_ot + (kv_head * GROUP + store_rows % GROUP) * stride_oh
             found = gl.convert_layout(found.to(output.dtype.element_ty), STORE)
@@ -298,6 +381,8 @@ def specialized_prefill_kernel(
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
     TURNS: gl.constexpr,
+    FIXED: gl.constexpr,
+    EVEN: gl.constexpr,
 ):
     """As prefill_kernel, for queries and keys of 16 bits, heads of equal size, and strides of whole 32 bytes.
 
@@ -338,23 +423,23 @@ def specialized_prefill_kernel(
                 request_tiles, left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
                 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(0),
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, FIXED, EVEN, gl.constexpr(0),
             )),
             (_attend, (
                 output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles,
                 request_tiles, left, right, chunk, scale, value_scale, stride_ot, stride_oh, stride_lse,
                 q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty, turns,
                 KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, gl.constexpr(1),
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SINKS, HAS_LSE, TURNS, FIXED, EVEN, gl.constexpr(1),
             )),
             (copy_tiles, (
                 query, k_cache, v_cache, query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs,
                 num_tiles, request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb,
                 stride_vt, stride_vh, stride_table, q, k, v, q_full, q_empty, k_full, k_empty, v_full, v_empty,
                 KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, STAGES,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, FIXED,
             )),
         ],
         [4, 4],
-        [208, 72],
+        [224, 56] if FIXED else [208, 72],
     )  # fmt: skip
