@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 from attnplug.backends.triton import TritonBackend, backend
 from attnplug.backends.triton.kernels import fixed_splits, share_decode
 from attnplug.backends.triton.kernels.split_places import (
-    even_size,
+    even_log,
     most_splits,
     nearest_split,
     split_number,
@@ -46,13 +46,13 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, invariance=("batch",
 def _places(found, keys, EVEN: tl.constexpr, COUNT: tl.constexpr):
     lanes = tl.arange(0, COUNT)
     key = tl.load(keys + lanes)
-    even = even_size(key + 1, 1, EVEN)
+    even = even_log(key + 1, 1, EVEN)
     number = split_number(key, even)
     tl.store(found + lanes * 5, number)
     tl.store(found + lanes * 5 + 1, split_start(number, even))
     tl.store(found + lanes * 5 + 2, split_size(key, even))
     tl.store(found + lanes * 5 + 3, nearest_split(key, 0, even))
-    tl.store(found + lanes * 5 + 4, even + lanes * 0)
+    tl.store(found + lanes * 5 + 4, (1 << even) + lanes * 0)
 
 
 KEYS = sorted(

@@ -13,7 +13,7 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.scan import LN2, in_one_order
 from attnplug.backends.triton.kernels.shares import request_range, row_to_merge
 from attnplug.backends.triton.kernels.split_places import (
-    even_size,
+    even_log,
     fold_weights,
     nearest_split,
     split_number,
@@ -86,7 +86,7 @@ def merge_splits_kernel(
     stream = first + row // block_rows * count
     share = stream // size
     length = tl.load(seq_lens + request)
-    even = even_size(length, num_rows // GROUP, EVEN)
+    even = even_log(length, num_rows // GROUP, EVEN)
     base, past = request_range(
         token, num_rows // GROUP, length, mm_spans, left, right, chunk,
         HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, in_one_order
-from attnplug.backends.triton.kernels.split_places import even_size
+from attnplug.backends.triton.kernels.split_places import even_log
 from attnplug.backends.triton.kernels.tiles import load_queries
 
 
@@ -167,7 +167,7 @@ def prefill_kernel(
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, more, top, total = attend_parts(
         q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
-        lo, hi, k_head, v_head, table_row, key_shift, None, even_size(seq_len, query_len, EVEN),
+        lo, hi, k_head, v_head, table_row, key_shift, None, even_log(seq_len, query_len, EVEN),
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
         HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, ONE, FIXED,

@@ -223,7 +223,7 @@ def attend_parts(
     if FIXED:
         # The last split, unless it ended with a tile.
         past = start + tl.cdiv(tl.maximum(hi - start, 0), BLOCK_N) * BLOCK_N
-        if (past > start) & (past % split_size(past - 1, even) != 0):
+        if (past > start) & (past & (split_size(past - 1, even) - 1) != 0):
             held, held_more, held_top, held_sums = _end_split(
                 held, held_more, held_top, held_sums, acc, more, top, sums, split_number(past - 1, even), parts, DV, PAIRS, TAIL_V
             )  # fmt: skip
@@ -381,7 +381,7 @@ def _scan_keys(
                 more = tl.dot(weights, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         top = new_top
         if FOLDS:
-            if (start + BLOCK_N) % split_size(start, even) == 0:
+            if (start + BLOCK_N) & (split_size(start, even) - 1) == 0:
                 held, held_more, held_top, held_sums = _end_split(
                     held, held_more, held_top, held_sums, acc, more, top, sums, split_number(start, even), parts, DV, PAIRS, TAIL_V
                 )  # fmt: skip

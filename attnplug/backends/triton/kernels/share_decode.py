@@ -8,7 +8,7 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, finish, in_one_order, store_part
 from attnplug.backends.triton.kernels.shares import place_of, request_range
-from attnplug.backends.triton.kernels.split_places import even_size, nearest_split, split_number
+from attnplug.backends.triton.kernels.split_places import even_log, nearest_split, split_number
 from attnplug.backends.triton.kernels.tiles import load_queries
 
 
@@ -192,7 +192,7 @@ def share_decode_kernel(
             parts = None
             even = 0
             if FIXED:
-                even = even_size(length, tokens, EVEN)
+                even = even_log(length, tokens, EVEN)
                 # A stream that an earlier share began is summed split by split, for all keys that its request sees.
                 cut = nearest_split((origin + begin) * BLOCK_N, base, even)
                 next_cut = nearest_split((origin + end) * BLOCK_N, base, even)

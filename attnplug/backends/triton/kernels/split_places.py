@@ -14,6 +14,8 @@ _PLACES = ((0, 128), (1024, 256), (8192, 512), (16384, 1024), (65536, 2048))
 _KEYS, _SIZES = zip(*_PLACES, strict=True)
 _COUNTS = [0, *itertools.accumulate((b - a) // size for (a, size), (b, _) in itertools.pairwise(_PLACES))]
 _A, _B, _C, _D = (tl.constexpr(key) for key in _KEYS[1:])
+# Sizes are powers of two, and kernels compute with their logarithms: they divide slowly by a number that varies.
+_L0, _L1, _L2, _L3, _L4 = (tl.constexpr(size.bit_length() - 1) for size in _SIZES)
 _S0, _S1, _S2, _S3, _S4 = (tl.constexpr(size) for size in _SIZES)
 _NA, _NB, _NC, _ND = (tl.constexpr(count) for count in _COUNTS[1:])
 
@@ -39,25 +41,31 @@ def most_splits(keys: int, even: bool) -> int:
 
 
 @triton.jit
-def even_size(seq_len, query_len, EVEN: tl.constexpr):
-    """Keys of each split of a request; 0 without EVEN: position says it."""
+def even_log(seq_len, query_len, EVEN: tl.constexpr):
+    """The logarithm of the keys of each split of a request; 0 without EVEN: position says it."""
     if EVEN:
-        size = tl.where(seq_len <= _SHORT, 128, 256)
+        log = tl.where(seq_len <= _SHORT, 7, 8)
         # Doubled while there are too many, up to 15 times.
         for half in tl.static_range(4):
             more = 8 >> half
-            size = tl.where((size << (more - 1)) * _MOST_EVEN < seq_len, size << more, size)
-        return tl.where(query_len < _MANY_QUERIES, size, 1 << 30)
+            log = tl.where((seq_len - 1) >> (log + (more - 1)) >= _MOST_EVEN, log + more, log)
+        return tl.where(query_len < _MANY_QUERIES, log, 30)
     else:
         return 0
 
 
 @triton.jit
+def split_log(key, even):
+    """The logarithm of the keys of the split that has `key`; `even` is that of even_log."""
+    early = tl.where(key < _A, _L0, tl.where(key < _B, _L1, _L2))
+    log = tl.where(key < _C, early, tl.where(key < _D, _L3, _L4))
+    return tl.where(even > 0, even, log)
+
+
+@triton.jit
 def split_size(key, even):
     """Keys of the split that has `key`."""
-    early = tl.where(key < _A, _S0, tl.where(key < _B, _S1, _S2))
-    size = tl.where(key < _C, early, tl.where(key < _D, _S3, _S4))
-    return tl.where(even > 0, even, size)
+    return 1 << split_log(key, even)
 
 
 @triton.jit
@@ -66,7 +74,7 @@ def split_number(key, even):
     early = tl.where(key < _B, _NA + (key - _A) // _S1, _NB + (key - _B) // _S2)
     late = tl.where(key < _D, _NC + (key - _C) // _S3, _ND + (key - _D) // _S4)
     number = tl.where(key < _A, key // _S0, tl.where(key < _C, early, late))
-    return tl.where(even > 0, key // tl.maximum(even, 1), number)
+    return tl.where(even > 0, key >> even, number)
 
 
 @triton.jit
@@ -75,15 +83,15 @@ def split_start(number, even):
     early = tl.where(number < _NB, _A + (number - _NA) * _S1, _B + (number - _NB) * _S2)
     late = tl.where(number < _ND, _C + (number - _NC) * _S3, _D + (number - _ND) * _S4)
     key = tl.where(number < _NA, number * _S0, tl.where(number < _NC, early, late))
-    return tl.where(even > 0, number * even, key)
+    return tl.where(even > 0, number << even, key)
 
 
 @triton.jit
 def nearest_split(key, base, even):
     """Where the split begins that is nearest to `key`, or to `base` if that is later."""
     key = tl.maximum(key, base)
-    size = split_size(key, even)
-    return (key + size // 2) // size * size
+    log = split_log(key, even)
+    return (key + ((1 << log) >> 1)) >> log << log
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from attnplug.backends.triton.kernels.hopper.prefill_loads import copy_tiles, tile_of
 from attnplug.backends.triton.kernels.ranges import common_range
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E
-from attnplug.backends.triton.kernels.split_places import even_size, fold_weights, split_size
+from attnplug.backends.triton.kernels.split_places import even_log, fold_weights, split_log, split_size
 
 
 @gluon.jit
@@ -207,9 +207,9 @@ def _attend(
                 goes_on = lo >= 0
                 first = lo // BLOCK_N * BLOCK_N
                 query_len = gl.load(query_start_loc + request + 1) - gl.load(query_start_loc + request)
-                even = even_size(gl.load(seq_lens + request), query_len, EVEN)
-                size = split_size(first, even)
-                split_end = first // size * size + size
+                even = even_log(gl.load(seq_lens + request), query_len, EVEN)
+                log = split_log(first, even)
+                split_end = ((first >> log) + 1) << log
                 folded = gl.zeros([HALF, BLOCK_D], gl.float32, OUT)
             mbarrier.wait(q_full, streams & 1)
             mbarrier.wait(k_full.index(done % STAGES), done // STAGES & 1)
@@ -253,10 +253,10 @@ def _attend(
                 if FIXED:
                     # The values of the tile before are multiplied while this one is weighed, as the first of its split.
                     ends = begin == split_end
-                    split_end += gl.where(ends, split_size(begin, even), 0)
                     before = top
                     after = top
                     if ends:
+                        split_end = begin + split_size(begin, even)
                         before, after, held_top = fold_weights(held_top, top)
                         held_sums = _fold(held_sums, sums, before, after, PARTS)
                         top = gl.full([HALF], float("-inf"), gl.float32, ROWS)
