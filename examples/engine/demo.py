@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     runs = []
     for drafts in dict.fromkeys((0, options.draft_tokens)):
-        engine = Engine(model, num_blocks=1024, draft_tokens=drafts)
+        engine = Engine(model, num_blocks=1024, draft_tokens=drafts, invariance=options.invariance)
         if not drafts:
             console.print(engine.runtime.plan)
         requests = [engine.add(prompt, max_tokens=options.max_tokens) for prompt in prompts]

@@ -7,7 +7,7 @@ import itertools
 import math
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class Engine:
     tokens as without, and text that repeats itself takes fewer steps. Layers with latent attention expand at most
     `context_chunk_rows` computed tokens at once, as many as the plan says where it is None. With `ranks`, several
     processes run the same requests, and each has its part of the heads or the tokens. `planning` are further
-    arguments of `attnplug.plan`, such as `tuned`.
+    arguments of `attnplug.plan`, such as `tuned`. `invariance` has the words of equal bits that all layers ask for.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Engine:
         context_chunk_rows: int | None = None,
         ranks: Ranks | None = None,
         planning: Mapping[str, Any] | None = None,
+        invariance: Sequence[str] = (),
     ) -> None:
         self.model = model
         self.ranks = Ranks() if ranks is None else ranks
@@ -106,7 +107,9 @@ class Engine:
             num_speculative_tokens=draft_tokens,
             context_chunk_rows=context_chunk_rows,
         )
-        self.runtime = page_model(model, num_blocks, block_size, self.limits, self.ranks, planning)
+        self.runtime = page_model(
+            model, num_blocks, block_size, self.limits, self.ranks, planning, invariance
+        )
         self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
         self.runtime.warm_up()

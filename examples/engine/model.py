@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,10 +60,11 @@ def page_model(
     limits: BuilderConfig,
     ranks: Ranks | None = None,
     planning: Mapping[str, Any] | None = None,
+    invariance: Sequence[str] = (),
 ) -> AttentionRuntime:
     """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot.
 
-    `planning` are further arguments of `attnplug.plan`, such as `tuned` or `per_phase`.
+    `planning` are further arguments of `attnplug.plan`, such as `tuned` or `per_phase`. All layers ask for `invariance`.
     """
     if not model._can_set_attn_implementation():
         raise ModelConfigError(f"{type(model).__name__} never calls transformers' AttentionInterface")
@@ -73,7 +74,8 @@ def page_model(
         raise ModelConfigError(f"{read.name} has other layers than decoders with KV of their own: {kinds}")
     modules = {name: model.get_submodule(name) for name in read.layers}
     ranks = Ranks() if ranks is None else ranks
-    layers = {n: spec.replace(block_size=block_size, dtype=model.dtype) for n, spec in read.layers.items()}
+    asked = {"block_size": block_size, "dtype": model.dtype, "invariance": tuple(invariance)}
+    layers = {name: spec.replace(**asked) for name, spec in read.layers.items()}
     layers = {name: ranks.own_part(spec) for name, spec in layers.items()}
     given = {"num_blocks": num_blocks, "context_parallel": ranks.tokens, **(planning or {})}
     plan = attnplug.plan(layers, model.device, **given)

@@ -150,6 +150,7 @@ def serve(
         max_num_batched_tokens=options.chunk,
         draft_tokens=drafts,
         ranks=ranks,
+        invariance=options.invariance,
     )
     requests = [
         engine.add(prompt, max_tokens=options.max_tokens, temperature=options.temperature, seed=seed)

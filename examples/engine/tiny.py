@@ -70,7 +70,14 @@ def shrink(config: PreTrainedConfig, window: int = 32, vocab_size: int = 512) ->
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where a model runs, and in what: `--device` and `--dtype`."""
+    """Where a model runs, in what, and how: `--device`, `--dtype` and `--invariance`."""
+    parser.add_argument(
+        "--invariance",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="WORD[,WORD[,WORD]]",
+        help="on what the bits of attention do not depend: batch, rows, heads (default: on all)",
+    )
     parser.add_argument(
         "--device", type=usable_device, default="cpu", help="cpu, cuda, cuda:1 (default: %(default)s)"
     )

@@ -10,7 +10,7 @@ from small_models import FAMILIES, WINDOW, check_greedy, generated, random_promp
 from tiny import load
 
 from attnplug.backends.torch_native import builder as torch_builder
-from attnplug.core.errors import BatchError, ModelConfigError
+from attnplug.core.errors import AttnplugError, BatchError, ModelConfigError
 
 # The family that asks for most, with windows and sinks; the others differ in less.
 QUICK_FIRST = [
@@ -48,6 +48,17 @@ def test_mixed_preempted_shared_and_chunked_requests_equal_generate(family):
     assert engine.pages.shared > 0
     for prompt, output in zip(prompts, outputs, strict=True):
         check_greedy(family, prompt, output)
+
+
+def test_layers_may_ask_for_equal_bits():
+    prompts = random_prompts(3, 40, 9)
+    engine = Engine(small_model("Llama"), invariance=("batch",))
+
+    assert {each.spec.invariance for each in engine.runtime.plan.decisions.values()} == {("batch",)}
+    for prompt, output in zip(prompts, serve(engine, prompts, max_tokens=16), strict=True):
+        check_greedy("Llama", prompt, output, 16)
+    with pytest.raises(AttnplugError, match=r"invariance rows not supported: kind rows is not batch"):
+        Engine(small_model("Llama"), invariance=("rows",))
 
 
 def test_a_window_that_is_dropped_would_be_seen():

@@ -28,7 +28,9 @@ def plain(field: str, spec: LayerSpec) -> Any:
 
 
 # A layer that ignores `invariance` has right numbers, and `invariance/*` compares its bits.
-@pytest.mark.parametrize("flag", COMPUTED & ~(Feature.MLA | Feature.INVARIANCE), ids=lambda flag: flag.names()[0])
+@pytest.mark.parametrize(
+    "flag", COMPUTED & ~(Feature.MLA | Feature.INVARIANCE), ids=lambda flag: flag.names()[0]
+)
 def test_a_feature_that_is_declared_and_ignored_is_caught(flag: Feature) -> None:
     field = flag.ask.field
     backend = variant("IGNORES", impl=misread(**{field: functools.partial(plain, field)}))

@@ -43,7 +43,13 @@ OTHERS = [mutant for mutant in ALL if mutant not in NUMERIC]
 BY_START = mutants_of(
     *("batches", "builders", "caches", "declarations", "limits", "refusals", "structure"),
 )
-EACH_CALL = [each for each in mutants_of("process") if each.check == "state/settings-kept-decode"]
+# What these do has an effect once, or is left as it is because tests and coverage do it too.
+_ONCE = ("captures_warnings", "freezes", "leaves_folder_at_home", "profiles", "sets_device")
+EACH_CALL = [
+    each
+    for each in mutants_of("process")
+    if each.check == "state/settings-kept-decode" and each.name not in _ONCE
+]
 _PLAIN_LEAKS = ("grows_history", "keeps_layers")
 
 

@@ -157,6 +157,7 @@ class TritonBackend(AttentionBackend):
             spec.resolved_kv_cache_dtype,
             spec.block_size,
             spec.required_features(),
+            spec.invariance,
         )
 
     @classmethod

@@ -101,8 +101,8 @@ def share_decode_kernel(
     DV]`, and their LSE, in base 2, to `partial_lses [places, Hkv, BLOCK_M]`, for merge_shares_kernel. So do all
     streams of a step whose requests share the `prefix` first keys: these are read once for all of them.
 
-    With FIXED a split of the keys is whole in the share that has its first tile, see fixed_splits.py. Of a stream that
-    an earlier share began, each split is a part; merge_splits_kernel has their places. There is no prefix then.
+    With FIXED a share begins at the split of the keys that begins nearest to its first tile, see fixed_splits.py. Of a
+    stream that an earlier share began, each split is a part for merge_splits_kernel. There is no prefix then.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -254,6 +254,14 @@ def _garbage_collector() -> dict[str, Any]:
     }
 
 
+_THRESHOLD = gc.get_threshold()
+
+
+def _first_garbage_collector(now: Mapping[str, Any]) -> dict[str, Any]:
+    """That of a new process, since this module may be imported while collections are off."""
+    return {**now, "enabled": True, "threshold": _THRESHOLD}
+
+
 def _set_garbage_collector(values: Mapping[str, Any]) -> None:
     (gc.enable if values["enabled"] else gc.disable)()
     gc.set_threshold(*values["threshold"])
@@ -312,7 +320,7 @@ _SETTINGS = (
     Setting("hook", _hooks, _set_hooks, by_imports=True, other=_other_hooks),
     Setting("function of Python or attnplug", _functions, Functions.restore, by_imports=True),
     Setting("precision and rounding of decimal", _decimal, _set_decimal),
-    Setting("garbage collector:", _garbage_collector, _set_garbage_collector),
+    Setting("garbage collector:", _garbage_collector, _set_garbage_collector, other=_first_garbage_collector),
     Setting("tracing of memory", tracemalloc.is_tracing),
     Setting("size of a thread's stack", threading.stack_size, threading.stack_size),
     Setting("priority of the process", _priority),
