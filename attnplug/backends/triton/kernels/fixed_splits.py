@@ -80,8 +80,6 @@ def merge_splits_kernel(
     request, row, token, num_rows, first, count, is_other = row_to_merge(
         query_start_loc, tiles, num_reqs, block_rows, by_share, GROUP
     )
-    if is_other | (row >= num_rows):
-        return
     size = tl.load(tiles + num_reqs + 2)
     stream = first + row // block_rows * count
     share = stream // size
@@ -94,15 +92,17 @@ def merge_splits_kernel(
     origin = base // TILE - ahead - stream
     cut = (share + 1) * size
     start = nearest_split((origin + cut) * TILE, base, even)
-    if (cut >= stream + count) | (start >= past):
+    is_other |= (row >= num_rows) | (cut >= stream + count) | (start >= past)
+    if PDL:
+        # Launched while the kernel that writes the partial results runs; what was read so far is older than that.
+        # All programs wait, also those without a row: else this kernel could end before that one.
+        tl.extra.cuda.gdc_wait()
+    if is_other:
         return
 
     dims = tl.program_id(2) % PIECES * BLOCK + tl.arange(0, BLOCK)
     step = kv_heads * block_rows
     rows = (share * slots * kv_heads + kv_head).to(tl.int64) * block_rows + row % block_rows
-    if PDL:
-        # Launched while the kernel that writes the partial results runs; what was read so far is older than that.
-        tl.extra.cuda.gdc_wait()
     held = _part(partials, partial_sums, rows, dims, 0, 1, step, SIZE, TILE // 2)
     number = split_number(start, even)
     count = split_number(past - 1, even) + 1 - number
