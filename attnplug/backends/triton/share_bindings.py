@@ -47,7 +47,7 @@ class ShareDecode:
     Args:
         kernel: attends; it takes queries, K, V, outputs, LSE, query starts, lengths, pages, tiles, sinks, slopes, spans,
             partial results, the number of requests, the prefix, streams per request, and places and rows of parts.
-        merges: for few rows of few parts, for rows of many parts, and for many rows; with `fixed` one.
+        merges: for few rows of few parts, for rows of many parts, and for many rows.
         plan: the division of the keys.
         kv_heads: KV heads of the layer.
         size: elements of a value.
@@ -109,18 +109,16 @@ class ShareDecode:
         batch = starts, step.seq_lens, block_table, tiles
         numbers = reqs, step.prefix, max_blocks
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers, slots, block_rows)
-        if self.fixed:
-            (merge,) = self.merges
-            rest = starts, step.seq_lens, tiles, features[2], reqs, slots, block_rows, by_share
-            merge.kernel((*merged, self.kv_heads * merge.pieces), *partials, output, lse, *rest)
-            return
         few, of_many_parts, many = self.merges
         merge = few
         if self.plan.programs > _MANY_PARTS * reqs * max_blocks:
             merge = of_many_parts
         elif merged[0] * merged[1] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors:
             merge = many
-        given = *partials, output, lse, starts, tiles, *numbers, block_m, by_share
+        given: tuple[Any, ...] = *partials, output, lse, starts, tiles, *numbers, block_m, by_share
+        if self.fixed:
+            rest = starts, step.seq_lens, tiles, features[2], reqs, slots, block_rows, by_share
+            given = *partials, output, lse, *rest
         merge.kernel((*merged, self.kv_heads * merge.pieces), *given)
         if not self.has_run:
             self.has_run = True
@@ -157,16 +155,15 @@ def bind_shares(
 
     def merge(parts: int, width: int, num_warps: int) -> Merge:
         form = {"PARTS": parts, "BLOCK": min(size, width)}
-        kernel = BoundKernel(_MERGE, 11, {**values, **form}, num_warps=num_warps, **overlap)
+        merging, given = (_MERGE_SPLITS, 12) if fixed else (_MERGE, 11)
+        kernel = BoundKernel(merging, given, {**values, **form}, num_warps=num_warps, **overlap)
         return Merge(kernel, -(-spec.head_size_v // form["BLOCK"]))
 
-    merges: tuple[Merge, ...]
     # Few rows are merged by many programs, which read many parts at once; of many rows, a warp merges each.
     merges = merge(32, 32, 4), merge(128, 32, 4), merge(1, 256, 1)
     if fixed:
-        block = min(size, 128)
-        kernel = BoundKernel(_MERGE_SPLITS, 12, {**values, "BLOCK": block}, num_warps=1, **overlap)
-        merges = (Merge(kernel, -(-spec.head_size_v // block)),)
+        # One warp folds the splits of a row one after the other, whatever their number.
+        merges = merge(32, 64, 1), merge(32, 64, 1), merge(16, 128, 1)
     plan = SharesPlan(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.scan import LN2, in_one_order
-from attnplug.backends.triton.kernels.shares import request_range, row_to_merge
+from attnplug.backends.triton.kernels.shares import request_range, row_to_merge, wait_for_parts
 from attnplug.backends.triton.kernels.split_places import (
     even_log,
     fold_weights,
@@ -59,6 +59,7 @@ def merge_splits_kernel(
     TILE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
@@ -75,6 +76,7 @@ def merge_splits_kernel(
     of the shares behind it.
     """
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
+    IN_SIZE: tl.constexpr = SIZE % BLOCK == 0
     kv_head = tl.program_id(2) // PIECES
     kv_heads = tl.num_programs(2) // PIECES
     request, row, token, num_rows, first, count, is_other = row_to_merge(
@@ -94,24 +96,27 @@ def merge_splits_kernel(
     start = nearest_split((origin + cut) * TILE, base, even)
     is_other |= (row >= num_rows) | (cut >= stream + count) | (start >= past)
     if PDL:
-        # Launched while the kernel that writes the partial results runs; what was read so far is older than that.
-        # All programs wait, also those without a row: else this kernel could end before that one.
-        tl.extra.cuda.gdc_wait()
+        wait_for_parts(is_other)
     if is_other:
         return
 
     dims = tl.program_id(2) % PIECES * BLOCK + tl.arange(0, BLOCK)
     step = kv_heads * block_rows
     rows = (share * slots * kv_heads + kv_head).to(tl.int64) * block_rows + row % block_rows
-    held = _part(partials, partial_sums, rows, dims, 0, 1, step, SIZE, TILE // 2)
+    held = _parts(partials, partial_sums, rows, dims, 1, step, SIZE, TILE // 2, IN_SIZE, 1)[0]
     number = split_number(start, even)
     count = split_number(past - 1, even) + 1 - number
     rows += (1 + number - split_number(base, even)) * step
-    for done in tl.range(0, count, 16):
-        # All are loaded before the first is added, because compilers keep that order.
-        early = _eight(partials, partial_sums, rows, dims, done, count, step, SIZE, TILE // 2)
-        late = _eight(partials, partial_sums, rows, dims, done + 8, count, step, SIZE, TILE // 2)
-        held = _with_eight(_with_eight(held, early), late)
+    # All parts of a round are loaded before the first is added, because compilers keep that order.
+    if count <= PARTS // 2:
+        few = _parts(partials, partial_sums, rows, dims, count, step, SIZE, TILE // 2, IN_SIZE, PARTS // 2)
+        held = _folded(held, few)
+    else:
+        for done in tl.range(0, count, PARTS):
+            left = count - done
+            many = _parts(partials, partial_sums, rows, dims, left, step, SIZE, TILE // 2, IN_SIZE, PARTS)
+            held = _folded(held, many)
+            rows += PARTS * step
     acc, top, sums = held
     total = tl.sum(in_one_order(sums[None, :]), 0)
     empty = total == 0.0
@@ -125,35 +130,30 @@ def merge_splits_kernel(
 
 
 @triton.jit
-def _part(partials, partial_sums, rows, dims, index, count, step, SIZE: tl.constexpr, SUMS: tl.constexpr):
-    """Weighted sums of values of one split and row, the maximum and sums of weights; nothing from `count` on."""
-    row = rows + index * step
-    there = index < count
-    out = tl.load(partials + row * SIZE + dims, mask=(dims < SIZE) & there, other=0.0)
-    place = partial_sums + row * (SUMS + 1)
-    top = tl.load(place, mask=there, other=float("-inf"))
-    return out, top, tl.load(place + 1 + tl.arange(0, SUMS), mask=there, other=0.0)
+def _parts(
+    partials, partial_sums, row, dims, count, step,
+    SIZE: tl.constexpr, SUMS: tl.constexpr, IN_SIZE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Of each of PARTS splits of a row: weighted sums of values, the maximum, sums of weights; nothing from `count` on."""
+    parts = ()
+    values = partials + row * SIZE + dims
+    places = partial_sums + row * (SUMS + 1)
+    for index in tl.static_range(PARTS):
+        there = index < count
+        mask = there if IN_SIZE else (dims < SIZE) & there
+        out = tl.load(values, mask=mask, other=0.0)
+        top = tl.load(places, mask=there, other=float("-inf"))
+        parts = parts + ((out, top, tl.load(places + 1 + tl.arange(0, SUMS), mask=there, other=0.0)),)
+        values += step * SIZE
+        places += step * (SUMS + 1)
+    return parts
 
 
 @triton.jit
-def _eight(partials, partial_sums, rows, dims, index, count, step, SIZE: tl.constexpr, SUMS: tl.constexpr):
-    return (
-        _part(partials, partial_sums, rows, dims, index, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 1, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 2, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 3, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 4, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 5, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 6, count, step, SIZE, SUMS),
-        _part(partials, partial_sums, rows, dims, index + 7, count, step, SIZE, SUMS),
-    )
-
-
-@triton.jit
-def _with_eight(held, parts):
-    """What is held of the splits before, and eight splits more."""
+def _folded(held, parts):
+    """What is held of the splits before, and these splits more."""
     acc, top, sums = held
-    for index in tl.static_range(8):
+    for index in tl.static_range(len(parts)):
         out, found, weights = parts[index]
         before, after, top = fold_weights(top, found)
         acc = tl.fma(out, after, acc * before)

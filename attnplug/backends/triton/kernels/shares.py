@@ -252,16 +252,14 @@ def merge_shares_kernel(
         query_start_loc, tiles, num_reqs, block_rows, by_share, GROUP
     )
     size = tl.load(tiles + num_reqs + 2)
-    if PDL:
-        # Launched while the kernel that writes the partial results runs; what was read so far is older than that.
-        tl.extra.cuda.gdc_wait()
-    if is_other | (row >= num_rows):
-        return
     stream = first + row // block_rows * count
     share = stream // size
     parts = (stream + count - 1) // size - share + 1
     shared = prefix // TILE
-    if (parts == 1) & (shared == 0):
+    is_other |= (row >= num_rows) | ((parts == 1) & (shared == 0))
+    if PDL:
+        wait_for_parts(is_other)
+    if is_other:
         return
     # Rows of the prefix are those of all requests.
     shared_row = (token - tl.load(query_start_loc)) * GROUP + row
@@ -301,6 +299,19 @@ def merge_shares_kernel(
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
         tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)
+
+
+@triton.jit
+def wait_for_parts(is_other):
+    """Wait until the kernel has ended that writes partial results, where a program merges a row.
+
+    A merge is launched while that kernel runs. What its programs have read until then is older than that.
+    """
+    # Programs without a row end at once, and leave their places to others. The first one always waits: else the merge
+    # could end before the other kernel, and what comes next would begin too early.
+    is_first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0) & (tl.program_id(2) == 0)
+    if is_first | (not is_other):
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit

@@ -23,8 +23,8 @@ _NA, _NB, _NC, _ND = (tl.constexpr(count) for count in _COUNTS[1:])
 # Where tokens may come in any steps, a row's position alone says where splits are, as above. Where only the other
 # requests may differ, a request's own lengths may say it: its splits then have one size, and are no more than these.
 _MOST_EVEN: tl.constexpr = tl.constexpr(32)
-_SHORT: tl.constexpr = tl.constexpr(1536)
-"""Keys up to which even splits have 128 keys, and not at least 256."""
+_SHORT, _SHORTEST = tl.constexpr(1536), tl.constexpr(1024)
+"""Keys up to which even splits have 128 keys, or 64, and not at least 256."""
 # So many queries fill a GPU without splits.
 _MANY_QUERIES: tl.constexpr = tl.constexpr(256)
 
@@ -32,7 +32,7 @@ _MANY_QUERIES: tl.constexpr = tl.constexpr(256)
 def most_splits(keys: int, even: bool) -> int:
     """The splits of a request of up to `keys` keys."""
     if even:
-        return min(-(-keys // 128), _MOST_EVEN.value)
+        return min(-(-keys // 64), _MOST_EVEN.value)
     ends = [*_KEYS[1:], keys]
     return sum(
         -(-max(min(end, keys) - first, 0) // size)
@@ -44,7 +44,7 @@ def most_splits(keys: int, even: bool) -> int:
 def even_log(seq_len, query_len, EVEN: tl.constexpr):
     """The logarithm of the keys of each split of a request; 0 without EVEN: position says it."""
     if EVEN:
-        log = tl.where(seq_len <= _SHORT, 7, 8)
+        log = tl.where(seq_len <= _SHORTEST, 6, tl.where(seq_len <= _SHORT, 7, 8))
         # Doubled while there are too many, up to 15 times.
         for half in tl.static_range(4):
             more = 8 >> half
@@ -102,5 +102,5 @@ def fold_weights(held_top, top):
     by an explicit FMA, since compilers choose themselves which of two products they round.
     """
     new_top = tl.maximum(held_top, top)
-    pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+    pivot = tl.maximum(new_top, -1e38)
     return tl.exp2(held_top - pivot), tl.exp2(top - pivot), new_top
