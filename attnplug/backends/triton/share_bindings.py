@@ -52,6 +52,7 @@ class ShareDecode:
         kv_heads: KV heads of the layer.
         size: elements of a value.
         multiprocessors: of the GPU.
+        sums: of weights of a part, with `fixed`.
         fixed: whether cuts are at the fixed places of splits.
         even: whether a request's lengths say where those are, and not a row's position alone.
         has_run: whether all forms of the merge are compiled.
@@ -63,6 +64,7 @@ class ShareDecode:
     kv_heads: int
     size: int
     multiprocessors: int
+    sums: int
     fixed: bool = False
     even: bool = False
     has_run: bool = False
@@ -100,7 +102,7 @@ class ShareDecode:
             # A share has a place for the stream that begins in it, and one for each split of another one.
             slots = 1 + most_splits(block_table.shape[1] * tensors[1].shape[1], self.even)
             block_rows = min(block_m, max_rows)
-            places, sums = self.plan.programs * slots, 1 + self.plan.tile // 2
+            places, sums = self.plan.programs * slots, 1 + self.sums
         partials = shares.partials(places * self.kv_heads * block_rows, self.size, sums)
         tiles = shares.tiles(step, self.plan)
         starts, output, lse = step.query_start_loc, *tensors[3:]
@@ -183,6 +185,7 @@ def bind_shares(
         kv_heads=spec.num_kv_heads,
         size=spec.head_size_v,
         multiprocessors=gpu.multiprocessors,
+        sums=values["SUMS"],
         fixed=fixed,
         even=values["EVEN"],
     )

@@ -60,6 +60,7 @@ def merge_splits_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
     HAS_LEFT: tl.constexpr,
     HAS_RIGHT: tl.constexpr,
     HAS_CHUNK: tl.constexpr,
@@ -71,7 +72,7 @@ def merge_splits_kernel(
     """BLOCK elements of one row that shares cut, for one KV head: fold its parts from left to right, and write it.
 
     The grid is that of merge_shares_kernel. `partials [shares, slots, Hkv, block_rows, SIZE]` have weighted sums of
-    values, and `partial_sums [shares, slots, Hkv, block_rows, 1 + TILE / 2]` the maximum, in base 2, and sums of weights. A share
+    values, and `partial_sums [shares, slots, Hkv, block_rows, 1 + SUMS]` the maximum, in base 2, and sums of weights. A share
     has the parts of the stream that it begins and does not end: in slot 0 its own splits, and in the others each split
     of the shares behind it.
     """
@@ -103,19 +104,24 @@ def merge_splits_kernel(
     dims = tl.program_id(2) % PIECES * BLOCK + tl.arange(0, BLOCK)
     step = kv_heads * block_rows
     rows = (share * slots * kv_heads + kv_head).to(tl.int64) * block_rows + row % block_rows
-    held = _parts(partials, partial_sums, rows, dims, 1, step, SIZE, TILE // 2, IN_SIZE, 1)[0]
+    inside = True if IN_SIZE else dims < SIZE
+    held_top = partial_sums + rows * (SUMS + 1)
+    held = (
+        tl.load(partials + rows * SIZE + dims, mask=inside, other=0.0),
+        tl.load(held_top),
+        tl.load(held_top + 1 + tl.arange(0, SUMS)),
+    )
     number = split_number(start, even)
     count = split_number(past - 1, even) + 1 - number
     rows += (1 + number - split_number(base, even)) * step
     # All parts of a round are loaded before the first is added, because compilers keep that order.
     if count <= PARTS // 2:
-        few = _parts(partials, partial_sums, rows, dims, count, step, SIZE, TILE // 2, IN_SIZE, PARTS // 2)
-        held = _folded(held, few)
+        HALF: tl.constexpr = PARTS // 2
+        held = _folded(held, partials, partial_sums, rows, dims, count, step, SIZE, SUMS, IN_SIZE, HALF)
     else:
         for done in tl.range(0, count, PARTS):
             left = count - done
-            many = _parts(partials, partial_sums, rows, dims, left, step, SIZE, TILE // 2, IN_SIZE, PARTS)
-            held = _folded(held, many)
+            held = _folded(held, partials, partial_sums, rows, dims, left, step, SIZE, SUMS, IN_SIZE, PARTS)
             rows += PARTS * step
     acc, top, sums = held
     total = tl.sum(in_one_order(sums[None, :]), 0)
@@ -130,32 +136,37 @@ def merge_splits_kernel(
 
 
 @triton.jit
-def _parts(
-    partials, partial_sums, row, dims, count, step,
+def _folded(
+    held, partials, partial_sums, row, dims, count, step,
     SIZE: tl.constexpr, SUMS: tl.constexpr, IN_SIZE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Of each of PARTS splits of a row: weighted sums of values, the maximum, sums of weights; nothing from `count` on."""
-    parts = ()
+    """What is held of the splits before, and PARTS splits of a row more; nothing from `count` on."""
+    acc, top, sums = held
     values = partials + row * SIZE + dims
     places = partial_sums + row * (SUMS + 1)
+    lanes = tl.arange(0, PARTS)
+    tops = tl.load(places + lanes * (step * (SUMS + 1)), mask=lanes < count, other=float("-inf"))
+    loaded = ()
     for index in tl.static_range(PARTS):
         there = index < count
         mask = there if IN_SIZE else (dims < SIZE) & there
         out = tl.load(values, mask=mask, other=0.0)
-        top = tl.load(places, mask=there, other=float("-inf"))
-        parts = parts + ((out, top, tl.load(places + 1 + tl.arange(0, SUMS), mask=there, other=0.0)),)
+        loaded = loaded + ((out, tl.load(places + 1 + tl.arange(0, SUMS), mask=there, other=0.0)),)
         values += step * SIZE
         places += step * (SUMS + 1)
-    return parts
+    # Each lane has the factors of one split: those of fold_weights.
+    maxima = tl.associative_scan(tl.maximum(tops, top), 0, _maximum)
+    earlier = tl.where(lanes == 0, top, tl.gather(maxima, tl.maximum(lanes - 1, 0), 0))
+    before, after, _ = fold_weights(earlier, tops)
+    for index in tl.static_range(PARTS):
+        out, weights = loaded[index]
+        at = tl.full([dims.shape[0]], index, tl.int32)
+        acc = tl.fma(out, tl.gather(after, at, 0), acc * tl.gather(before, at, 0))
+        at = tl.full([SUMS], index, tl.int32)
+        sums = tl.fma(weights, tl.gather(after, at, 0), sums * tl.gather(before, at, 0))
+    return acc, tl.max(maxima, 0), sums
 
 
 @triton.jit
-def _folded(held, parts):
-    """What is held of the splits before, and these splits more."""
-    acc, top, sums = held
-    for index in tl.static_range(len(parts)):
-        out, found, weights = parts[index]
-        before, after, top = fold_weights(top, found)
-        acc = tl.fma(out, after, acc * before)
-        sums = tl.fma(weights, after, sums * before)
-    return acc, top, sums
+def _maximum(a, b):
+    return tl.maximum(a, b)
