@@ -8,8 +8,8 @@ run by graph replay, prompts as calls. "one split" is the other way to equal bit
 
 With `--bits`, each row of a random step is compared with the same row of its request's whole prompt alone, or with
 `--words batch` of the same tokens alone. Steps have 1
-to 48 requests, decodes, drafts and parts of prompts, also of almost equal lengths, in any order and tables of any width.
-Every fourth step has half of the heads. No bit may differ.
+to 48 requests, decodes, drafts, parts of prompts and whole ones, which may be attended from the keys of the call. Lengths
+are also almost equal, in any order and tables of any width. Every fourth step has half of the heads. No bit may differ.
 """
 
 from __future__ import annotations
@@ -66,6 +66,16 @@ CELLS = [
     prefill("4 x 4k", HEADS, [4096] * 4),
     prefill("1 x 16k", HEADS, [16384]),
     Cell("1k more of 8k, 4", "prefill", HEADS, (1024,) * 4, (9216,) * 4),
+    decode("fp8, 64 x 8k", HEADS, [8192] * 64, "fp8 decode", kv_cache_dtype="fp8_e4m3"),
+    decode("fp8, 53 of 80 to 26k", HEADS, _ragged(53, 80, 26000), "fp8 decode", kv_cache_dtype="fp8_e4m3"),
+    Cell(
+        "fp8, 1k more of 8k, 4",
+        "fp8 part",
+        HEADS,
+        (1024,) * 4,
+        (9216,) * 4,
+        (("kv_cache_dtype", "fp8_e4m3"),),
+    ),
 ]
 _KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -266,8 +276,21 @@ class _Requests:
         cache = self.cache
         if half:
             cache = self.half_cache
-        impl.attend(None, query, None, None, cache, builder.build(0, common), output, output_lse=lse)
+        keys = None, None
+        if all(tokens == new for _, tokens, new in step) and rng.random() < 0.5:
+            # Whole prompts may be attended from the keys of the call, which are those of the pages.
+            pages = self.backend.split_kv(cache, spec)
+            if pages[0].dtype == query.dtype:
+                keys = tuple(self._rows(each, step) for each in pages)
+        impl.attend(None, query, *keys, cache, builder.build(0, common), output, output_lse=lse)
         return output, lse
+
+    def _rows(self, pages: torch.Tensor, step: list[tuple[int, int, int]]) -> torch.Tensor:
+        """The tokens of each request in `pages [blocks, tokens, heads, size]`, one after another."""
+        each = [
+            pages[self.places[request].long().cuda()].flatten(0, 1)[:tokens] for request, tokens, _ in step
+        ]
+        return torch.cat(each).contiguous()
 
     @property
     def half_cache(self) -> torch.Tensor:
@@ -288,13 +311,15 @@ class _Requests:
 
 
 def _random_step(rng: random.Random, lengths: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    kind = rng.choice(("decodes", "drafts", "mixed", "mixed", "parts"))
+    kind = rng.choice(("decodes", "drafts", "mixed", "mixed", "parts", "prompts"))
     step, budget = [], 4000
     for _ in range(rng.choice((1, 2, 3, 8, 20, 48))):
         request = rng.randrange(len(lengths))
         tokens = rng.choice((lengths[request], rng.randint(1, lengths[request])))
-        most = {"decodes": 1, "drafts": 9, "mixed": rng.choice((1, 1, 5, 40)), "parts": 700}[kind]
-        new = min(rng.randint(1, most), tokens, max(budget, 1))
+        most = {"decodes": 1, "drafts": 9, "mixed": rng.choice((1, 1, 5, 40)), "parts": 700}.get(kind)
+        new = tokens if most is None else min(rng.randint(1, most), tokens, max(budget, 1))
+        if most is None and new > max(budget, tokens if not step else 0):
+            break
         budget -= new
         step.append((request, tokens, new))
     return step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+import re
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Sink
 
 import attnplug
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core.errors import SpecError
+from attnplug.core.errors import AttnplugError, SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
 from attnplug.core.spec import Phase
 from attnplug.integrations.vllm import builder as builder_module
@@ -524,3 +525,37 @@ def test_an_option_of_a_later_version_is_refused_unless_it_is_off(
 
 def test_an_unknown_argument_without_effect_is_none() -> None:
     layer(relative_bias=None, is_special=False)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_vllms_batch_invariant_mode_is_asked_of_each_layer(
+    latent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "invariance batch+rows not supported"
+    backend = latent_class("ATTNPLUG_TORCH_MLA") if latent else TORCH
+    assert not backend.supports_batch_invariance()
+    given = {
+        **{"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16},
+        **{"use_mla": latent, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
+        **{"use_per_head_quant_scales": False, "device_capability": None, "attn_type": "decoder"},
+    }
+    asked = inspect.signature(AttentionBackend.validate_configuration).parameters
+    given = {name: value for name, value in given.items() if name in asked}
+    if not latent:
+        if "use_batch_invariant" in asked:
+            reasons = backend.validate_configuration(**given, use_batch_invariant=True)
+            assert any(words in reason for reason in reasons)
+        assert not any("invariance" in reason for reason in backend.validate_configuration(**given))
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        with pytest.raises(AttnplugError, match=re.escape(words)):
+            made = layer()
+            made.impl.decide(16)
+
+
+def test_a_backend_that_keeps_batch_and_rows_serves_the_invariant_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TorchBackend, "supported_invariances", ("batch",))
+    assert not TORCH.supports_batch_invariance()
+    assert backend_class("ATTNPLUG_TRITON").supports_batch_invariance()
+    assert backend_class("ATTNPLUG").supports_batch_invariance()

@@ -11,7 +11,14 @@ import torch
 
 from attnplug import LayerSpec
 from attnplug.core.errors import BatchError
-from attnplug.integrations.vllm.steps import SeenLayer, builder_config, for_layer, is_of_group, translate
+from attnplug.integrations.vllm.steps import (
+    SeenLayer,
+    asked_invariance,
+    builder_config,
+    for_layer,
+    is_of_group,
+    translate,
+)
 
 LENS = torch.tensor([7, 40, 3], dtype=torch.int32)
 
@@ -150,3 +157,13 @@ def test_builders_see_the_scales_of_vllms_layers() -> None:
     layer = SeenLayer(SimpleNamespace(_k_scale=scale), impl := object())
     assert layer._k_scale is scale
     assert layer.impl is impl
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_the_batch_invariant_mode_asks_for_bits_that_no_other_request_and_no_cut_changes(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    assert asked_invariance() == (("batch", "rows") if value == "1" else ())

@@ -33,14 +33,15 @@ _ATTRIBUTE = "_attnplug"
 
 
 class LayerState:
-    """The decision and bindings of one module; copies and pickles of it keep the name alone.
+    """The decision and bindings of one module; copies and pickles of it keep what it asks for, and its name.
 
-    `is_own` says that the module computes attention by itself. `one_sequence` says that its running forward was
+    `invariance` has the words of equal bits that set_attention was given. `is_own` says that the module computes attention by itself. `one_sequence` says that its running forward was
     given one sequence of hidden states, and `calls_before` how many calls attnplug had served before it.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", invariance: tuple[str, ...] = ()) -> None:
         self.name = name
+        self.invariance = invariance
         self.decision: Decision | None = None
         self.owner: weakref.ref[PreTrainedModel] | None = None
         self.is_own = False
@@ -53,10 +54,10 @@ class LayerState:
         return None if self.owner is None else self.owner()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerState:
-        return LayerState(self.name)
+        return LayerState(self.name, self.invariance)
 
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return LayerState, (self.name,)
+    def __reduce__(self) -> tuple[object, tuple[str, tuple[str, ...]]]:
+        return LayerState, (self.name, self.invariance)
 
     def binding(
         self, spec: LayerSpec, device: torch.device, sinks: torch.Tensor | None, query_len: int
@@ -67,6 +68,7 @@ class LayerState:
             NoBackendError, BackendUnavailableError, PolicyError: see `attnplug.select`.
             SpecError: sinks that are not one number per head.
         """
+        spec = spec.replace(invariance=self.invariance) if self.invariance else spec
         # All requests of a call have `query_len` new tokens, so a call is of one phase, as rules for a phase need.
         phase = None
         if phase_rule_for(rule_sets(), spec, self.name):
@@ -90,7 +92,7 @@ class LayerState:
 
 
 def layer_state(module: torch.nn.Module) -> LayerState | None:
-    """The state of `module`; None if it has never called attnplug."""
+    """The state of `module`; None if it has never called attnplug, and set_attention has not seen it."""
     found = module.__dict__.get(_ATTRIBUTE)
     return found if isinstance(found, LayerState) else None
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from attnplug.core.errors import AttnplugError, ModelConfigError
+from attnplug.core.invariance import check_invariance
 from attnplug.core.precision import without_autocast
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.attention.calls import AttentionCall, read_keywords
@@ -189,17 +191,23 @@ def _watch_models() -> None:
     models.get_correct_attn_implementation = get_correct_attn_implementation
 
 
-def set_attention(model: PreTrainedModel) -> None:
+def set_attention(model: PreTrainedModel, invariance: Sequence[str] = ()) -> None:
     """Register attnplug and set it on every part of `model`, which may itself be a part of another model.
 
     To serve the text part of a multimodal model alone, pass that part: `set_attention(model.model.language_model)`.
     The other parts keep their implementations.
 
+    All attention layers ask for the words of equal bits in `invariance`, also in continuous batching: "batch", "rows" and
+    "heads". A layer for which no backend keeps them raises NoBackendError at its first call. The bits of matrix products
+    and norms are transformers' own.
+
     Raises:
+        SpecError: a word of `invariance` that is none.
         ModelConfigError: `model` is not a PreTrainedModel; a module computes attention itself and would ignore
             attnplug, or no module calls it; the configuration asks for attention weights; or transformers does
             not set it on a part. The model is then unchanged.
     """
+    words = check_invariance(invariance)
     register()
     if not isinstance(model, PreTrainedModel):
         raise ModelConfigError(
@@ -227,6 +235,9 @@ def set_attention(model: PreTrainedModel) -> None:
         raise ModelConfigError(
             f"{type(model).__name__}: transformers does not set attn_implementation={NAME!r} ({error})"
         ) from error
+    for module, _, _ in attention_modules(model):
+        state = layer_state(module) or set_state(module, LayerState())
+        state.invariance = words
 
 
 def _check_layers(model: PreTrainedModel) -> None:

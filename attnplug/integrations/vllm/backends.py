@@ -20,7 +20,7 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer
 from attnplug.integrations.vllm.names import AUTOMATIC
-from attnplug.integrations.vllm.steps import drafts_of
+from attnplug.integrations.vllm.steps import INVARIANT, drafts_of
 from attnplug.registry.default import explain, list_backends
 
 UNSERVED = {
@@ -28,7 +28,6 @@ UNSERVED = {
     "use_sparse": "sparse attention is not served in vLLM",
     "use_mm_prefix": "spans of multimodal tokens are not served in vLLM",
     "use_per_head_quant_scales": "scales for each head are not served",
-    "use_batch_invariant": "equal bits in any batch are not served in vLLM",
     "use_pcp": "prefill context parallelism is not served in vLLM",
     "use_dcp": "decode context parallelism is not served in vLLM",
     "use_adaptive_verification": "query lengths that the host does not know are not served",
@@ -37,7 +36,7 @@ UNSERVED = {
 _READ = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "has_sink", "has_sliding_window", "attn_type"),
     # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
-    *("use_non_causal", "device_capability", "use_kv_connector"),
+    *("use_non_causal", "device_capability", "use_kv_connector", "use_batch_invariant"),
 )
 """The arguments of vLLM's `validate_configuration` that are read."""
 # Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names.
@@ -122,6 +121,11 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         return cls._declares(Feature.NON_CAUSAL)
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether a backend keeps bits in any batch, and however prompts are cut, which vLLM's scheduler decides."""
+        return any(set(INVARIANT) <= set(theirs.supported_invariances) for theirs in cls.theirs)
+
+    @classmethod
     def layouts(cls) -> list[str]:
         """The orders "NHD" and "HND" that all of its backends read, preferred first; NHD if they have none in common."""
         first, *others = (list(theirs.supported_kv_cache_layouts()) for theirs in cls.theirs)
@@ -159,6 +163,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 causal=causal,
                 has_sinks=bool(given.get("has_sink")),
                 direct_kv=direct,
+                invariance=INVARIANT if given.get("use_batch_invariant") else (),
                 **fields,
             )
         except AttnplugError as error:

@@ -18,7 +18,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.names import AUTOMATIC
-from attnplug.integrations.vllm.steps import drafts_of
+from attnplug.integrations.vllm.steps import asked_invariance, drafts_of
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.default import get_registry, select
 from attnplug.registry.devices import resolve_device
@@ -113,6 +113,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             "has_sinks": sinks is not None,
             "has_alibi": alibi_slopes is not None,
             "direct_kv": direct,
+            "invariance": asked_invariance(),
             **window,
         }
         self._spec: LayerSpec | None = None

@@ -16,6 +16,7 @@ from attnplug.core.mla import MLADims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
 from attnplug.integrations.vllm.impl import Bound, logical
+from attnplug.integrations.vllm.steps import asked_invariance
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
 
@@ -78,6 +79,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             kv_cache_dtype=kv_cache_dtype,
             attn_type=str(getattr(attn_type, "value", attn_type)),
             dtype=get_current_vllm_config().model_config.dtype,
+            invariance=asked_invariance(),
             mla=MLADims(
                 q_lora_rank=q_lora_rank,
                 kv_lora_rank=kv_lora_rank,

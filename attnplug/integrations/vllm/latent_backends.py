@@ -14,6 +14,7 @@ from attnplug.integrations.vllm.backends import Backend, class_of, named, reason
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
+from attnplug.integrations.vllm.steps import INVARIANT
 
 
 class LatentBackend(Backend):
@@ -49,6 +50,7 @@ class LatentBackend(Backend):
                 kv_cache_dtype=given.get("kv_cache_dtype") or "auto",
                 block_size=given.get("block_size"),
                 mla=get_mla_dims(model.hf_text_config),
+                invariance=INVARIANT if given.get("use_batch_invariant") else (),
             )
         except AttnplugError as error:
             return [*reasons, str(error)]

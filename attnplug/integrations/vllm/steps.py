@@ -6,6 +6,7 @@ Also the parts of vLLM's configuration and layers that attnplug's builders read.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -139,6 +140,16 @@ def check_cache(kv_cache_spec: Any) -> None:
         raise SpecError(
             "head_size_v", size_v, f"must be head_size={size} in vLLM, which does not tell the layer"
         )
+
+
+INVARIANT = ("batch", "rows")
+"""What vLLM's batch-invariant mode asks of layers: its scheduler cuts prompts by what else is in a step."""
+
+
+def asked_invariance() -> tuple[str, ...]:
+    """The words that all layers ask for: INVARIANT in vLLM's batch-invariant mode."""
+    # All versions with such a mode read this variable, and they keep it in different places.
+    return INVARIANT if int(os.environ.get("VLLM_BATCH_INVARIANT") or 0) else ()
 
 
 def drafts_of(vllm_config: Any) -> int:

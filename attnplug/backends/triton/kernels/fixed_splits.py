@@ -151,7 +151,7 @@ def _folded(
         there = index < count
         mask = there if IN_SIZE else (dims < SIZE) & there
         out = tl.load(values, mask=mask, other=0.0)
-        loaded = loaded + ((out, tl.load(places + 1 + tl.arange(0, SUMS), mask=there, other=0.0)),)
+        loaded += ((out, tl.load(places + 1 + tl.arange(0, SUMS), mask=there, other=0.0)),)
         values += step * SIZE
         places += step * (SUMS + 1)
     # Each lane has the factors of one split: those of fold_weights.

@@ -9,7 +9,7 @@ import triton.language as tl
 
 # Short splits let one short request fill a GPU. Long ones have few parts to merge, and are for keys that come late, in
 # requests that have many splits already. All places are multiples of the next size, so that no split has two sizes.
-_PLACES = ((0, 128), (1024, 256), (8192, 512), (16384, 1024), (65536, 2048))
+_PLACES = ((0, 128), (1024, 256), (2048, 512), (16384, 1024), (65536, 2048))
 """First keys, and keys of each split from there on."""
 _KEYS, _SIZES = zip(*_PLACES, strict=True)
 _COUNTS = [0, *itertools.accumulate((b - a) // size for (a, size), (b, _) in itertools.pairwise(_PLACES))]
