@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from fixed_rows import fix_rows
 from ranks import Ranks
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -64,7 +65,8 @@ def page_model(
 ) -> AttentionRuntime:
     """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot.
 
-    `planning` are further arguments of `attnplug.plan`, such as `tuned` or `per_phase`. All layers ask for `invariance`.
+    `planning` are further arguments of `attnplug.plan`, such as `tuned` or `per_phase`. All layers ask for `invariance`, and
+    those that are not attention then compute a fixed number of tokens at a time.
     """
     if not model._can_set_attn_implementation():
         raise ModelConfigError(f"{type(model).__name__} never calls transformers' AttentionInterface")
@@ -88,7 +90,9 @@ def page_model(
         module.paged_spec = layers[name]
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
-    if model.device.type == "cpu":
+    if invariance:
+        fix_rows(model)
+    elif model.device.type == "cpu":
         pack_linears(model)
     return runtime
 

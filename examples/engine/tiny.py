@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=lambda text: tuple(text.split(",")),
         default=(),
         metavar="WORD[,WORD[,WORD]]",
-        help="on what the bits of attention do not depend: batch, rows, heads (default: on all)",
+        help="on what a token's bits do not depend: batch, rows, heads (default: on all)",
     )
     parser.add_argument(
         "--device", type=usable_device, default="cpu", help="cpu, cuda, cuda:1 (default: %(default)s)"
