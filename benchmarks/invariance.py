@@ -101,19 +101,24 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--words", default=",".join(WORDS), help="compare bits of layers that ask for these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=500, help="stop comparing steps after so long")
+    parser.add_argument("--backend", default="TRITON", help="compare bits of this one (default: %(default)s)")
+    parser.add_argument("--device", default="cuda", help="compare bits on it (default: %(default)s)")
+    parser.add_argument("--longest", type=int, default=1 << 20, help="leave out requests of more tokens")
     given = parser.parse_args(arguments)
+    where = given.backend, given.device
+    _Requests.lengths = tuple(length for length in _Requests.lengths if length <= given.longest)
     found = {
         "date": dt.date.today().isoformat(),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if given.device == "cuda" else given.device,
         "versions": versions("attnplug", "torch", "triton"),
     }
     wanted: Callable[[str], bool] = lambda name: given.only in (None, name)  # noqa: E731
     if given.bits:
         end = time.monotonic() + given.seconds
         found["bits"], words = [], tuple(given.words.split(","))
-        for index, (name, fields) in enumerate(_KINDS.items()):
+        for index, name in enumerate(_KINDS):
             if wanted(name):
-                found["bits"].append(compare_bits(name, fields, words, given.bits, given.seed + index, end))
+                found["bits"].append(compare_bits(name, where, words, given.bits, given.seed + index, end))
     else:
         found["cells"] = [measure(cell) for cell in CELLS if wanted(cell.name)]
         found["summary"] = summary(found["cells"])
@@ -173,9 +178,12 @@ class _Requests:
     lengths = (1, 17, 130, 131, 137, 146, 300, 511, 700, 701, 1023, 1100, 2000, 2049, 4100, 6000)
     page = 16
 
-    def __init__(self, fields: dict[str, Any], words: tuple[str, ...], seed: int) -> None:
+    def __init__(
+        self, where: tuple[str, str], fields: dict[str, Any], words: tuple[str, ...], seed: int
+    ) -> None:
         torch.manual_seed(seed)
-        self.backend = attnplug.list_backends()["TRITON"]
+        name, self.device = where
+        self.backend = attnplug.list_backends()[name]
         given = {
             "num_heads": 8,
             "num_kv_heads": 2,
@@ -184,7 +192,7 @@ class _Requests:
             "block_size": self.page,
         }
         self.spec = LayerSpec(**{"needs_lse": True, **given, **fields}, invariance=words)
-        spec, device = self.spec, "cuda"
+        spec, device = self.spec, self.device
         dtype, stored = (STORAGE_DTYPES[each] for each in (spec.dtype, spec.resolved_kv_cache_dtype))
         counts = [-(-each // self.page) for each in self.lengths]
         # Each request is on two sets of pages.
@@ -192,7 +200,7 @@ class _Requests:
         cache = (torch.randn(self._shape(spec, 2 * sum(counts) + 1), device=device) * 2).to(dtype).to(stored)
         raw = cache.view(torch.uint8)  # torch assigns no elements of 8-bit floats
         for first, second in zip(places[: len(counts)], places[len(counts) :], strict=True):
-            raw[second.long().cuda()] = raw[first.long().cuda()]
+            raw[second.long().to(self.device)] = raw[first.long().to(self.device)]
         self.cache, self.places = cache, places
         total = sum(self.lengths)
         self.starts = np.cumsum([0, *self.lengths])
@@ -239,7 +247,7 @@ class _Requests:
             kv_cache_spec_for(spec, self.page),
             ["layer"],
             BuilderConfig(layers={"layer": told}),
-            torch.device("cuda"),
+            torch.device(self.device),
         )
         return spec, impl, builder
 
@@ -260,19 +268,21 @@ class _Requests:
         starts = torch.from_numpy(np.cumsum([0, *(new for _, _, new in step)]).astype(np.int32))
         lens = np.asarray([tokens for _, tokens, _ in step], dtype=np.int32)
         common = CommonAttentionMetadata(
-            query_start_loc=starts.cuda(),
+            query_start_loc=starts.to(self.device),
             query_start_loc_cpu=starts,
-            seq_lens=torch.from_numpy(lens.copy()).cuda(),
+            seq_lens=torch.from_numpy(lens.copy()).to(self.device),
             num_reqs=len(step),
             num_actual_tokens=len(query),
             max_query_len=max(new for _, _, new in step),
             max_seq_len=int(lens.max()),
-            block_table_tensor=table.cuda(),
-            slot_mapping=torch.full((len(query),), -1, dtype=torch.int64, device="cuda"),
+            block_table_tensor=table.to(self.device),
+            slot_mapping=torch.full((len(query),), -1, dtype=torch.int64, device=self.device),
             seq_lens_host=lens,
         )
-        output = torch.full((*query.shape[:2], spec.head_size_v), torch.nan, dtype=query.dtype, device="cuda")
-        lse = torch.full(query.shape[:2], torch.nan, device="cuda")
+        output = torch.full(
+            (*query.shape[:2], spec.head_size_v), torch.nan, dtype=query.dtype, device=self.device
+        )
+        lse = torch.full(query.shape[:2], torch.nan, device=self.device)
         cache = self.cache
         if half:
             cache = self.half_cache
@@ -288,7 +298,8 @@ class _Requests:
     def _rows(self, pages: torch.Tensor, step: list[tuple[int, int, int]]) -> torch.Tensor:
         """The tokens of each request in `pages [blocks, tokens, heads, size]`, one after another."""
         each = [
-            pages[self.places[request].long().cuda()].flatten(0, 1)[:tokens] for request, tokens, _ in step
+            pages[self.places[request].long().to(self.device)].flatten(0, 1)[:tokens]
+            for request, tokens, _ in step
         ]
         return torch.cat(each).contiguous()
 
@@ -299,7 +310,7 @@ class _Requests:
             k, v = self.backend.split_kv(self.cache, spec)
             half = self.half[0]
             blocks = self.cache.shape[0]
-            self._half = torch.zeros(self._shape(half, blocks), dtype=self.cache.dtype, device="cuda")
+            self._half = torch.zeros(self._shape(half, blocks), dtype=self.cache.dtype, device=self.device)
             own_k, own_v = self.backend.split_kv(self._half, half)
             own_k.copy_(k[:, :, : half.num_kv_heads])
             own_v.copy_(v[:, :, : half.num_kv_heads])
@@ -326,14 +337,14 @@ def _random_step(rng: random.Random, lengths: tuple[int, ...]) -> list[tuple[int
 
 
 def compare_bits(
-    name: str, fields: dict[str, Any], words: tuple[str, ...], count: int, seed: int, end: float
+    name: str, where: tuple[str, str], words: tuple[str, ...], count: int, seed: int, end: float
 ) -> dict[str, Any]:
     """How many of `count` random steps have a row with other bits than its request alone."""
-    rng, requests = random.Random(seed), _Requests(fields, words, seed)
+    rng, requests = random.Random(seed), _Requests(where, _KINDS[name], words, seed)
     differ, done, rows, first = 0, 0, 0, None
     heads = requests.half[0].num_heads
     while done < count and time.monotonic() < end:
-        step, half = _random_step(rng, requests.lengths), done % 4 == 3
+        step, half = _random_step(rng, requests.lengths), "heads" in words and done % 4 == 3
         found = requests.run(step, rng, half)
         expected = [torch.cat(parts) for parts in zip(*(requests.alone(*each) for each in step), strict=True)]
         if half:

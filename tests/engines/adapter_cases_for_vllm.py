@@ -534,11 +534,11 @@ def test_vllms_batch_invariant_mode_is_asked_of_each_layer(
     words = "invariance batch+rows not supported"
     backend = latent_class("ATTNPLUG_TORCH_MLA") if latent else TORCH
     assert not backend.supports_batch_invariance()
-    given = {
-        **{"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16},
-        **{"use_mla": latent, "has_sink": False, "use_sparse": False, "use_mm_prefix": False},
-        **{"use_per_head_quant_scales": False, "device_capability": None, "attn_type": "decoder"},
-    }
+    given: dict[str, Any] = dict.fromkeys(
+        ("has_sink", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales"), False
+    )
+    given |= {"head_size": 64, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": 16}
+    given |= {"use_mla": latent, "device_capability": None, "attn_type": "decoder"}
     asked = inspect.signature(AttentionBackend.validate_configuration).parameters
     given = {name: value for name, value in given.items() if name in asked}
     if not latent:
@@ -547,9 +547,9 @@ def test_vllms_batch_invariant_mode_is_asked_of_each_layer(
             assert any(words in reason for reason in reasons)
         assert not any("invariance" in reason for reason in backend.validate_configuration(**given))
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        impl = layer().impl
         with pytest.raises(AttnplugError, match=re.escape(words)):
-            made = layer()
-            made.impl.decide(16)
+            impl.decide(16)
 
 
 def test_a_backend_that_keeps_batch_and_rows_serves_the_invariant_mode(

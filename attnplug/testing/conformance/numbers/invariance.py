@@ -12,12 +12,14 @@ import torch
 from attnplug.core.batch.ubatch import UBatchSlice, split_attn_metadata
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.invariance import INVARIANCES
+from attnplug.core.metadata import AttentionCGSupport
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.batches import Batch
+from attnplug.testing.captures import captured
 from attnplug.testing.conformance.cases.steps import select_requests
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError, SkipKind
 from attnplug.testing.conformance.harness import Harness, Output, request_words
-from attnplug.testing.conformance.target import Target
+from attnplug.testing.conformance.target import GPU_TYPES, Target
 from attnplug.testing.drawn_values import FP8_SCALES
 from attnplug.testing.views import between
 
@@ -65,6 +67,9 @@ def checks(target: Target) -> Iterator[Check]:
             steps = _PLAIN_STEPS if name == "plain" else _FEATURE_STEPS
             check = functools.partial(_CHECKS[word], steps=steps)
             yield Check.of(f"invariance/{word}-{name}", _SUMMARIES[word], check, target, **fields)
+    if target.device.type in GPU_TYPES and target.backend.supported_invariances:
+        summary = "a graph of decodes gives the bits of the same step without it, also of fewer requests"
+        yield Check.of("invariance/graph", summary, _check_graph, target)
 
 
 def _layers(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -148,6 +153,37 @@ def _check_heads(target: Target, steps: Sequence[str], layout: str | None = None
                         "heads", whole.batch, request, differs, f"half {part} of the heads without the other"
                     )
                 )
+
+
+def _check_graph(target: Target) -> None:
+    spec = target.spec(invariance=tuple(target.backend.supported_invariances))
+    new, totals = _STEPS[_PLAIN_STEPS[0]]
+    whole = _batch(target, spec, new, totals, None)
+    harness = Harness.of(target, whole)
+    builder = harness.builder
+    if builder.get_cudagraph_support(builder.config, builder.kv_cache_spec) is AttentionCGSupport.NEVER:
+        raise CheckSkipped(f"{target.name} declares no CUDA graphs", SkipKind.OTHER)
+    metadata = harness.build(whole)
+    expected = _Step(whole, harness.run(whole, metadata))
+    for count in (len(new), len(new) // 2):
+        found = _replayed(target, select_requests(whole, range(count)))
+        for request in range(count):
+            if (differs := _differs(found.rows(request), expected.rows(request))) is not None:
+                what = f"in a graph of {count} decodes, against {len(new)} without one"
+                raise ConformanceError(_text("batch", whole, request, differs, what))
+
+
+def _replayed(target: Target, batch: Batch) -> _Step:
+    """The step's output as the second replay of a graph writes it."""
+    harness = Harness.of(target, batch)
+    metadata, made = harness.build(batch), list[Output]()
+    harness.run(batch, metadata)
+    torch.cuda.synchronize()
+    replay = captured(lambda: made.append(harness.run(batch, metadata)))
+    for _ in range(2):
+        replay()
+    torch.cuda.synchronize()
+    return _Step(batch, made[0])
 
 
 _CHECKS: Mapping[str, Callable[..., None]] = {
