@@ -41,7 +41,8 @@ UNBOUND_LIBRARIES: tuple[UnboundLibrary, ...] = (
         capabilities=">=9.0,<10",
         what="latents of 512 + 64 or 512 in float16 or bfloat16; pages of exactly 64 tokens; the same number of "
         "queries for each request",
-        why="it has no release on a package index, and was never run with attnplug",
+        why="its functions have other arguments than those of `sgl-flash-mla`, which FLASH_MLA calls",
+        instead="FLASH_MLA",
     ),
     UnboundLibrary(
         library="FlashAttention 3, argument `qv`",
