@@ -50,7 +50,7 @@ class FlashMLABuilder(MLADecodeBuilder):
         # Layers of one group store their latents alike.
         is_8bit = impls[0].spec.has_quantized_kv_cache
         self._most = _MOST_REQUESTS[is_8bit]
-        self._schedules = Schedules(library(), is_8bit, self.device)
+        self._schedules = Schedules(library(), is_8bit, self.device, self.config.max_num_seqs)
         self._steps = 0
         self._places = torch.empty(0, dtype=torch.int32, device=self.device)
 

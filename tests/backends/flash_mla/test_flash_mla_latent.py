@@ -98,12 +98,13 @@ def test_a_step_has_one_schedule_for_all_layers_and_each_has_its_scale(
 
 
 @pytest.mark.parametrize("kind", ["auto", "fp8"])
-def test_a_step_that_was_built_before_another_of_its_shape_is_scheduled_again(kind: str) -> None:
+@pytest.mark.parametrize("other", [[150, 2], [150, 2, 70]], ids=["same-shape", "more-requests"])
+def test_a_step_that_was_built_before_another_is_scheduled_again(kind: str, other: list[int]) -> None:
     spec = layer(kv_cache_dtype=kind)
     builder = builder_of(spec)
     batches = [
-        paged_batch(spec, [1, 1], tokens, block_size=64, seed=seed, backend=BOTH)
-        for seed, tokens in enumerate(([9, 130], [150, 2]))
+        paged_batch(spec, [1] * len(tokens), tokens, block_size=64, seed=seed, backend=BOTH)
+        for seed, tokens in enumerate(([9, 130], other))
     ]
     built = [builder.build(0, batch.common) for batch in batches]
     for batch, metadata in zip(batches, built, strict=True):
