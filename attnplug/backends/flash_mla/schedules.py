@@ -122,15 +122,14 @@ class Schedule:
 class EightBitSchedule(Schedule):
     """A schedule for latents in e4m3, whose kernel reads the page before a table's row if a request has no key."""
 
-    blind: torch.Tensor
-
     def __init__(self, owner: Schedules, step: DenseStep, heads: int) -> None:
         super().__init__(owner, step, heads)
         reqs, width = step.block_table.shape
         self.seq_lens, self.block_table = owner.ints(reqs), owner.table(reqs, width)
         self._later = torch.arange(step.queries - 1, -1, -1, device=self.seq_lens.device)
         with torch.inference_mode(False):
-            self.blind = torch.zeros(reqs, step.queries, dtype=torch.bool, device=self.seq_lens.device)
+            self._blind = torch.zeros(reqs, step.queries, dtype=torch.bool, device=self.seq_lens.device)
+        self.blind = self._blind
 
     def is_of(self, step: DenseStep) -> bool:
         """As Schedule.is_of: the table is shared with other schedules."""
@@ -138,7 +137,7 @@ class EightBitSchedule(Schedule):
 
     def _read(self, step: DenseStep) -> None:
         lens = step.seq_lens[:, None]
-        torch.le(lens, self._later, out=self.blind)
+        torch.le(lens, self._later, out=self._blind)
         # Such a request gets one key of page 0, and its output is replaced.
         torch.clamp(step.seq_lens, min=1, out=self.seq_lens)
         self.block_table.copy_(step.block_table)
