@@ -1,13 +1,14 @@
 """FLASH_MLA decodes latents on a Hopper GPU, by FlashMLA itself.
 
 The order of a first run: `test_numbers` tries heads, query lengths and both storages, and requests without keys;
-`test_chosen_latents` the sparse kernel; `test_conformance` is the kit, with captures of graphs. Then
+`test_outputs_are_complete_before_the_next_kernel` looks for a race; `test_chosen_latents` tries the sparse kernel; `test_conformance` is the kit, with captures of graphs. Then
 `python benchmarks/mla.py --parts decode --only TRITON FLASH_MLA FlashMLA` compares with the library called directly,
 and `get_priority` of FlashMLABackend gets the measured rank.
 """
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from flash_mla_on_cpu import layer
 
 from attnplug.backends.flash_mla import FlashMLABackend
 from attnplug.backends.torch_native import TorchBackend
-from attnplug.core import MLADims, SparseSpec
+from attnplug.core import BuilderConfig, MLADims, SparseSpec
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.ops.storage import typed_view
 from attnplug.registry.plugins.installed import missing_requirements
 from attnplug.testing import paged_batch, parametrize_with_checks, run_batch
 from attnplug.testing.conformance.harness import Output
@@ -59,6 +62,27 @@ def test_numbers(heads: int, dtype: str, stored: str, new: list[int]) -> None:
     # The last but one has no keys, and the one before fewer than some of its queries see.
     batch = paged_batch(spec, new, [4000, 2, 0, 65], **given)
     assert difference(batch, Output(*run_batch(BOTH, batch))) is None
+
+
+@pytest.mark.parametrize("stored", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize(("requests", "keys"), [(1, 40), (8, 64), (300, 64), (300, 640)])
+def test_outputs_are_complete_before_the_next_kernel(requests: int, keys: int, stored: str) -> None:
+    # FlashMLA's second kernel may start before the first one ends, and does nothing for requests that are not split.
+    spec = layer(128, kv_cache_dtype=stored)
+    batch = paged_batch(spec, [1] * requests, [keys] * requests, block_size=64, device="cuda", backend=BOTH)
+    impl = BOTH.get_impl_cls().from_spec(spec, backend=BOTH, layer_name="0", tensors=batch.tensors)
+    config = BuilderConfig(layers={"0": types.SimpleNamespace(impl=impl)}, max_num_seqs=requests)
+    cache: Any = kv_cache_spec_for(spec, 64)
+    builder = BOTH.get_builder_cls()(cache, ["0"], config, torch.device("cuda"))
+    step = builder.build(0, batch.common).decode
+    # The pages of a batch lack the new tokens.
+    pages = torch.randn(batch.kv_cache.shape, device="cuda").to(typed_view(batch.kv_cache, spec).dtype)
+    for _ in range(200):
+        packed = torch.randn(requests, 128, 576, dtype=torch.bfloat16, device="cuda")
+        output, _ = impl.decoded(packed[..., :512], packed[..., 512:], pages, step, False)
+        read = output.clone()
+        torch.cuda.synchronize()
+        assert torch.equal(read, output)
 
 
 def test_latents_without_a_rope_part() -> None:
