@@ -9,10 +9,12 @@ and `get_priority` of FlashMLABackend gets the measured rank.
 from __future__ import annotations
 
 import types
+from inspect import signature
 from typing import Any
 
 import pytest
 import torch
+from fake_flash_mla import make_flash_mla
 from flash_mla_on_cpu import layer
 
 from attnplug.backends.flash_mla import FlashMLABackend
@@ -44,6 +46,14 @@ BOTH: Any = FlashMLABackend.with_prefill(TorchBackend)
 NO_ROPE = MLADims(
     q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=0, v_head_dim=128
 )
+
+
+def test_the_stand_in_takes_what_the_library_takes() -> None:
+    real = pytest.importorskip("flash_mla")
+    for name, function in vars(make_flash_mla()).items():
+        if callable(function) and not name.startswith("_"):
+            found = [(each.name, each.default) for each in signature(getattr(real, name)).parameters.values()]
+            assert found == [(each.name, each.default) for each in signature(function).parameters.values()]
 
 
 @parametrize_with_checks(FlashMLABackend)
