@@ -179,9 +179,8 @@ LIBRARY_RULES: tuple[LibraryRule, ...] = (
         versions=">=1.0,<2",
         capabilities=">=9.0,<9.1",
         serves=True,
-        what="latents of 512 + 64 or 512, in float16 or bfloat16; of 512 + 64 in fp8_e4m3 with rounded queries; pages of 64 "
-        "tokens; as many queries for each request; chosen latents in bfloat16. Its metadata asks for torch 2.14, and it "
-        "runs with 2.11: install it with `--no-deps`",
+        what="latents of 512 + 64 or 512 in 16 bits, and of 512 + 64 in fp8_e4m3 with rounded queries; pages of 64 tokens; "
+        "the same number of queries for each request; chosen latents in bfloat16; `pip install --no-deps` keeps torch 2.11",
     ),
     LibraryRule(
         **_MLA,
