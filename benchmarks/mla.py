@@ -93,7 +93,7 @@ def smoke(parts: Sequence[str]) -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = versions("torch", "triton", "flashinfer-python", "flash-attn-4")
+    found = versions("torch", "triton", "flashinfer-python", "sgl-flash-mla", "flash-attn-4")
     return {name.removesuffix("-python"): version for name, version in found.items()}
 
 

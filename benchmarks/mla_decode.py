@@ -11,6 +11,7 @@ from mla_latents import DIMS, TOLERANCE, Call, Cell, Latents, parts_of
 from paged_layers import interleaved_us
 from vllm_triton_mla import vllm_triton
 
+from attnplug.backends.flash_mla.backend import FlashMLABackend
 from attnplug.backends.flashinfer.backend import FlashInferBackend
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.backends.triton.backend import TritonBackend
@@ -24,6 +25,7 @@ CELLS = [
     *(Cell(8, 32768, heads) for heads in (16, 32, 64, 128)),
     Cell(64, 8192, 16, 4),
     *(Cell(*size, 16, stored="fp8") for size in ((64, 8192), (8, 32768))),
+    *(Cell(64, 8192, heads, stored="fp8") for heads in (32, 64)),
     *(Cell(1, 8192, heads) for heads in (16, 32, 128)),
     Cell(128, 2048, 128),
     *(Cell(64, 8192, heads, page=1) for heads in (16, 128)),
@@ -50,10 +52,9 @@ def through(backend: type[AttentionBackend]) -> Callable[[Latents], Call]:
         if serving.query_layout == "packed":  # type: ignore[attr-defined]
             packed = torch.cat((q_nope, q_pe), dim=2)
             q_nope, q_pe = packed.tensor_split((DIMS.kv_lora_rank,), dim=2)
-        output = latents.output.new_empty(len(q_nope), heads, DIMS.kv_lora_rank)
 
         def run(index: int) -> torch.Tensor:
-            impl.decode(q_nope, q_pe, latents.cache(index), step, output, None)
+            output, _ = impl.decoded(q_nope, q_pe, latents.cache(index), step, False)
             return output[:, : cell.heads]
 
         return run
@@ -88,10 +89,36 @@ def flashinfer(latents: Latents) -> Call:
     return run
 
 
-PEERS: dict[str, Callable[[Latents], Call]] = {"FlashInfer fa3": flashinfer, "vLLM Triton": vllm_triton}
+def flash_mla(latents: Latents) -> Call:
+    if latents.spec.has_quantized_kv_cache:
+        raise ValueError("FlashMLA takes 8-bit queries there, which FLASH_MLA makes in each call")
+    import flash_mla
+
+    cell, lens = latents.cell, latents.common.seq_lens
+    query = torch.cat((latents.q_nope, latents.q_pe), dim=2).unflatten(0, (cell.requests, cell.queries))
+    # The first call divides the requests, before the graph is captured.
+    schedule, _ = flash_mla.get_mla_metadata()
+    given = {"softmax_scale": latents.scale, "causal": cell.queries > 1, "use_legacy": True}
+
+    def run(index: int) -> torch.Tensor:
+        pages = latents.cache(index)[:, :, None]
+        out, _ = flash_mla.flash_mla_with_kvcache(
+            query, pages, latents.table, lens, DIMS.kv_lora_rank, schedule, **given
+        )
+        return out.flatten(0, 1)  # type: ignore[no-any-return]
+
+    return run
+
+
+PEERS: dict[str, Callable[[Latents], Call]] = {
+    "FlashInfer fa3": flashinfer,
+    "FlashMLA": flash_mla,
+    "vLLM Triton": vllm_triton,
+}
 CONTENDERS: dict[str, Callable[[Latents], Call]] = {
     "TRITON": through(TritonBackend),
     "FLASHINFER": through(FlashInferBackend),
+    "FLASH_MLA": through(FlashMLABackend),
     "TORCH": through(TorchBackend),
     **PEERS,
 }

@@ -17,7 +17,7 @@ import dataclasses
 import datetime as dt
 import json
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from attnplug.cli.output.output import features_in_words
 from attnplug.core import AttentionType, LayerSpec, Phase
 from attnplug.core.reasons import Reason
 from attnplug.planning import agree_on_pages, choose_backends
-from attnplug.registry import Decision
+from attnplug.registry import Candidate, Decision
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.registry import SelectKwargs
@@ -40,7 +40,11 @@ PAGE = ROOT / "docs" / "performance" / "model-plans.md"
 TIMES = ROOT / "benchmarks" / "results" / "model-plans-h200.json"
 LATENTS = ROOT / "benchmarks" / "results" / "mla-h200.json"
 """What benchmarks/mla.py took: decodes over latents, without the products around them, and prefills with theirs."""
-LATENT_DECODES = {"TRITON": ("TRITON",), "FLASHINFER": ("FLASHINFER", "FlashInfer fa3")}
+LATENT_DECODES = {
+    "TRITON": ("TRITON",),
+    "FLASHINFER": ("FLASHINFER", "FlashInfer fa3"),
+    "FLASH_MLA": ("FLASH_MLA", "FlashMLA"),
+}
 """Backends, and how that file names them, the best name first."""
 DEVICE, ORDER_OF, REQUESTS, TOKENS = "sm90", "llama-3.1-8b", 64, 8192
 TOLERANCE, TOLERANCE_FP8 = 1e-2, 5e-2
@@ -177,21 +181,29 @@ def make_plan() -> Plan:
 
 
 def in_order(*decisions: Decision) -> dict[str, tuple[int | None, ...]]:
-    """The priorities of each backend in all of these."""
-    found = [{c.name: c.priority for c in decision.candidates} for decision in decisions]
+    """The priorities in all of these of each backend for such layers."""
+    found = [
+        {c.name: c.priority for c in decision.candidates if not is_of_latents(c)} for decision in decisions
+    ]
     return {name: tuple(each[name] for each in found) for name in found[0]}
 
 
-def refusals(by_phase: Mapping[Phase, Decision], served: Container[str]) -> Iterator[str]:
+def refusals(by_phase: Mapping[Phase, Decision], served: Set[str]) -> Iterator[str]:
     """The backends that serve the layers in neither phase, by their reasons."""
     refused: dict[str, set[str]] = {}
+    nowhere = set.intersection(*({each.name for each in decision.refused} for decision in by_phase.values()))
     for decision in by_phase.values():
         for candidate in decision.refused:
-            if candidate.name not in served:
+            if candidate.name in nowhere - served and not is_of_latents(candidate):
                 words = ", ".join(map(in_words, candidate.reasons))
                 refused.setdefault(words, set()).add(candidate.name)
     for words, names in refused.items():
         yield f"{words}: {', '.join(f'`{name}`' for name in sorted(names))}"
+
+
+def is_of_latents(candidate: Candidate) -> bool:
+    """Whether a backend refuses a layer because it serves latent attention alone."""
+    return "non-MLA not supported" in map(str, candidate.reasons)
 
 
 def in_words(reason: Reason) -> str:

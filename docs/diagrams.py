@@ -91,7 +91,7 @@ class Canvas:
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="40" rx="6" fill="{ground}" '
             f'stroke="{edge}" stroke-opacity="0.6"/>'
         )
-        self.text(x + width / 2, y + 24, name, size=11)
+        self.text(x + width / 2, y + 24, name, size=10)
 
     def arrow(self, x: float, y: float, x2: float, y2: float) -> None:
         """A straight arrow, down or to the right."""
@@ -161,6 +161,7 @@ PLUGINS = {
     "TORCH": "torch",
     "TRITON": "triton",
     "FLASHINFER": "flashinfer",
+    "FLASH_MLA": "flash-mla",
     "FLASH_ATTN": "flash-attn",
     "yours": "your kernels",
 }
@@ -187,7 +188,7 @@ def architecture(theme: Theme) -> str:
     for number, (name, what) in enumerate(parts.items()):
         x, y = 12 + (number % 2) * 213, 122 + (number // 2) * 60
         canvas.box(x, y, 203, 52, name, [what])
-    width = (WIDTH - 2 - 4 * 6) / 5
+    width = (WIDTH - 2 - (len(PLUGINS) - 1) * 6) / len(PLUGINS)
     canvas.text(WIDTH / 2, 270, "plugins: a small class declares, builder and impl run", size=12, note=True)
     canvas.text(WIDTH / 2, 368, "libraries: imported only after selection", size=12, note=True)
     for number, (backend, library) in enumerate(PLUGINS.items()):

@@ -26,6 +26,7 @@ GPUS = ("T4", "A100", "L40S", "H100", "B200", "MI300X")
 LABELS = {
     "FLASHINFER": "FI",
     "TRITON": "Triton",
+    "FLASH_MLA": "MLA",
     "FLASH_ATTN_4": "FA4",
     "FLASH_ATTN_3": "FA3",
     "FLASH_ATTN_2": "FA2",
@@ -84,7 +85,7 @@ def picture(found: list[Row], theme: str) -> str:
     shown = {name for row in found for pair in row.served for name in pair}
     lines = [
         (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {bottom + 54}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right} {bottom + 84}" role="img" '
             'font-family="system-ui, sans-serif" font-size="13" text-anchor="middle">'
         ),
         "<title>The backends of each example model on each GPU</title>",
@@ -97,13 +98,16 @@ def picture(found: list[Row], theme: str) -> str:
             lines += _cell(LEFT + column * (WIDTH + GAP), top, pair)
     words = "One name: the backend prefills and decodes. Two names: the first prefills, the second decodes."
     lines.append(_text(0, bottom + 18, words, note, 'text-anchor="start"'))
-    at = 0
+    at, down = 0, bottom + 28
     for name, (label, colour) in BACKENDS.items():
         if name in shown:
-            lines += _box(at, bottom + 28, 52, label, colour)
             said = f"{letters(BACKENDS)[name]} = {name}"
-            lines.append(_text(at + 58, bottom + 44, said, ink, 'text-anchor="start" font-size="12"'))
-            at += 70 + 7 * len(said)
+            width = 70 + 7 * len(said)
+            if at + width > right:
+                at, down = 0, down + HEIGHT + GAP
+            lines += _box(at, down, 52, label, colour)
+            lines.append(_text(at + 58, down + 16, said, ink, 'text-anchor="start" font-size="12"'))
+            at += width
     return "\n".join([*lines, "</svg>\n"])
 
 

@@ -76,6 +76,12 @@ _FI = {
     "distribution": "flashinfer-python",
     "module": "flashinfer",
 }
+_MLA = {
+    "backend": "FLASH_MLA",
+    "library": "FlashMLA",
+    "distribution": "sgl-flash-mla",
+    "module": "flash_mla",
+}
 
 LIBRARY_RULES: tuple[LibraryRule, ...] = (
     LibraryRule(
@@ -167,6 +173,30 @@ LIBRARY_RULES: tuple[LibraryRule, ...] = (
         serves=False,
         what="not known: a minor version can move the names that are called",
         remedy="pip install 'flashinfer-python>=0.5,<0.8'",
+    ),
+    LibraryRule(
+        **_MLA,
+        versions=">=1.0,<2",
+        capabilities=">=9.0,<9.1",
+        serves=True,
+        what="latents of 512 + 64 or 512 in 16 bits, and of 512 + 64 in fp8_e4m3 with rounded queries; pages of 64 tokens; "
+        "the same number of queries for each request; chosen latents in bfloat16; `pip install --no-deps` keeps torch 2.11",
+    ),
+    LibraryRule(
+        **_MLA,
+        versions=">=1.0,<2",
+        capabilities=">=10.0",
+        serves=False,
+        what="its dense kernels are for Hopper, and the sparse ones were never run there",
+        remedy="use TRITON",
+    ),
+    LibraryRule(
+        **_MLA,
+        versions=">=2",
+        capabilities=">=9.0",
+        serves=False,
+        what="not known: a major version can move the names that are called",
+        remedy="pip install --no-deps 'sgl-flash-mla>=1.0,<2'",
     ),
 )
 """Grouped by backend; rows that serve come before refusals."""

@@ -41,7 +41,9 @@ UNBOUND_LIBRARIES: tuple[UnboundLibrary, ...] = (
         capabilities=">=9.0,<10",
         what="latents of 512 + 64 or 512 in float16 or bfloat16; pages of exactly 64 tokens; the same number of "
         "queries for each request",
-        why="it has no release on a package index, and was never run with attnplug",
+        why="it divides the requests in a step's first call, so a graph would keep the division of its capture; "
+        "`sgl-flash-mla`, which FLASH_MLA calls, has a function for it",
+        instead="FLASH_MLA",
     ),
     UnboundLibrary(
         library="FlashAttention 3, argument `qv`",

@@ -146,6 +146,7 @@ COLOURS = {
     "FLASH_ATTN_4": ("#0f766e", "cyan"),
     "FLASH_ATTN_3": ("#4d6b1f", "green"),
     "FLASH_ATTN_2": ("#6d4bb0", "magenta"),
+    "FLASH_MLA": ("#a03050", "red"),
     "TORCH": ("#6b7280", "default"),
 }
 """The colour of each built-in backend on a page, where white is readable on it, and the nearest of a terminal's own."""

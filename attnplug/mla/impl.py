@@ -70,6 +70,20 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
             output_lse: float32 `[T, N]`, written where given; natural log.
         """
 
+    def decoded(
+        self,
+        q_nope: torch.Tensor,
+        q_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: Any,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The output and the LSE of `decode` in new tensors; a kernel that allocates its own overrides this."""
+        output = q_nope.new_empty(*q_nope.shape[:2], self.dims.kv_lora_rank)
+        lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32) if wants_lse else None
+        self.decode(q_nope, q_pe, kv_cache, metadata, output, lse)
+        return output, lse
+
     def _bind(
         self,
         spec: LayerSpec,
@@ -212,9 +226,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         # `decode` reads stored latents as they are, so the scale of the keys goes into the logits.
         self.softmax_scale = self.spec.scale * scale
         q_nope, q_pe = self._queries(*q)
-        output = q_nope.new_empty(*q_nope.shape[:2], self.dims.kv_lora_rank)
-        lse = q_nope.new_empty(q_nope.shape[:2], dtype=torch.float32) if wants_lse else None
-        self.decode(q_nope, q_pe, pages, attn_metadata.decode, output, lse)
+        output, lse = self.decoded(q_nope, q_pe, pages, attn_metadata.decode, wants_lse)
         # Values are a part of the latents, so the output has their scale too.
         if scale != 1.0:
             output.mul_(scale)

@@ -120,8 +120,8 @@ def test_an_installed_kernel_that_no_backend_calls_is_named_with_the_reason(inst
     install("flash-mla", "1.0.0", "flash_mla/__init__.py")
     (state,) = unbound_states()
     assert (state.library, state.version, state.state) == ("FlashMLA", "1.0.0", "refused")
-    assert state.detail.startswith("not called: it has no release on a package index")
-    assert state.remedy == "TRITON serves such layers"
+    assert state.detail.startswith("not called: it divides the requests in a step's first call")
+    assert state.remedy == "FLASH_MLA serves such layers"
 
 
 def test_each_kernel_that_no_backend_calls_has_a_reason_and_a_gpu_for_it():

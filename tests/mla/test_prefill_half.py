@@ -43,14 +43,16 @@ def test_other_devices_have_a_prefill_too(device: str) -> None:
 
 
 def test_a_plan_binds_the_best_prefill_to_the_best_decode() -> None:
-    made = attnplug.plan({"0": LAYER}, "sm90", **ALL)
-    decision = made.decisions["0"]
+    for heads, expected in ((16, "FLASH_ATTN_4+TRITON"), (64, "FLASH_ATTN_4+FLASH_MLA")):
+        made = attnplug.plan({"0": LAYER.replace(num_heads=heads)}, "sm90", **ALL)
+        assert made.decisions["0"].backend == expected
+    decision = attnplug.plan({"0": LAYER}, "sm90", backend="decode=FLASHINFER", **ALL).decisions["0"]
     assert decision.backend == "FLASH_ATTN_4+FLASHINFER"
     serving = decision.get_backend_cls()
     assert issubclass(serving, FlashInferMLABackend)
     assert serving.prefill.get_name() == "FLASH_ATTN_4"
     for rule, expected in (
-        ("prefill=FLASH_ATTN_3", "FLASH_ATTN_3+FLASHINFER"),
+        ("prefill=FLASH_ATTN_3", "FLASH_ATTN_3+TRITON"),
         ("decode=TRITON", "FLASH_ATTN_4+TRITON"),
         ("TRITON", "TRITON"),
     ):
@@ -61,7 +63,7 @@ def test_a_plan_binds_the_best_prefill_to_the_best_decode() -> None:
 def test_a_sparse_layer_expands_nothing_and_has_one_backend_for_both_phases() -> None:
     sparse = LAYER.replace(sparse=SparseSpec("token_topk", 2048))
     found = prefills("sm90", sparse)
-    assert [name for name, reason in found.items() if not reason] == ["TRITON", "TORCH"]
+    assert [name for name, reason in found.items() if not reason] == ["TRITON", "FLASH_MLA", "TORCH"]
     assert "MLA not supported" in found["FLASH_ATTN_4"]
     decision = attnplug.plan({"0": sparse}, "sm90", **ALL).decisions["0"]
     assert decision.backend == "TRITON"

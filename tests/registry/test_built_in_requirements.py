@@ -44,7 +44,14 @@ def test_a_requirement_has_a_lower_and_an_upper_end(name: str, text: str) -> Non
 
 def test_all_libraries_are_among_them() -> None:
     found = {Requirement(text).name for _, text in REQUIRED}
-    assert found == {"flash-attn", "flash-attn-3", "flash-attn-4", "flashinfer-python", "triton"}
+    assert found == {
+        "flash-attn",
+        "flash-attn-3",
+        "flash-attn-4",
+        "flashinfer-python",
+        "sgl-flash-mla",
+        "triton",
+    }
 
 
 @pytest.mark.parametrize(
@@ -61,6 +68,7 @@ def test_all_libraries_are_among_them() -> None:
         ("FLASH_ATTN_2", "flash-attn", "2.8.3.post2", True),
         ("FLASH_ATTN_2", "flash-attn", "3.0", False),
         ("FLASH_ATTN_4", "flash-attn-4", "5.0", False),
+        ("FLASH_MLA", "sgl-flash-mla", "2.0", False),
     ],
 )
 def test_a_version_that_no_release_had_is_refused(
@@ -81,7 +89,7 @@ def test_the_rules_of_a_library_leave_no_version_out() -> None:
             assert len(covering) == 1, version
 
 
-@pytest.mark.parametrize("extra", ["flashinfer", "flash-attn", "flash-attn-4", "triton"])
+@pytest.mark.parametrize("extra", ["flashinfer", "flash-attn", "flash-attn-4", "flash-mla", "triton"])
 def test_an_extra_installs_what_its_backend_requires(extra: str) -> None:
     (text,) = PROJECT["optional-dependencies"][extra]
     asked = Requirement(text)

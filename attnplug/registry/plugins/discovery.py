@@ -39,14 +39,17 @@ from attnplug.registry.plugins.records import (
 from attnplug.registry.plugins.waiting import announce, module_is_free
 
 RESERVED_NAMES = frozenset(
-    {"TORCH", "TRITON", "FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4", "FLASHINFER"}
+    {
+        *("TORCH", "TRITON", "FLASHINFER", "FLASH_MLA"),
+        *("FLASH_ATTN", "FLASH_ATTN_2", "FLASH_ATTN_3", "FLASH_ATTN_4"),
+    }
 )
 """Backend and family names that only attnplug itself may offer."""
 
 _LONGEST_NAME, _LONGEST_REASON = 500, 4000
 
 # Listing imports every plugin, so a plugin that imports one of these slows down every process.
-_HEAVY = ("torch", "triton", "flash_attn", "flashinfer", "jax", "transformers")
+_HEAVY = ("torch", "triton", "flash_attn", "flash_mla", "flashinfer", "jax", "transformers")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
