@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from engine import Engine
@@ -21,10 +23,10 @@ def run(engine, prompts, max_tokens, last=1):
         return step(counts, {name: min(last, counts[name]) for name in wanted})
 
     def keep(ready, logits, counts):
-        ends = [min(last, counts[request.name]) for request in ready]
-        for request, own in zip(ready, logits.split(ends), strict=True):
-            rows.setdefault(request.name, []).append(own.clone())
-        draw(ready, torch.stack([own[-1] for own in logits.split(ends)]), counts)
+        ends = list(itertools.accumulate(min(last, counts[request.name]) for request in ready))
+        for request, begin, end in zip(ready, [0, *ends], ends, strict=False):
+            rows.setdefault(request.name, []).append(logits[begin:end].clone())
+        draw(ready, logits[[end - 1 for end in ends]], counts)
 
     engine.builder.step, engine._draw = ask, keep
     requests = [engine.add(prompt, max_tokens=max_tokens) for prompt in prompts]
