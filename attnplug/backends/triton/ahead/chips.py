@@ -18,7 +18,7 @@ class Chip(NamedTuple):
         arch: the compiler's name: "sm90", "gfx942".
         multiprocessors: of the GPU that is sold most.
         shared_memory: bytes that a program may use.
-        registers: 32-bit registers of a multiprocessor, or of one of AMD's four units in it.
+        registers: 32-bit registers of a multiprocessor of NVIDIA.
         most_registers: that a thread may have.
         warp_size: threads of a warp.
     """
