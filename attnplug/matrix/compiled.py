@@ -20,6 +20,7 @@ from attnplug.backends.triton.ahead.pretended import pretended
 from attnplug.core.compiled import CompiledKernel
 from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import LayerTensors
+from attnplug.core.interface.guarded import describe, guarded_call
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
@@ -48,13 +49,16 @@ _BLOCKS = 4
 """Dummy steps read the null block alone."""
 
 
-def launches(spec: LayerSpec, phase: Phase | None, device: Device) -> dict[Form, None]:
-    """The forms of all kernels that a layer on TRITON launches.
+def launches(
+    spec: LayerSpec, phase: Phase | None, device: Device, layout: str | None = None
+) -> dict[Form, None]:
+    """The forms of all kernels that a layer on TRITON launches; none with another `layout` than it has in a plan.
 
     Args:
         spec: the layer.
         phase: decode or prefill; None for both.
         device: for which there is a chip.
+        layout: of its pages; None for any.
     """
     chip = chip_of(device)
     found: dict[Form, None] = {}
@@ -62,6 +66,8 @@ def launches(spec: LayerSpec, phase: Phase | None, device: Device) -> dict[Form,
         plan = attnplug.plan(
             {"layer": spec}, device, backend="TRITON", options=options, per_phase=False, num_blocks=_BLOCKS
         )
+        if layout not in (None, str(plan.decisions["layer"].kv_cache_layout)):
+            return {}
         with pretended(chip) as forms:
             runtime = AttentionRuntime(plan, {"layer": zeros_for(spec)}, config=_CONFIG)
             for layer, backend, _ in distinct_layers(runtime):
@@ -130,18 +136,26 @@ class Compilation:
 
     def _record(self, run: Run, device: Device, cell: Cell) -> list[str]:
         keys = []
-        for form in launches(spec_of(cell), phase_of(cell), device):
+        forms, problem = guarded_call(launches, spec_of(cell), phase_of(cell), device, cell.layout)
+        if problem is not None:
+            self._why_not[run.device, cell] = f"its launch raises {describe(problem)}"
+        for form in forms or ():
             keys.append(form.key)
             self._work[run.device, form.key] = form, chip_of(device)
         return keys
 
-    def compile(self, jobs: int) -> Iterator[CompiledKernel]:
-        """Compile what is not known yet, and give each kernel."""
+    @property
+    def failures(self) -> list[str]:
+        """A sentence for each cell whose launch raises."""
+        return [f"{cell.id} on {device}: {why}" for (device, cell), why in self._why_not.items()]
+
+    def compile(self, jobs: int) -> Iterator[tuple[str, CompiledKernel]]:
+        """Compile what is not known yet, in `jobs` processes, and give each device and kernel."""
         # Kernels that take long come first, so that no process ends with one of them.
         order = sorted(self._work, key=lambda at: _weight(self._work[at][0].name), reverse=True)
         for at, made in zip(order, compile_all([self._work[at] for at in order], jobs), strict=True):
             self.kernels[at] = made
-            yield made
+            yield at[0], made
 
     def outcome(self) -> Matrix:
         """The runs with what was compiled so far; a cell of which a kernel is missing stays declared."""
@@ -160,6 +174,8 @@ class Compilation:
         )
 
     def _finding(self, run: Run, declared: Finding, keys: Sequence[str] | None) -> Finding:
+        if why := self._why_not.get((run.device, declared.cell)):
+            return Finding(declared.cell, Status.REFUSED, (why,))
         found = [self.kernels.get((run.device, key)) for key in keys or ()]
         made = [each for each in found if each is not None]
         if not made or len(made) < len(found):

@@ -55,9 +55,11 @@ def compile_runs(
     before = known_kernels(read_matrix(known).runs) if known is not None else {}
     compilation = Compilation(declared, [pair.device for pair in pairs], before)
     echo(f"{compilation.remaining} kernels to compile, {len(compilation.kernels)} known", err=True)
-    for made in compilation.compile(jobs or os.cpu_count() or 1):
+    for failure in compilation.failures:
+        echo(failure, err=True)
+    for device, made in compilation.compile(jobs or os.cpu_count() or 1):
         if made.refused or made.spilled:
-            echo(str(made), err=True)
+            echo(f"{device}: {made}", err=True)
     matrix = compilation.outcome()
     outputs.write(matrix)
     if not outputs.to_stdout:
@@ -65,4 +67,4 @@ def compile_runs(
     refused = [each for run in matrix.runs for each in run.kernels if each.refused]
     cells = sum(each.status is Status.COMPILED for run in matrix.runs for each in run.findings)
     echo(f"{cells} cells compiled; {len(refused)} kernels do not fit", err=True)
-    return _DOES_NOT_FIT if refused else 0
+    return _DOES_NOT_FIT if refused or compilation.failures else 0

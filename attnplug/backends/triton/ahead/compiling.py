@@ -8,7 +8,6 @@ import io
 import multiprocessing
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import triton
 from triton import knobs
@@ -17,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from attnplug.backends.triton.ahead.chips import Chip
 from attnplug.backends.triton.ahead.forms import Form
 from attnplug.core.compiled import CompiledKernel
+from attnplug.core.interface.guarded import describe, guarded_call
 
 _UNITS = 4
 """Groups of registers in a multiprocessor of AMD, each for every fourth warp."""
@@ -33,16 +33,12 @@ def compile_form(form: Form, chip: Chip) -> CompiledKernel:
     """Compile one form; an error of the compiler is the reason of a refusal."""
     key, kernel = form.key, str(form)
     log = io.StringIO()
-    try:
-        # What the assembler says is not in Triton's cache, so a form in it is compiled again.
-        with _knobs(), contextlib.redirect_stdout(log):
-            made: Any = triton.compile(form.source, target=target_of(chip), options=form.options.__dict__)
-    # Compilers raise many types, and each means that the chip has no such kernel.
-    except Exception as problem:
-        first = str(problem).strip().partition("\n")[0]
-        return CompiledKernel(
-            key, kernel, refused=f"the compiler refuses it: {type(problem).__name__}: {first}"
-        )
+    # What the assembler says is not in Triton's cache, so a form in it is compiled again.
+    with _knobs(), contextlib.redirect_stdout(log):
+        options = form.options.__dict__
+        made, problem = guarded_call(triton.compile, form.source, target=target_of(chip), options=options)
+    if problem is not None:
+        return CompiledKernel(key, kernel, refused=f"the compiler refuses it: {describe(problem)}")
     registers, spilled = _nvidia(log.getvalue()) if chip.is_nvidia else _amd(made.asm["amdgcn"])
     threads = made.metadata.num_warps * chip.warp_size
     return judged(CompiledKernel(key, kernel, threads, registers, made.metadata.shared, spilled), chip)
@@ -91,7 +87,7 @@ def _amd(assembly: str) -> tuple[int, int]:
     return count, 4 * spilled
 
 
-_work: Sequence[tuple[Form, Chip]] = ()
+_work: list[tuple[Form, Chip]] = []
 
 
 def compile_all(work: Sequence[tuple[Form, Chip]], jobs: int) -> Iterator[CompiledKernel]:
@@ -100,9 +96,8 @@ def compile_all(work: Sequence[tuple[Form, Chip]], jobs: int) -> Iterator[Compil
         for each in work:
             yield compile_form(*each)
         return
-    global _work
     # Forked, because constants of kernels may be functions, which cannot be sent.
-    _work = work
+    _work[:] = work
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
         yield from pool.imap(_compile, range(len(work)))
 
