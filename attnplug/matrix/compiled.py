@@ -34,10 +34,18 @@ if TYPE_CHECKING:
 Known = Mapping[tuple[str, str], CompiledKernel]
 """Kernels that were compiled before, by device and key."""
 
-_CONFIG = BuilderConfig(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048)
-# Prompts of 32 tokens have few rows, and others fill the largest tiles.
+_CONFIG = BuilderConfig(
+    max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, num_speculative_tokens=3
+)
+_MANY_HEADS = 64
+"""Heads of models with latents, which share a tile: the 4 of a cell have other kernels."""
+# Decodes of 4 tokens have speculation. Prompts of 32 tokens have few rows, and others fill the largest tiles.
 _SHAPES = {
-    Phase.DECODE: (StepShape(1, 1, 1, Phase.DECODE), StepShape(64, 1, 1, Phase.DECODE)),
+    Phase.DECODE: (
+        StepShape(1, 1, 1, Phase.DECODE),
+        StepShape(64, 1, 1, Phase.DECODE),
+        StepShape(1, 4, 1, Phase.DECODE),
+    ),
     Phase.PREFILL: (
         StepShape(1, 32, 0, Phase.PREFILL),
         StepShape(1, 1024, 0, Phase.PREFILL),
@@ -62,6 +70,8 @@ def launches(
     """
     chip = chip_of(device)
     found: dict[Form, None] = {}
+    if spec.mla is not None and spec.num_heads < _MANY_HEADS:
+        found |= launches(dataclasses.replace(spec, num_heads=_MANY_HEADS), phase, device, layout)
     for options in _options(spec, phase):
         plan = attnplug.plan(
             {"layer": spec}, device, backend="TRITON", options=options, per_phase=False, num_blocks=_BLOCKS

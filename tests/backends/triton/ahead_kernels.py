@@ -50,7 +50,7 @@ def planted(arch: str) -> list[dict[str, Any]]:
 
 
 def launched(arch: str, *ids: str) -> dict[str, list[str]]:
-    """The names of the kernels that each claimed cell launches."""
+    """The kernels that each claimed cell launches: "prefill.prefill_kernel"."""
     (offer,) = (offer for offer in get_registry().plugins.offers if offer.name == "TRITON")
     chip = CHIPS[arch]
     claimed = {
@@ -63,7 +63,8 @@ def launched(arch: str, *ids: str) -> dict[str, list[str]]:
         cell: Cell | None = claimed.get(each)
         if cell is not None:
             forms = launches(spec_of(cell), phase_of(cell), chip.device, cell.layout)
-            found[each] = sorted({form.name for form in forms})
+            names = {(form.function.module.rpartition(".")[2], form.name) for form in forms}
+            found[each] = sorted(map(".".join, names))
     return found
 
 
