@@ -11,20 +11,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 import attnplug
 from attnplug.backends.triton.ahead.chips import Chip, chip_of
 from attnplug.backends.triton.ahead.compiling import compile_all
 from attnplug.backends.triton.ahead.pretended import pretended
 from attnplug.core.compiled import CompiledKernel
 from attnplug.core.config import BuilderConfig
-from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.guarded import describe, guarded_call
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.runtime import AttentionRuntime
+from attnplug.runtime.kernels_ahead import zeros_for
 from attnplug.runtime.steps.warm_up import StepShape, distinct_layers, run_step
 
 if TYPE_CHECKING:
@@ -100,21 +98,6 @@ def _shapes(runtime: AttentionRuntime, phase: Phase | None) -> Iterator[StepShap
         for shape in _SHAPES[each]:
             if paged or (each is Phase.PREFILL and not shape.computed):
                 yield shape
-
-
-def zeros_for(spec: LayerSpec) -> LayerTensors:
-    """The learned tensors that a layer needs, of zeros."""
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    made: dict[str, torch.Tensor] = {}
-    if spec.has_sinks:
-        made["sinks"] = torch.zeros(spec.num_heads)
-    if spec.has_alibi:
-        made["alibi_slopes"] = torch.zeros(spec.num_heads)
-    if spec.mla is not None:
-        sizes = spec.mla
-        made["w_uk"] = torch.zeros(spec.num_heads, sizes.qk_nope_head_dim, sizes.kv_lora_rank, dtype=dtype)
-        made["w_uv"] = torch.zeros(spec.num_heads, sizes.kv_lora_rank, sizes.v_head_dim, dtype=dtype)
-    return LayerTensors(**made)
 
 
 class Compilation:

@@ -44,12 +44,7 @@ def compile_runs(
         if pair.offer.name != "TRITON":
             limit = "has no kernels that are compiled without a GPU"
             raise PolicyError("--backend", pair.name, limit, "add --backend TRITON")
-    if importlib.util.find_spec("triton") is None:
-        raise PolicyError("--compile", True, "needs Triton, which is not installed", "pip install triton")
-    from triton import knobs
-
-    if knobs.runtime.interpret:
-        raise PolicyError("TRITON_INTERPRET", "1", "compiles nothing", "unset it")
+    check_compiler("matrix --compile")
     from attnplug.matrix.compiled import Compilation, known_kernels
 
     before = known_kernels(read_matrix(known).runs) if known is not None else {}
@@ -68,3 +63,13 @@ def compile_runs(
     cells = sum(each.status is Status.COMPILED for run in matrix.runs for each in run.findings)
     echo(f"{cells} cells compiled; {len(refused)} kernels do not fit", err=True)
     return _DOES_NOT_FIT if refused or compilation.failures else 0
+
+
+def check_compiler(command: str) -> None:
+    """PolicyError if Triton compiles nothing here."""
+    if importlib.util.find_spec("triton") is None:
+        raise PolicyError("attnplug", command, "needs Triton, which is not installed", "pip install triton")
+    from triton import knobs
+
+    if knobs.runtime.interpret:
+        raise PolicyError("TRITON_INTERPRET", "1", "compiles nothing", "unset it")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import io
 import multiprocessing
 import re
@@ -11,7 +13,10 @@ from collections.abc import Iterator, Sequence
 
 import triton
 from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import get_cache_key, get_cache_manager
 
 from attnplug.backends.triton.ahead.chips import Chip
 from attnplug.backends.triton.ahead.forms import Form
@@ -29,25 +34,42 @@ def target_of(chip: Chip) -> GPUTarget:
     return GPUTarget("hip", chip.arch, chip.warp_size)
 
 
-def compile_form(form: Form, chip: Chip) -> CompiledKernel:
-    """Compile one form; an error of the compiler is the reason of a refusal."""
+def is_cached(form: Form, chip: Chip) -> bool:
+    """Whether Triton's cache on disk has the form."""
+    backend = make_backend(target_of(chip))
+    options = backend.parse_options(dict(form.options.__dict__))
+    key = get_cache_key(form.source, backend, options, env_vars=get_cache_invalidating_env_vars())
+    folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    return folder.get_group(f"{form.source.name[:150]}.json") is not None
+
+
+def compile_form(form: Form, chip: Chip, *, again: bool = True) -> CompiledKernel:
+    """Compile one form; an error of the compiler is the reason of a refusal.
+
+    Args:
+        form: the kernel.
+        chip: for which.
+        again: whether a form in Triton's cache is compiled too; if not, registers and spills are not counted.
+    """
     key, kernel = form.key, str(form)
     log = io.StringIO()
-    # What the assembler says is not in Triton's cache, so a form in it is compiled again.
-    with _knobs(), contextlib.redirect_stdout(log):
+    # What the assembler says is not in Triton's cache.
+    with _knobs(again), contextlib.redirect_stdout(log):
         options = form.options.__dict__
         made, problem = guarded_call(triton.compile, form.source, target=target_of(chip), options=options)
     if problem is not None:
         return CompiledKernel(key, kernel, refused=f"the compiler refuses it: {describe(problem)}")
+    if not again:
+        return judged(CompiledKernel(key, kernel, shared=made.metadata.shared), chip)
     registers, spilled = _nvidia(log.getvalue()) if chip.is_nvidia else _amd(made.asm["amdgcn"])
     threads = made.metadata.num_warps * chip.warp_size
     return judged(CompiledKernel(key, kernel, threads, registers, made.metadata.shared, spilled), chip)
 
 
 @contextlib.contextmanager
-def _knobs() -> Iterator[None]:
+def _knobs(again: bool) -> Iterator[None]:
     with knobs.compilation.scope(), knobs.nvidia.scope():
-        knobs.compilation.always_compile = True
+        knobs.compilation.always_compile = again
         knobs.nvidia.dump_ptxas_log = True
         yield
 
@@ -90,17 +112,19 @@ def _amd(assembly: str) -> tuple[int, int]:
 _work: list[tuple[Form, Chip]] = []
 
 
-def compile_all(work: Sequence[tuple[Form, Chip]], jobs: int) -> Iterator[CompiledKernel]:
-    """Compile each form for its chip in `jobs` processes; the results come in the order of `work`."""
+def compile_all(
+    work: Sequence[tuple[Form, Chip]], jobs: int, *, again: bool = True
+) -> Iterator[CompiledKernel]:
+    """Compile each form for its chip in `jobs` processes, as compile_form; the results are in the order of `work`."""
     if jobs == 1 or len(work) < 2:
         for each in work:
-            yield compile_form(*each)
+            yield compile_form(*each, again=again)
         return
     # Forked, because constants of kernels may be functions, which cannot be sent.
     _work[:] = work
     with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        yield from pool.imap(_compile, range(len(work)))
+        yield from pool.imap(functools.partial(_compile, again=again), range(len(work)))
 
 
-def _compile(place: int) -> CompiledKernel:
-    return compile_form(*_work[place])
+def _compile(place: int, *, again: bool) -> CompiledKernel:
+    return compile_form(*_work[place], again=again)

@@ -55,6 +55,7 @@ def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
         "current_device": lambda: place,
         "get_device_capability": lambda device=None: chip.device.capability,
         "synchronize": _nothing,
+        "is_current_stream_capturing": lambda: False,
         "device_of": lambda tensor: contextlib.nullcontext(),
     }
     with _LOCK, contextlib.ExitStack() as patches:
