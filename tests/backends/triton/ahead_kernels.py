@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+from triton.runtime import driver
 
 from attnplug.backends.triton.ahead.chips import CHIPS
-from attnplug.backends.triton.ahead.compiling import compile_all
+from attnplug.backends.triton.ahead.compiling import compile_all, is_cached, target_of
 from attnplug.backends.triton.ahead.pretended import pretended
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.compiled import launches
@@ -49,6 +52,26 @@ def planted(arch: str) -> list[dict[str, Any]]:
     return [dataclasses.asdict(each) for each in compile_all([(form, chip) for form in found], 2)]
 
 
+def found_by_a_launch(arch: str) -> dict[str, list[bool]]:
+    """Whether Triton's own launch finds in its cache a kernel that was compiled ahead, and another one."""
+    chip = CHIPS[arch]
+    with pretended(chip) as found:
+        x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="cuda")
+        product_kernel[(1,)](x, x, LONG=32)
+    (form,) = found
+    before = is_cached(form, chip)
+    (made,) = compile_all([(form, chip)], 1, again=False)
+    assert not made.refused
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
+    stand_in = {"get_current_device": 0, "get_current_stream": 0, "get_current_target": target_of(chip)}
+    driver.set_active(SimpleNamespace(**{name: lambda *_, it=it: it for name, it in stand_in.items()}))
+    x = torch.zeros(1 << 16, dtype=torch.bfloat16)
+    for long in (32, 64):
+        product_kernel.warmup(x, x, LONG=long, grid=(1,))
+    return {"cached": [before, is_cached(form, chip)], "hits": hits}
+
+
 def launched(arch: str, *ids: str) -> dict[str, list[str]]:
     """The kernels that each claimed cell launches: "prefill.prefill_kernel"."""
     (offer,) = (offer for offer in get_registry().plugins.offers if offer.name == "TRITON")
@@ -70,4 +93,4 @@ def launched(arch: str, *ids: str) -> dict[str, list[str]]:
 
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
-    print(json.dumps({"planted": planted, "launched": launched}[kind](*rest)))
+    print(json.dumps({"planted": planted, "found": found_by_a_launch, "launched": launched}[kind](*rest)))

@@ -23,8 +23,10 @@ SCRIPT = Path(__file__).with_name("ahead_kernels.py")
 CELLS = (ROOT / "ci" / "compiled_cells.txt").read_text().split()
 
 
-def child(*arguments: str) -> Any:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+def child(*arguments: str, **variables: str) -> Any:
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | variables
     done = subprocess.run(
         [sys.executable, SCRIPT, *arguments], env=environment, capture_output=True, text=True, check=False
     )
@@ -43,6 +45,12 @@ def test_a_kernel_that_spills_is_named_and_one_that_does_not_fit_is_refused(arch
     room = CHIPS[arch].shared_memory
     assert (f"{room:,}" in large["refused"]) == (large["shared"] > room)
     assert bool(large["refused"]) == (arch != "sm80")
+
+
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
+    found = child("found", arch, TRITON_CACHE_DIR=str(tmp_path))
+    assert found == {"cached": [False, True], "hits": [True, False]}
 
 
 def kernels_of(folder: str) -> set[str]:

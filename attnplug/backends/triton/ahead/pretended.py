@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
-from triton.runtime import JITFunction, driver
+from triton.runtime import JITFunction, driver, jit
 
 from attnplug.backends.triton.ahead.chips import CHIPS, Chip
 from attnplug.backends.triton.ahead.forms import Form
@@ -78,15 +78,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 def _forget(place: int) -> None:
     """Leave no kernel that cannot be launched to the real device of the same number."""
-    registry: Mapping[str, Any] = _functions()
-    for function in registry.values():
+    functions: Mapping[str, Any] = jit._triton_jit_function_registry
+    for function in functions.values():
         function.device_caches.pop(place, None)
-
-
-def _functions() -> Mapping[str, Any]:
-    from triton.runtime import jit
-
-    return jit._triton_jit_function_registry
 
 
 class PretendedTensor(torch.Tensor):
