@@ -37,7 +37,7 @@ def test_kernels_are_written_a_line_each_and_read_back(tmp_path):
     assert len([line for line in path.read_text().splitlines() if '"registers"' in line]) == 2
 
 
-@pytest.mark.parametrize("field, value", [("registers", -1), ("spilled", True), ("kernel", "")])
+@pytest.mark.parametrize(("field", "value"), [("registers", -1), ("spilled", True), ("kernel", "")])
 def test_a_kernel_with_a_wrong_value_is_refused_by_its_place(tmp_path, field, value):
     path = tmp_path / "matrix.json"
     write_matrix(Matrix((compiled(FITS),)), path)

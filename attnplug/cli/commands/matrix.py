@@ -128,7 +128,7 @@ def matrix(
 
     A cell combines a feature, phase, head size, dtype, KV dtype, block size and layout. Each two values are together in some cell. Cells run in worker processes: if a cell hangs, crashes or runs out of memory, the others still run. After a refutation, attnplug select refuses the cell.
 
-    Exit codes: 0 done, 4 a claim is refuted or a kernel does not fit its device, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
+    Exit codes: 0 done, 4 a claim is refuted or cannot fit, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results are written).
     """
     # typer calls this function before `merge` and `diff` too.
     if context.invoked_subcommand is not None:
