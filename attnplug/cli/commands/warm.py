@@ -82,11 +82,17 @@ def warm(
 
     from attnplug.backends.triton.ahead.chips import chip_of
     from attnplug.backends.triton.ahead.compiling import compile_all, is_cached
-    from attnplug.registry.devices import resolve_device
+    from attnplug.registry.devices import is_here, resolve_device
     from attnplug.runtime.kernels_ahead import launches_of
 
     where = resolve_device(device)
     chip = chip_of(where)
+    if is_here(where):
+        import torch
+
+        # Models of one architecture have unlike numbers of them.
+        here = torch.cuda.get_device_properties(torch.cuda.current_device())
+        chip = chip._replace(multiprocessors=here.multi_processor_count)
     if cache is not None:
         knobs.cache.dir = str(cache.absolute())
     plan, others = _plan(
