@@ -195,4 +195,6 @@ def _claimed(run: Run) -> list[Cell]:
 
 
 def _weight(kernel: str) -> int:
-    return next((3 - place for place, word in enumerate(("prefill", "decode", "latent")) if word in kernel), 0)
+    return next(
+        (3 - place for place, word in enumerate(("prefill", "decode", "latent")) if word in kernel), 0
+    )
