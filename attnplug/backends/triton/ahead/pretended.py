@@ -44,7 +44,7 @@ def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
         return idle
 
     properties = {"multiprocessor_count": chip.multiprocessors, "max_shared_mem": chip.shared_memory}
-    stand_in = SimpleNamespace(
+    stand_in: Any = SimpleNamespace(
         get_current_device=lambda: place,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: target,
