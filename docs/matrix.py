@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-TRIED = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED, Status.NOT_RUN}
-"""The statuses of the cells that a run has tried."""
+TRIED = {Status.VERIFIED, Status.COMPILED, Status.REFUTED, Status.UNCLAIMED, Status.NOT_RUN}
+"""The statuses of the cells that a run has tried, or that are compiled."""
 BEGIN, END = "<!-- The table is written by docs/matrix.py. -->", "<!-- End of the table. -->"
 
 DEVICES = ("cpu", "sm80", "sm90", "sm100", "rocm:9.4")
@@ -34,7 +34,8 @@ INTRODUCTION = """# Compatibility
 
 This page lists the features that each built-in backend serves on each device. *Verified* cells ran on the device, and were
 right compared with the [oracle](../concepts/tolerances.md). *Sampled* answers are of several cells: those that were run are
-right, and other combinations were not run. *Declared* cells are claims of the classes that nobody has run there yet.
+right, and other combinations were not run. *Compiled* cells were not run, and their kernels fit the device. *Declared* cells are
+claims of the classes that nobody has run there yet.
 [Kernel libraries](kernel-libraries.md) lists the versions of the libraries, with their features and GPUs.
 
 [Open the whole matrix](matrix.html){ .md-button } [Which backend for my model?](../which-backend.html){ .md-button }

@@ -23,6 +23,7 @@ from attnplug.cli.commands.matrix import matrix_app
 from attnplug.cli.commands.new_package import new_backend, new_format
 from attnplug.cli.commands.select import select
 from attnplug.cli.commands.tune import tune
+from attnplug.cli.commands.warm import warm
 from attnplug.cli.output.help import HelpfulCommand, HelpfulGroup
 from attnplug.cli.output.output import (
     USAGE_ERROR,
@@ -83,6 +84,7 @@ _add("doctor", doctor, " FLASH_ATTN")
 _add("conformance", conformance, " TRITON --only 'correct/*'")
 app.add_typer(matrix_app, name="matrix")
 _add("tune", tune, " config.json --batch 1,8,64 --context 8k --prefill 4x4k")
+_add("warm", warm, " config.json --device h100 --cache kernels")
 _add("completion", completion, " bash >> ~/.bashrc")
 _add("new-backend", new_backend, " acme")
 _add("new-format", new_format, " acme-int6")

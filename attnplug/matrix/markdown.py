@@ -15,6 +15,7 @@ from attnplug.matrix.summary import (
     evidence_lines,
     refusal_lines,
     serving,
+    spill_lines,
     summarise,
     values_by_status,
     values_of,
@@ -85,6 +86,7 @@ def _device(summaries: Sequence[RunSummary], heading: str) -> Iterator[str]:
     yield from _bullets(f"{heading} Serves nothing there", refusal_lines(summaries))
     yield from _bullets(f"{heading} Refuted", evidence_lines(summaries, Status.REFUTED))
     yield from _bullets(f"{heading} Not run", evidence_lines(summaries, Status.NOT_RUN))
+    yield from _bullets(f"{heading} Spills", spill_lines(summaries))
 
 
 def _answer_rows(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:

@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterator, Sequence
 from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
 
 _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
+_RANK = {Status.COMPILED: 1, **dict.fromkeys(_EVIDENCE, 2)}
+"""What is run counts more than what is compiled, and that more than a claim."""
 
 
 def merge(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) -> Matrix:
     """One run for each backend and device, in order of first appearance.
 
     Runs of the same versions on the same kind of device are joined cell by cell. A cell with evidence
-    replaces one without, then the newer replaces the older. For other versions, only the newest run with
-    evidence is kept.
+    replaces one without, a compiled cell a declared one, then the newer replaces the older. For other versions,
+    only the newest run with evidence is kept.
 
     Args:
         matrices: to join.
@@ -45,7 +47,7 @@ def with_name(matrix: Matrix, name: str) -> Matrix:
 def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     """The runs of one backend on one device as one."""
     # The sort is stable: with equal dates the later file wins.
-    ordered = sorted(runs, key=lambda run: (_has_evidence(run), _date(run)))
+    ordered = sorted(runs, key=lambda run: (_has_evidence(run), bool(run.kernels), _date(run)))
     best = ordered[-1]
     same = [run for run in ordered if _subject(run) == _subject(best)]
     for run in ordered:
@@ -66,7 +68,8 @@ def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     newest = max(same, key=_date)
     findings = tuple(found[cell][1] for cell in order)
     axes = next((run.axes for run in sorted(same, key=_date, reverse=True) if run.axes is not None), None)
-    return dataclasses.replace(newest, findings=findings, axes=axes)
+    kernels = {each.key: each for run in sorted(same, key=_date) for each in run.kernels}
+    return dataclasses.replace(newest, findings=findings, axes=axes, kernels=tuple(kernels.values()))
 
 
 def _better(
@@ -74,7 +77,7 @@ def _better(
 ) -> tuple[Run, Finding]:
     """The newer of two findings on one cell, or the older if only that has evidence."""
     before, now = old[1].status, new[1].status
-    if before in _EVIDENCE and now not in _EVIDENCE:
+    if _RANK.get(before, 0) > _RANK.get(now, 0):
         return old
     if before in _EVIDENCE and before is not now:
         where = f"{new[0].backend} on {new[0].device}"

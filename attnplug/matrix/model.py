@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Mapping
 
+from attnplug.core.compiled import CompiledKernel
 from attnplug.registry.selection.evidence import Cell as Cell
 
 
@@ -14,6 +15,8 @@ class Status(enum.StrEnum):
 
     DECLARED = "declared"
     """Claimed, not run."""
+    COMPILED = "compiled"
+    """Claimed, not run, and its kernels are compiled and fit the device; the finding names those that spill."""
     REFUSED = "refused"
     """Not claimed; the finding has the reasons."""
     VERIFIED = "verified"
@@ -28,7 +31,16 @@ class Status(enum.StrEnum):
     """Claimed, but could not be run; the finding says why."""
 
 
-CLAIMED = frozenset({Status.DECLARED, Status.VERIFIED, Status.SAMPLED, Status.REFUTED, Status.NOT_RUN})
+CLAIMED = frozenset(
+    {
+        Status.DECLARED,
+        Status.COMPILED,
+        Status.VERIFIED,
+        Status.SAMPLED,
+        Status.REFUTED,
+        Status.NOT_RUN,
+    }
+)
 """The statuses of a cell, or of several, that its backend claims to serve."""
 
 
@@ -40,7 +52,7 @@ class Finding:
         cell: with a value of each axis.
         status: of the cell.
         why: the reasons of a refusal (also of an unclaimed cell), the evidence of a refutation, or the cause
-            of a cell not run; empty otherwise.
+            of a cell not run, or the kernels of a compiled cell that spill; empty otherwise.
     """
 
     cell: Cell
@@ -64,6 +76,7 @@ class Run:
         findings: one for each cell, in the order of the design.
         axes: the values that the backend serves, by the field of Cell, whether `findings` have them or not; None if
             that is not known.
+        kernels: those of the compiled cells, with what each takes of the device.
     """
 
     backend: str
@@ -76,6 +89,7 @@ class Run:
     commit: str | None
     findings: tuple[Finding, ...]
     axes: Mapping[str, tuple[str | int | None, ...]] | None = None
+    kernels: tuple[CompiledKernel, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:

@@ -6,12 +6,13 @@ import dataclasses
 import datetime as dt
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from attnplug._system import files, json_files
 from attnplug._system.json_files import parse_json
+from attnplug.core.compiled import CompiledKernel
 from attnplug.core.errors import MatrixFileError
 from attnplug.matrix.axes import Extent
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
@@ -61,6 +62,7 @@ def _is_date(value: Any) -> bool:
 _TEXT: _Rule = (_is_text, "text")
 _TEXT_OR_NULL: _Rule = (lambda value: value is None or _is_text(value), "text or null")
 _COUNT: _Rule = (_is_count, "a whole number above 0")
+_SIZE: _Rule = (lambda value: type(value) is int and value >= 0, "a whole number")
 _RUN: dict[str, _Rule] = {
     "backend": _TEXT,
     "distribution": _TEXT_OR_NULL,
@@ -79,6 +81,13 @@ _RUN: dict[str, _Rule] = {
 _MORE_OF_RUN: dict[str, _Rule] = {
     "axes": (_is_axes, "null, or an object with a list of values for each axis"),
     "sampled": (lambda value: value is None or isinstance(value, dict), "an object or null"),
+    "kernels": (lambda value: isinstance(value, list), "a list"),
+}
+_KERNEL: dict[str, _Rule] = {
+    "key": _TEXT,
+    "kernel": _TEXT,
+    **dict.fromkeys(("threads", "registers", "shared", "spilled"), _SIZE),
+    "refused": (lambda value: isinstance(value, str), "text"),
 }
 _CELL: dict[str, _Rule] = {
     "feature": _TEXT,
@@ -104,6 +113,8 @@ def run_to_dict(run: Run) -> dict[str, Any]:
     more: dict[str, Any] = {}
     if run.axes is not None:
         more = {"axes": {axis: list(run.axes[axis]) for axis in AXIS_NAMES}, "sampled": _write_samples(run)}
+    if run.kernels:
+        more["kernels"] = list(map(dataclasses.asdict, run.kernels))
     return {**about, "versions": dict(run.versions), **more, "cells": cells}
 
 
@@ -123,11 +134,18 @@ def matrix_text(matrix: Matrix) -> str:
     """The JSON of the matrix, a line for each cell: the file is small, and `git diff` readable."""
     runs = []
     for run in map(run_to_dict, matrix.runs):
-        about = ",\n".join(f"{_line(name)}: {_line(value)}" for name, value in run.items() if name != "cells")
-        cells = ",\n".join(map(_line, run["cells"]))
-        runs.append(f'{{{about},\n"cells": [' + (f"\n{cells}\n" if cells else "") + "]}")
+        lists = {name: run.pop(name) for name in ("kernels", "cells") if name in run}
+        about = ",\n".join(f"{_line(name)}: {_line(value)}" for name, value in run.items())
+        parts = [about, *(f"{_line(name)}: {_lines(rows)}" for name, rows in lists.items())]
+        runs.append("{" + ",\n".join(parts) + "}")
     head = f'{{\n"schema": {_line(SCHEMA)},\n"version": {VERSION},\n"runs": ['
     return head + ("\n" + ",\n".join(runs) + "\n" if runs else "") + "]\n}\n"
+
+
+def _lines(rows: Sequence[Any]) -> str:
+    """A list with a line for each entry."""
+    joined = ",\n".join(map(_line, rows))
+    return f"[\n{joined}\n]" if rows else "[]"
 
 
 def write_matrix(matrix: Matrix, path: Path) -> None:
@@ -198,7 +216,15 @@ class _Reader:
         about = {name: data[name] for name in _RUN if name != "cells"}
         axes = data.get("axes")
         known = None if axes is None else {axis: tuple(axes[axis]) for axis in AXIS_NAMES}
-        return Run(**about, findings=findings, axes=known)
+        made = tuple(
+            self._kernel(each, f"{place}.kernels[{index}]")
+            for index, each in enumerate(data.get("kernels", ()))
+        )
+        return Run(**about, findings=findings, axes=known, kernels=made)
+
+    def _kernel(self, data: Any, place: str) -> CompiledKernel:
+        self._check(data, _KERNEL, place)
+        return CompiledKernel(**data)
 
     def _finding(self, data: Any, place: str) -> Finding:
         self._check(data, _CELL, place)

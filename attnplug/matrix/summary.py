@@ -28,6 +28,7 @@ STRONGEST_FIRST = (
     Status.REFUTED,
     Status.VERIFIED,
     Status.SAMPLED,
+    Status.COMPILED,
     Status.DECLARED,
     Status.NOT_RUN,
     Status.UNCLAIMED,
@@ -124,7 +125,7 @@ class ValueSummary:
     @property
     def fraction(self) -> str:
         """The share of the claimed cells with this status, if only some were run; else empty."""
-        may_be_part = self.status in (Status.VERIFIED, Status.SAMPLED, Status.REFUTED)
+        may_be_part = self.status in (Status.VERIFIED, Status.SAMPLED, Status.COMPILED, Status.REFUTED)
         return f"{self._count}/{self.claimed}" if may_be_part and self._count != self.claimed else ""
 
     @property
@@ -197,7 +198,7 @@ def _answer(
         others = [set(each) for each in set(same)]
         shortest = min(same, key=len)
         why = tuple(reason for reason in shortest if all(reason in each for each in others)) or shortest
-    elif status in (Status.REFUTED, Status.NOT_RUN):
+    elif status in (Status.COMPILED, Status.REFUTED, Status.NOT_RUN):
         why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
     else:
         why = ()
@@ -312,4 +313,18 @@ def evidence_lines(summaries: Iterable[RunSummary], status: Status) -> list[str]
     for (backend, why), cells in said.items():
         more = f" and {len(cells) - 3:,} more" if len(cells) > 3 else ""
         lines.append(f"{backend} {', '.join(cells[:3])}{more}: {why}")
+    return lines
+
+
+def spill_lines(summaries: Iterable[RunSummary]) -> list[str]:
+    """A line for each kernel of a backend of which some are compiled with spills."""
+    lines = []
+    for run in (summary.run for summary in summaries):
+        by_name: dict[str, list[int]] = {}
+        for kernel in run.kernels:
+            by_name.setdefault(kernel.name, []).append(kernel.spilled)
+        for name, spilled in by_name.items():
+            if some := [each for each in spilled if each]:
+                most = f"at most {max(some)} bytes of a thread"
+                lines.append(f"{run.backend} {name}: {len(some)} of {len(spilled)} spill, {most}")
     return lines

@@ -18,6 +18,7 @@ from attnplug.matrix.summary import (
     evidence_lines,
     refusal_lines,
     serving,
+    spill_lines,
     summarise,
     values_by_status,
     values_of,
@@ -36,6 +37,7 @@ from attnplug.matrix.words import (
 _STYLES = {
     Status.VERIFIED: "green",
     Status.SAMPLED: "green",
+    Status.COMPILED: "cyan",
     Status.DECLARED: "cyan",
     Status.REFUTED: "bold red",
     Status.UNCLAIMED: "magenta",
@@ -84,6 +86,7 @@ class _Page:
             self._values(served)
         self._evidence(evidence_lines(summaries, Status.REFUTED), "Refuted: claimed, and wrong when run")
         self._evidence(evidence_lines(summaries, Status.NOT_RUN), "Not run")
+        self._evidence(spill_lines(summaries), "Spills")
 
     def legend(self) -> None:
         for status, meaning in MEANINGS.items():

@@ -30,6 +30,7 @@ AXIS_NAMES = {
 MARKS = {
     Status.VERIFIED: "✓",
     Status.SAMPLED: "◐",
+    Status.COMPILED: "◉",
     Status.DECLARED: "○",
     Status.REFUTED: "✗",
     Status.UNCLAIMED: "+",
@@ -42,6 +43,7 @@ PLAIN_MARKS = {
     **MARKS,
     Status.VERIFIED: "v",
     Status.SAMPLED: "s",
+    Status.COMPILED: "c",
     Status.DECLARED: "o",
     Status.REFUTED: "x",
     Status.REFUSED: "-",
@@ -51,6 +53,7 @@ PLAIN_MARKS = {
 MEANINGS = {
     Status.VERIFIED: "claimed, run on the device, and right",
     Status.SAMPLED: "claimed; some combinations were run on the device and are right, the others were not run",
+    Status.COMPILED: "claimed, and not run; the kernels are compiled, and fit the device",
     Status.DECLARED: "claimed, and not run",
     Status.REFUTED: "claimed, run on the device, and wrong",
     Status.UNCLAIMED: "not claimed, run all the same, and right",

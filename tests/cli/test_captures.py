@@ -45,7 +45,7 @@ COMMANDS = {
         f"help-{name.replace(' ', '-')}": (*name.split(), "--help")
         for name in (
             "list", "show", "select", "explain", "explain-code", "doctor", "conformance", "completion",
-            "new-backend", "new-format", "tune", "matrix", "matrix merge", "matrix diff",
+            "new-backend", "new-format", "tune", "warm", "matrix", "matrix merge", "matrix diff",
         )
     },
     "help": ("--help",),

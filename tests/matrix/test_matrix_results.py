@@ -153,7 +153,7 @@ def test_a_wrong_field_of_a_run_is_named(path, written, field, value, limit):
         ("head_size", True, "a whole number above 0"),
         ("block_size", "16", "a whole number above 0, or null"),
         ("layout", 3, "text or null"),
-        ("status", "maybe", "one of declared, refused, verified, refuted, unclaimed, not run"),
+        ("status", "maybe", "one of declared, compiled, refused, verified, refuted, unclaimed, not run"),
         ("status", ["verified"], "one of declared"),
         ("why", "wrong", "a list of text"),
         ("why", [""], "a list of text"),

@@ -68,6 +68,18 @@ def bound() -> tuple[Kernel, BoundKernel]:
     return kernel, BoundKernel(kernel, 3, {"width": 7, "other": 1}, num_warps=4)
 
 
+@pytest.mark.parametrize(
+    ("hip", "options"), [(None, {"num_warps": 4, "maxnreg": 128}), ("7.0", {"num_warps": 4})]
+)
+def test_amd_gets_no_limit_of_registers(
+    monkeypatch: pytest.MonkeyPatch, hip: str | None, options: dict[str, int]
+) -> None:
+    monkeypatch.setattr(launch.torch.version, "hip", hip)
+    kernel = Kernel()
+    BoundKernel(kernel, 3, {"width": 7}, num_warps=4, maxnreg=128)((5,), Tensor(32), Tensor(48), 9)
+    assert kernel.found[0][3] == options
+
+
 @pytest.mark.usefixtures("stream")
 def test_what_was_compiled_is_launched_at_once() -> None:
     kernel, call = bound()

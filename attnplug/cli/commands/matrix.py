@@ -84,6 +84,14 @@ def matrix(
             help="Only cells whose id matches, such as 'sinks/decode/d128/*'; may be repeated.",
         ),
     ] = None,
+    compile_kernels: Annotated[
+        bool,
+        _run("--compile", help="Compile the kernels of the claimed cells of TRITON; no GPU is needed."),
+    ] = False,
+    known: Annotated[
+        Path | None,
+        _run(metavar="FILE", help="With --compile: results in which kernels are that need no compiling."),
+    ] = None,
     verify: Annotated[bool, _run("--verify", help="Run the claimed cells on this machine.")] = False,
     unclaimed: Annotated[bool, _run("--unclaimed", help="Run the refused cells too.")] = False,
     compile_limit: Annotated[
@@ -116,11 +124,11 @@ def matrix(
     verbose: Annotated[bool, _out("--verbose", "-v", help="Show each cell that is run.")] = False,
     _quiet: Quiet = False,
 ) -> None:
-    """Show the cells that backends claim to serve, for any device; with --verify, run them here.
+    """Show the cells that backends claim to serve, for any device; with --verify, run them here; with --compile, compile.
 
     A cell combines a feature, phase, head size, dtype, KV dtype, block size and layout. Each two values are together in some cell. Cells run in worker processes: if a cell hangs, crashes or runs out of memory, the others still run. After a refutation, attnplug select refuses the cell.
 
-    Exit codes: 0 done, 4 a claim is refuted, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results so far are written).
+    Exit codes: 0 done, 4 a claim is refuted or cannot fit, 1 a backend could not be run, 2 bad usage, 130 interrupted (the results are written).
     """
     # typer calls this function before `merge` and `diff` too.
     if context.invoked_subcommand is not None:
@@ -129,6 +137,14 @@ def matrix(
     outputs.check()
     pairs = pairs_of(backend, device, verify=verify)
     declared, notes = declared_cells(pairs, feature or (), only or (), commit, sampled_only=verify)
+    if known is not None and not compile_kernels:
+        raise PolicyError("--known", str(known), "has kernels that are compiled", "add --compile")
+    if compile_kernels:
+        if verify:
+            raise PolicyError("--compile", True, "excludes --verify", "leave one out")
+        from attnplug.cli.commands.matrix_compile import compile_runs
+
+        raise typer.Exit(compile_runs(pairs, declared, known, jobs, outputs))
     if not verify:
         given = {"--unclaimed": unclaimed, "--resume": resume, "--compile-limit": compile_limit}
         for name, value in {**given, "--jobs": jobs, "--memory": memory}.items():

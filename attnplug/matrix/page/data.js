@@ -14,7 +14,7 @@ function readRows() {
       all.push([runNumber, run.findings[at], run.findings[at + 1], run.findings[at + 2]]);
     }
   });
-  const order = ["refuted", "not run", "unclaimed", "verified", "declared", "refused"];
+  const order = ["refuted", "not run", "unclaimed", "verified", "compiled", "declared", "refused"];
   const placeOf = statuses.map((status) => order.indexOf(status.word));
   all.sort((one, other) => placeOf[one[2]] - placeOf[other[2]]);
   const column = (place) => Int32Array.from(all, (row) => row[place]);

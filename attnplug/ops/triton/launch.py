@@ -33,6 +33,9 @@ class BoundKernel:
     def __init__(self, kernel: Any, given: int, values: Mapping[str, Any], **options: int) -> None:
         self._kernel = kernel
         self._bound = tuple(values[name] for name in _parameters(kernel.fn)[given:])
+        # Triton's compiler for AMD has no limit of registers, and refuses the option.
+        if torch.version.hip is not None:
+            options.pop("maxnreg", None)
         self._options = options
         self._compiled: dict[tuple[int, ...], Any] = {}
 

@@ -88,7 +88,16 @@ class WarmUpReport:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Shape:
+class StepShape:
+    """The requests of a dummy step.
+
+    Args:
+        requests: their number.
+        query_len: queries of each.
+        computed: tokens of each in the KV cache before the step.
+        phase: decode or prefill.
+    """
+
     requests: int
     query_len: int
     computed: int
@@ -112,9 +121,9 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
         The steps and compiled kernels.
     """
     steps: list[WarmUpStep] = []
-    for layer, backend, count in _distinct(runtime):
+    for layer, backend, count in distinct_layers(runtime):
         _log.info("warming up %s for layer %s and %d alike", layer.backend, layer.name, count - 1)
-        ran = [_run(runtime, layer, backend, shape) for shape in _shapes(runtime, layer)]
+        ran = [run_step(runtime, layer, backend, shape) for shape in step_shapes(runtime, layer)]
         steps += ran
         for step in ran:
             for name in step.compiled:
@@ -126,7 +135,7 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     return report
 
 
-def _distinct(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[AttentionBackend], int]]:
+def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[AttentionBackend], int]]:
     """The first layer of each group that compiles the same kernels, its backend, and the size of the group."""
     layers_by_key: dict[Any, list[RuntimeLayer]] = {}
     for name, layer in runtime.layers.items():
@@ -147,7 +156,8 @@ def _distinct(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[At
         yield layers[0], backend, len(layers)
 
 
-def _shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[_Shape]:
+def step_shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[StepShape]:
+    """The dummy steps after which a layer compiles nothing more, within the limits of the runtime's config."""
     config = runtime.config
     most, tokens = config.max_num_seqs, config.max_num_batched_tokens
     longest = min(tokens, config.max_model_len or tokens, _LONGEST)
@@ -156,18 +166,19 @@ def _shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[_Shape]:
         decodes = min(1 + config.num_speculative_tokens, longest)
         for query_len in range(1, decodes + 1):
             for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
-                yield _Shape(requests, query_len, 1, Phase.DECODE)
+                yield StepShape(requests, query_len, 1, Phase.DECODE)
     lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
     for query_len in sorted(length for length in lengths if decodes < length <= longest):
-        yield _Shape(1, query_len, 0, Phase.PREFILL)
+        yield StepShape(1, query_len, 0, Phase.PREFILL)
         if layer.kv_cache is not None:
             for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
-                yield _Shape(requests, query_len, 1, Phase.PREFILL)
+                yield StepShape(requests, query_len, 1, Phase.PREFILL)
 
 
-def _run(
-    runtime: AttentionRuntime, layer: RuntimeLayer, backend: type[AttentionBackend], shape: _Shape
+def run_step(
+    runtime: AttentionRuntime, layer: RuntimeLayer, backend: type[AttentionBackend], shape: StepShape
 ) -> WarmUpStep:
+    """Run one layer in one dummy step, with and without LSE if it may be asked for one."""
     spec, device = layer.spec, runtime.device
     rows = shape.requests * shape.query_len
     dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -226,7 +237,7 @@ def _inputs(runtime: AttentionRuntime, reqs: int, rows: int, length: int) -> dic
     return found
 
 
-def _batch(runtime: AttentionRuntime, shape: _Shape) -> StepBatch:
+def _batch(runtime: AttentionRuntime, shape: StepShape) -> StepBatch:
     """A step of padding: all slots -1, all pages the null block."""
     reqs, device = shape.requests, runtime.device
     groups = runtime.kv_cache_config.kv_cache_groups

@@ -1,0 +1,148 @@
+"""A GPU that is not there: tensors lie in host memory and say that they are on it, and launches are noted instead of made.
+
+All host code runs as on that GPU, so what is noted are the launches that it would get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import JITFunction, driver, jit
+
+from attnplug.backends.triton.ahead.chips import CHIPS, Chip
+from attnplug.backends.triton.ahead.forms import Form
+
+_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
+    """Inside, torch and Triton see one GPU, a `chip`; the value grows by the form of each kernel that is launched.
+
+    Kernels are neither compiled nor run, so outputs have no numbers. It changes torch and Triton for the whole process:
+    other threads must not use them meanwhile.
+    """
+    # Caches of the host code, such as gpu_of's, tell devices apart by their number.
+    place = list(CHIPS).index(chip.arch)
+    target = GPUTarget("cuda", chip.device_number, 32) if chip.is_nvidia else GPUTarget("hip", chip.arch, 64)
+    found: dict[Form, None] = {}
+
+    def note(
+        self: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, *_: Any
+    ) -> Any:
+        found[Form.of(self, signature, constexprs, attrs, options)] = None
+        idle = SimpleNamespace(function=0, packed_metadata=(), run=_nothing, launch_metadata=_nothing)
+        self.device_caches[device][0][key] = idle
+        return idle
+
+    properties = {"multiprocessor_count": chip.multiprocessors, "max_shared_mem": chip.shared_memory}
+    stand_in: Any = SimpleNamespace(
+        get_current_device=lambda: place,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+        get_active_torch_device=lambda: torch.device("cuda", place),
+        utils=SimpleNamespace(get_device_properties=lambda index: properties),
+    )
+    of_torch = {
+        "current_device": lambda: place,
+        "get_device_capability": lambda device=None: chip.device.capability,
+        "synchronize": _nothing,
+        "is_current_stream_capturing": lambda: False,
+        "device_of": lambda tensor: contextlib.nullcontext(),
+    }
+    with _LOCK, contextlib.ExitStack() as patches:
+        before: Any = getattr(driver, "_active", None)
+        driver.set_active(stand_in)
+        patches.callback(driver.set_active, before)
+        patches.callback(_forget, place)
+        patches.enter_context(mock.patch.object(JITFunction, "_do_compile", note))
+        for name, value in of_torch.items():
+            patches.enter_context(mock.patch.object(torch.cuda, name, value))
+        hip = None if chip.is_nvidia else "pretended"
+        patches.enter_context(mock.patch.object(torch.version, "hip", hip))
+        patches.enter_context(_OnHost(place))
+        yield found
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """No launch."""
+
+
+def _forget(place: int) -> None:
+    """Leave no kernel that cannot be launched to the real device of the same number."""
+    functions: Mapping[str, Any] = jit._triton_jit_function_registry
+    for function in functions.values():
+        function.device_caches.pop(place, None)
+
+
+class PretendedTensor(torch.Tensor):
+    """A tensor of host memory that says it is on the GPU."""
+
+    _place = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The pretended GPU."""
+        return torch.device("cuda", PretendedTensor._place)
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        """True."""
+        return True
+
+    def get_device(self) -> int:
+        """The number of the pretended GPU."""
+        return PretendedTensor._place
+
+
+class _OnHost(TorchFunctionMode):
+    """Makes tensors for the GPU in host memory, as PretendedTensor."""
+
+    def __init__(self, place: int) -> None:
+        super().__init__()
+        PretendedTensor._place = place
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call `func` with the CPU in place of the GPU, and mark its result by the device that was asked for."""
+        named = {name: value for name, value in (kwargs or {}).items() if name != "pin_memory"}
+        asked = named.get("device")
+        if func in _MOVES:
+            asked = next((device for each in args[1:] if (device := _device(each))), asked)
+            args = (args[0], *("cpu" if _device(each) else each for each in args[1:]))
+        asked = torch.device("cpu") if func is torch.Tensor.cpu else _device(asked)
+        if func is torch.Tensor.cuda:
+            asked, func, args, named = torch.device("cuda"), torch.Tensor.to, (args[0], "cpu"), {}
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if "device" in named:
+            named["device"] = "cpu"
+        # The projections of latents are the only products of the host code, and take seconds on a CPU.
+        if func is torch.bmm:
+            left, right = args
+            return named["out"] if "out" in named else left.new_empty(*left.shape[:2], right.shape[2])
+        result = func(*args, **named)
+        if asked is None or not isinstance(result, torch.Tensor):
+            return result
+        return result.as_subclass(PretendedTensor if asked.type == "cuda" else torch.Tensor)
+
+
+_MOVES = {torch.Tensor.to, torch.Tensor.new_empty, torch.Tensor.new_zeros}
+
+
+def _device(value: object) -> torch.device | None:
+    """The device that an argument names; None for another argument."""
+    if isinstance(value, torch.device):
+        return value
+    if isinstance(value, torch.Tensor):
+        return None
+    return torch.device(value) if isinstance(value, str) else None

@@ -1,0 +1,96 @@
+"""Records and compiles kernels for GPUs that are not here, in a process where Triton is not interpreted; prints JSON.
+
+python ahead_kernels.py planted sm86
+python ahead_kernels.py launched sm86 'plain/mixed/d128/bfloat16/auto/b16/NHD' ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.runtime import driver
+
+from attnplug.backends.triton.ahead.chips import CHIPS
+from attnplug.backends.triton.ahead.compiling import compile_all, is_cached, target_of
+from attnplug.backends.triton.ahead.pretended import pretended
+from attnplug.matrix.axes import phase_of, spec_of
+from attnplug.matrix.compiled import launches
+from attnplug.matrix.design import declare
+from attnplug.matrix.model import Cell, Status
+from attnplug.registry.default import get_registry
+
+
+@triton.jit
+def product_kernel(x, y, LONG: tl.constexpr):
+    """Multiplies two matrices of 32 rows and columns, both of which are in shared memory."""
+    rows, long = tl.arange(0, 32), tl.arange(0, LONG)
+    left = tl.load(x + rows[:, None] * LONG + long[None, :])
+    right = tl.load(x + long[:, None] * 32 + rows[None, :])
+    tl.store(y + rows[:, None] * 32 + rows[None, :], tl.dot(left, right).to(tl.bfloat16))
+
+
+def planted(arch: str) -> list[dict[str, Any]]:
+    """The kernel as it fits, with too few registers, which only NVIDIA's compiler limits, and with 128 KB of tiles."""
+    chip = CHIPS[arch]
+    with pretended(chip) as found:
+        x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="cuda")
+        assert x.is_cuda
+        assert x.cpu().device.type == "cpu"
+        few = {"num_warps": 1, "maxnreg": 40} if chip.is_nvidia else {}
+        for long, options in ((32, {}), (256, few), (1024 if chip.is_nvidia else 2048, {})):
+            for _ in range(2):
+                product_kernel[(1,)](x, x, LONG=long, **options)
+    assert not torch.zeros(1).is_cuda
+    return [dataclasses.asdict(each) for each in compile_all([(form, chip) for form in found], 2)]
+
+
+def found_by_a_launch(arch: str) -> dict[str, list[bool]]:
+    """Whether Triton's own launch finds in its cache a kernel that was compiled ahead, and another one."""
+    chip = CHIPS[arch]
+    with pretended(chip) as found:
+        x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="cuda")
+        product_kernel[(1,)](x, x, LONG=32)
+    (form,) = found
+    before = is_cached(form, chip)
+    (made,) = compile_all([(form, chip)], 1, again=False)
+    assert not made.refused
+    hits: list[bool] = []
+    knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
+    stand_in = {"get_current_device": 0, "get_current_stream": 0, "get_current_target": target_of(chip)}
+    driver.set_active(SimpleNamespace(**{name: lambda *_, it=it: it for name, it in stand_in.items()}))
+    x = torch.zeros(1 << 16, dtype=torch.bfloat16)
+    for long in (32, 64):
+        product_kernel.warmup(x, x, LONG=long, grid=(1,))
+    return {"cached": [before, is_cached(form, chip)], "hits": hits}
+
+
+def launched(arch: str, *ids: str) -> dict[str, list[str]]:
+    """The kernels that each claimed cell launches: "prefill.prefill_kernel"."""
+    (offer,) = (offer for offer in get_registry().plugins.offers if offer.name == "TRITON")
+    chip = CHIPS[arch]
+    claimed = {
+        each.cell.id: each.cell
+        for each in declare(offer, chip.device).findings
+        if each.status is Status.DECLARED
+    }
+    found = {}
+    for each in ids:
+        cell: Cell | None = claimed.get(each)
+        if cell is not None:
+            forms = launches(spec_of(cell), phase_of(cell), chip.device, cell.layout)
+            names = {(form.function.module.rpartition(".")[2], form.name) for form in forms}
+            found[each] = sorted(map(".".join, names))
+    return found
+
+
+if __name__ == "__main__":
+    kind, *rest = sys.argv[1:]
+    print(json.dumps({"planted": planted, "found": found_by_a_launch, "launched": launched}[kind](*rest)))

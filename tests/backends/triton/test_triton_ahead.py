@@ -1,0 +1,83 @@
+"""Kernels are compiled for GPUs that are not here: those that a layer launches there, and what they take is judged."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from attnplug._system.json_files import parse_json
+from attnplug.backends.triton.ahead.chips import CHIPS, chip_of
+from attnplug.core.device import Device
+from attnplug.core.errors import SpecError
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = Path(__file__).with_name("ahead_kernels.py")
+CELLS = (ROOT / "ci" / "compiled_cells.txt").read_text().split()
+
+
+def child(*arguments: str, **variables: str) -> Any:
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    } | variables
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert not done.returncode, done.stderr
+    return parse_json(done.stdout)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm86", "gfx942"])
+def test_a_kernel_that_spills_is_named_and_one_that_does_not_fit_is_refused(arch):
+    fits, spills, large = child("planted", arch)
+    assert (fits["spilled"], fits["refused"]) == (0, "")
+    assert fits["registers"] > 0
+    assert (spills["spilled"] > 0) == arch.startswith("sm")
+    assert spills["kernel"] == "product_kernel(LONG=256)"
+    assert spills["refused"] == ""
+    room = CHIPS[arch].shared_memory
+    assert (f"{room:,}" in large["refused"]) == (large["shared"] > room)
+    assert bool(large["refused"]) == (arch != "sm80")
+
+
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
+    found = child("found", arch, TRITON_CACHE_DIR=str(tmp_path))
+    assert found == {"cached": [False, True], "hits": [True, False]}
+
+
+def kernels_of(folder: str) -> set[str]:
+    files = (ROOT / "attnplug" / "backends" / "triton" / "kernels" / folder).glob("*.py")
+    found = (
+        (file.stem, re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)) for file in files
+    )
+    return {f"{module}.{name}" for module, names in found for name in names}
+
+
+@pytest.mark.parametrize("arch", CHIPS)
+def test_ci_compiles_each_kernel_that_a_chip_has(arch):
+    found = child("launched", arch, *CELLS)
+    names = {name for names in found.values() for name in names}
+    assert kernels_of("hopper")
+    if arch == "sm90":
+        assert kernels_of("hopper") <= names
+        assert kernels_of("") - names == {"latent.latent_decode_kernel"}
+        return
+    assert not kernels_of("hopper") & names
+    # No layer keeps equal bits there.
+    lacking = {"fixed_splits.merge_splits_kernel"} if arch in ("sm100", "gfx942", "gfx950") else set()
+    assert kernels_of("") - names == lacking
+
+
+def test_a_chip_is_found_by_its_device():
+    assert chip_of(Device.parse("gfx950")) is CHIPS["gfx950"]
+    assert chip_of(Device.parse("A40")).shared_memory == 99 << 10
+    with pytest.raises(SpecError, match="kernels are compiled ahead for sm80, sm86"):
+        chip_of(Device.parse("sm75"))
