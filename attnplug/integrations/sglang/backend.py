@@ -226,9 +226,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         backend = bound.decision.get_backend_cls()
         if not self._capturing:
             return checked_metadata(backend, "build", builder.build(0, common))
-        cache: Any = kv_cache_spec_for(bound.spec, self.rows.page_size)
-        support = type(builder).get_cudagraph_support(builder.config, cache)
-        check_support(support, str(bound.decision.backend), step.queries)
+        if self.device.type != "cpu":  # SGLang prepares graphs on a CPU too, and records none
+            cache: Any = kv_cache_spec_for(bound.spec, self.rows.page_size)
+            support = type(builder).get_cudagraph_support(builder.config, cache)
+            check_support(support, str(bound.decision.backend), step.queries)
         method = "build_for_cudagraph_capture"
         return checked_metadata(backend, method, builder.build_for_cudagraph_capture(common))
 

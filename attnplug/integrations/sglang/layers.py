@@ -164,6 +164,8 @@ def _check_unknown(layer: Any) -> None:
         found |= vars(layer).get(part) or {}
     for name in found.keys() - READ - HARMLESS:
         value = found[name]
+        if hasattr(type(layer), name):
+            continue  # a method that was wrapped
         if isinstance(value, torch.Tensor | torch.nn.Module) or not any(
             value is each or value == each for each in _UNSET
         ):
