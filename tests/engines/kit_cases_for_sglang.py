@@ -40,7 +40,10 @@ def given(backend: str) -> Iterator[Case]:
 def more(backend: str) -> Iterator[Case]:
     """Cases in the kit's form for what it leaves out: windows of decodes, mixed steps and larger pages."""
     common: dict[str, Any] = {"backend": backend, "num_heads": 4, "num_kv_heads": 2}
-    decode, mixed = {**common, "forward_mode": ForwardMode.DECODE}, {**common, "forward_mode": ForwardMode.MIXED}
+    decode, mixed = (
+        {**common, "forward_mode": ForwardMode.DECODE},
+        {**common, "forward_mode": ForwardMode.MIXED},
+    )
     yield Case(name="swa_decode", page_size=16, prefix_lens=(3, 9, 20), sliding_window_size=4, **decode)
     yield Case(name="swa_decode_page1", page_size=1, prefix_lens=(3, 9, 20), sliding_window_size=4, **decode)
     yield Case(name="decode_page64", page_size=64, prefix_lens=(3, 40, 20), **decode)
@@ -49,7 +52,13 @@ def more(backend: str) -> Iterator[Case]:
 
 def drafts(backend: str, mode: ForwardMode, **fields: Any) -> Case:
     """A case of three tokens for each of two requests."""
-    common = {"num_heads": 4, "num_kv_heads": 2, "page_size": 16, "prefix_lens": (7, 16), "extend_lens": (3, 3)}
+    common = {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "page_size": 16,
+        "prefix_lens": (7, 16),
+        "extend_lens": (3, 3),
+    }
     name = f"{mode.name.lower()}_{'_'.join(fields)}"
     return Case(name=name, backend=backend, forward_mode=mode, **{**common, **fields})
 
@@ -99,7 +108,7 @@ def test_verified_drafts(backend: str, fields: dict[str, Any], kind: Any) -> Non
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_drafts_with_branches_are_refused(backend: str, kind: Any, topk: int) -> None:
     case = drafts(backend, ForwardMode.TARGET_VERIFY)
-    with pytest.raises(BatchError, match="a mask of its own.*--speculative-eagle-topk 1"):
+    with pytest.raises(BatchError, match=r"a mask of its own.*--speculative-eagle-topk 1"):
         verifies.run_dense_spec_verify_case(CASE, case, topk=topk, spec_kind=kind, **PLACE)
 
 

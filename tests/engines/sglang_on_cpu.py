@@ -14,7 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-NAMES = frozenset("IPython zstandard xgrammar llguidance torchvision vllm".split())
+NAMES = frozenset(("IPython", "zstandard", "xgrammar", "llguidance", "torchvision", "vllm"))
 _VERSION = "0.26.0"
 
 
@@ -37,7 +37,7 @@ def _stand_in(name: str) -> type:
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
+    __path__ = ()  # type: ignore[assignment]
     __version__ = _VERSION
 
     def __getattr__(self, name: str) -> Any:

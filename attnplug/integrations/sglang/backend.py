@@ -18,7 +18,7 @@ from attnplug.integrations.sglang.caches import OTHER
 from attnplug.integrations.sglang.graphs import GraphBuffers, GraphStep, check_support
 from attnplug.integrations.sglang.layers import look
 from attnplug.integrations.sglang.runner import check_runner, drafts_of_runner, facts_of
-from attnplug.integrations.sglang.steps import CROSS, DIRECT, Rows, Step
+from attnplug.integrations.sglang.steps import CROSS, Rows, Step
 from attnplug.registry.selection.decision import Decision
 
 
@@ -49,7 +49,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
             "max_num_seqs": max(1, self.rows.table.shape[0]),
             "max_model_len": self.rows.table.shape[1],
         }
-        self._names = {
+        self._names: dict[int, str] = {
             id(layer): path
             for path, layer in runner.model.named_modules()
             if isinstance(layer, RadixAttention)
@@ -173,18 +173,12 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         if k is not None and v is not None:
             key = k.reshape(-1, spec.num_kv_heads, spec.head_size)
             value = v.reshape(-1, spec.num_kv_heads, spec.head_size_v)
-        if bound.place == CROSS:
-            if key is not None and value is not None and save_kv_cache and pages is not None:
-                slots = step.cross_slots
-                bound.impl.update_kv_cache(None, key[: len(slots)], value[: len(slots)], pages, slots)
+        if key is not None and value is not None and save_kv_cache and pages is not None:
+            slots = step.common(bound.place).slot_mapping
+            bound.impl.update_kv_cache(None, key, value, pages, slots)
+        # A fused writer may have changed keys of the call, and those of an encoder are not the queries' own.
+        if bound.place == CROSS or (pages is not None and not save_kv_cache):
             key = value = None
-        elif bound.place != DIRECT:
-            if key is not None and value is not None and save_kv_cache and pages is not None:
-                slots = step.common(bound.place).slot_mapping
-                bound.impl.update_kv_cache(None, key, value, pages, slots)
-            elif not save_kv_cache:
-                # A fused writer may have changed them, and the pages have what counts.
-                key = value = None
         bound.impl.attend(None, query, key, value, pages, metadata, output)
         return output.view(q.shape[0], -1)
 

@@ -79,7 +79,8 @@ class Bound:
         self.kind = backend, spec, self.decision.options, self.place
         """Layers of one kind share a builder and its metadata."""
         self._sinks = self._own(sinks, device)
-        tensors = LayerTensors(sinks=self._sinks, **scales_of(layer, spec))
+        k_scale, v_scale = scales_of(layer, spec)
+        tensors = LayerTensors(sinks=self._sinks, k_scale=k_scale, v_scale=v_scale)
         self.impl = make_impl(
             backend, spec, layer_name=name, tensors=tensors, options=self.decision.get_options()
         )

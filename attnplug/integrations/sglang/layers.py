@@ -105,26 +105,24 @@ def spec_of(layer: Any, facts: Facts, *, kv_cache_dtype: str, has_sinks: bool) -
     )
 
 
-def scales_of(layer: Any, spec: LayerSpec) -> dict[str, float]:
-    """The scales of stored keys and values; none where pages store values as they are.
+def scales_of(layer: Any, spec: LayerSpec) -> tuple[float, float]:
+    """The scales of stored keys and values; 1 where pages store values as they are.
 
     SpecError: scales for each head.
     """
-    found: dict[str, float] = {}
     if not spec.has_quantized_kv_cache:
-        return found  # a scale of values that are not quantised changes nothing
-    for name in ("k_scale", "v_scale"):
-        value = getattr(layer, f"{name}_float")
-        value = getattr(layer, name) if value is None else value
-        if isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise SpecError(
-                    name, tuple(value.shape), "must have one element: scales are per tensor", OTHER
-                )
-            value = value.item()
-        if value is not None:
-            found[name] = float(value)
-    return found
+        return 1.0, 1.0  # the layer's scales are of values that were quantised
+    return _scale(layer, "k_scale"), _scale(layer, "v_scale")
+
+
+def _scale(layer: Any, name: str) -> float:
+    value = getattr(layer, f"{name}_float")
+    value = getattr(layer, name) if value is None else value
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise SpecError(name, tuple(value.shape), "must have one element: scales are per tensor", OTHER)
+        value = value.item()
+    return 1.0 if value is None else float(value)
 
 
 def _kind(layer: Any) -> str:
@@ -166,8 +164,7 @@ def _check_unknown(layer: Any) -> None:
         value = found[name]
         if hasattr(type(layer), name):
             continue  # a method that was wrapped
-        if isinstance(value, torch.Tensor | torch.nn.Module) or not any(
-            value is each or value == each for each in _UNSET
-        ):
+        is_part = isinstance(value, torch.Tensor | torch.nn.Module)
+        if is_part or not any(value is each or value == each for each in _UNSET):
             limit = "is an attribute that attnplug does not know, and may change the result"
-            raise SpecError(name, value, limit, OTHER)
+            raise SpecError(name, type(value).__name__ if is_part else value, limit, OTHER)

@@ -10,6 +10,7 @@ from sglang.srt.arg_groups import choices
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from attnplug.core.blocks import MultipleOf
 from attnplug.registry.default import list_backends
 
 AUTOMATIC = "attnplug"
@@ -64,8 +65,5 @@ def size_of(backend: str | None) -> int:
     if backend is None:
         return _PAGE
     offered = list_backends()[backend].get_supported_kernel_block_sizes()
-    found = []
-    for size in offered:
-        base = getattr(size, "base", None)
-        found.append(-(-_PAGE // base) * base if base else int(size))
-    return min([each for each in found if each >= _PAGE], default=_PAGE)
+    found = [-(-_PAGE // each.base) * each.base if isinstance(each, MultipleOf) else each for each in offered]
+    return min((each for each in found if each >= _PAGE), default=_PAGE)

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from attnplug.core.errors import BatchError
-from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.integrations.binding import starts_of
 from attnplug.integrations.engine_layers import with_direct_keys
 from attnplug.integrations.sglang.batches import Lengths, lengths_of
+from attnplug.runtime.steps.attention_groups import cross_metadata
 
 FULL, WINDOW, CROSS, DIRECT = "full", "window", "cross", "direct"
 """Where a layer's keys are: in the pages of all tokens, in those of layers with windows, in an encoder's part of the
@@ -126,15 +127,8 @@ class Step:
         host = np.asarray(listed, dtype=np.int32)
         slots = self.batch.encoder_out_cache_loc
         written = self._full.slot_mapping[:0] if slots is None else self.rows.slots(slots)
-        # A builder wants a slot for each query. Those of the encoder's tokens are written apart.
-        padding = torch.full_like(self._full.slot_mapping, PAD_SLOT_ID)
-        self.cross_slots = written
-        return self._full.changed(
-            block_table_tensor=self.rows.pages(self.requests, int(host.max(initial=0))),
-            slot_mapping=padding,
-            encoder_seq_lens=self.encoder_lens.int(),
-            encoder_seq_lens_cpu=host,
-        )
+        full = self._full.changed(encoder_seq_lens=self.encoder_lens.int(), encoder_seq_lens_cpu=host)
+        return cross_metadata(full, self.rows.pages(self.requests, int(host.max(initial=0))), written)
 
     def _direct(self) -> CommonAttentionMetadata:
         host = self.lengths.keys_host
