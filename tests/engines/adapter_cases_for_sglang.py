@@ -6,6 +6,7 @@ Run as `kit_cases_for_sglang.py` is.
 from __future__ import annotations
 
 import dataclasses
+import unittest
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,13 +20,16 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
+from sglang.test.kits.attention_unittest.runner_modes import speculative_draft_runner as runners
 
 import attnplug
 from attnplug.core.errors import SpecError
 from attnplug.integrations.sglang import batches, decisions, layers, register
 from attnplug.integrations.sglang.backend import Backend
 from attnplug.integrations.sglang.caches import check_pool, logical, pool_of
+from attnplug.integrations.sglang.drafts import DraftBackend
 
 
 def test_each_field_of_a_batch_is_known() -> None:
@@ -115,6 +119,57 @@ def test_values_of_another_size_are_refused() -> None:
     pool = MHATokenToKVPool(64, 16, torch.float32, 2, 16, v_head_dim=8, **common)
     with pytest.raises(SpecError, match="SGLang allocates such K and V apart"):
         logical(*pool.get_kv_buffer(0), 16)
+
+
+@pytest.mark.parametrize("name", ["attnplug", "attnplug_torch"])
+def test_a_draft_model_gets_attnplugs_backends(name: str) -> None:
+    HookRegistry.apply_hooks()
+    fields: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "page_size": 16, "backend": name}
+    case = dense.DenseAttentionCase(
+        name="draft", forward_mode=ForwardMode.DECODE, prefix_lens=(7, 14, 20), **fields
+    )
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "vocab_size": 64,
+        "max_context_len": 64,
+        "atol": 0.0,
+        "rtol": 0.0,
+    }
+    settings = runners.EagleDraftRunnerSettings(
+        topk=1,
+        speculative_num_steps=3,
+        speculative_num_draft_tokens=4,
+        capture_batch_size=4,
+        dtype=torch.float32,
+        device="cpu",
+        **sizes,
+    )
+    adapter = SimpleNamespace(
+        build_fixture=dense.build_dense_attention_fixture,
+        make_model_forward=runners._make_dense_model_forward,
+    )
+    kwargs = {"dtype": torch.float32, "device": "cpu"}
+    built, worker, drafts = runners._build_eagle_draft_fixture(
+        unittest.TestCase(), case, adapter=adapter, build_kwargs=kwargs, settings=settings
+    )
+    assert isinstance(drafts, DraftBackend)
+    assert len(drafts.attn_backends) == 2
+    # The kit's own need the generator of a GPU.
+    inputs = {
+        "topk_p": torch.ones(3, 1),
+        "topk_index": torch.tensor([[3], [9], [27]]),
+        "hidden_states": torch.randn(3, 64),
+    }
+    runners._prepare_dense_draft_replay_state(built, case, inputs, settings)
+    given = runners._make_dense_eagle_draft_forward_batch(case, inputs, settings)
+    built.runner.kv_index_translator.bind_own_plan(given)
+    found = runners._run_eagle_draft_eager(worker, given)
+    assert all(torch.isfinite(each.float()).all() for each in found if isinstance(each, torch.Tensor))
+    assert [each.backend for backend in drafts.attn_backends for each in backend.decisions().values()] == [
+        "TORCH"
+    ] * 2
+    extends = DraftBackendFactory(built.runner, 1, 3).create_draft_extend_backend()
+    assert isinstance(extends, Backend)
 
 
 def test_the_pool_of_windows_is_two_pools() -> None:

@@ -14,7 +14,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
-NAMES = frozenset(("IPython", "zstandard", "xgrammar", "llguidance", "torchvision", "vllm"))
+NAMES = frozenset(("IPython", "zstandard", "xgrammar", "llguidance", "torchvision", "vllm", "datasets"))
 _VERSION = "0.26.0"
 
 

@@ -198,9 +198,12 @@ def fake_sglang(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             if name not in sys.modules or end == len(parts):
                 monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
         vars(sys.modules[path]).update(names)
-    monkeypatch.delitem(sys.modules, "attnplug.integrations.sglang.backend", raising=False)
+    ours = [f"attnplug.integrations.sglang.{name}" for name in ("backend", "drafts")]
+    for name in ours:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield
-    sys.modules.pop("attnplug.integrations.sglang.backend", None)
+    for name in ours:
+        sys.modules.pop(name, None)
 
 
 def attend(

@@ -308,6 +308,46 @@ def test_a_model_is_refused_when_it_starts_with_each_backends_reason() -> None:
     assert "FLASH_ATTN_2" in str(refused.value)
 
 
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_draft_decodes_its_tokens_one_after_the_other(in_graph: bool) -> None:
+    from attnplug.integrations.sglang.drafts import DraftBackend
+
+    serving, steps = served("TORCH"), 4
+    serving.check("EXTEND", [5, 9, 1])
+    drafts = DraftBackend(serving.run, "TORCH", 1, steps)
+    rows = serving.run.req_to_token_pool.req_to_token
+    slots = torch.stack([rows[i, len(keys) : len(keys) + steps] for i, keys in enumerate(serving.keys)])
+    given = batch("DECODE", serving.run, [4, 8, 0], [1, 1, 1], spec_info=SimpleNamespace())
+    given.out_cache_loc = slots.long().flatten()
+    if in_graph:
+        drafts.init_cuda_graph_state(4, 16)
+        drafts.init_forward_metadata_out_graph(given, in_capture=True)
+        drafts.init_forward_metadata_out_graph(given)
+        drafts.init_forward_metadata_in_graph(given)
+    else:
+        drafts.init_forward_metadata(given)
+    keys, values = [*serving.keys], [*serving.values]
+    for backend in drafts.attn_backends:
+        query, key, value = (torch.randn(3, heads, 16) for heads in (4, 2, 2))
+        output = backend.forward_decode(query, key, value, serving.layer, given).view(-1, 4, 16)
+        for i in range(3):
+            keys[i], values[i] = (
+                torch.cat((keys[i], key[i : i + 1])),
+                torch.cat((values[i], value[i : i + 1])),
+            )
+            expected = attend(query[i : i + 1], keys[i], values[i])
+            torch.testing.assert_close(output[i : i + 1], expected, atol=2e-5, rtol=2e-5)
+    with pytest.raises(SpecError, match="speculative_eagle_topk=2 gives drafts branches"):
+        DraftBackend(serving.run, "TORCH", 2, steps)
+
+
+def test_a_draft_that_reads_another_models_pages_is_refused() -> None:
+    backend = served(None).backend
+    backend.token_to_kv_pool = backend.token_to_kv_pool
+    with pytest.raises(SpecError, match=r"token_to_kv_pool.*another model's pages"):
+        backend.token_to_kv_pool = MHATokenToKVPool(64, 4)
+
+
 def test_idle_ranks_have_no_step() -> None:
     serving = served(None)
     serving.backend.init_forward_metadata(SimpleNamespace(forward_mode=Mode("IDLE")))

@@ -8,7 +8,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.interface.impl_and_builder import checked_metadata
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.integrations.binding import GrowingBuilder
@@ -65,6 +65,17 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         for layer in runner.model.modules():
             if isinstance(layer, RadixAttention):
                 decide(layer, self._name(layer), self.pool, self.facts, self.choice, has_sinks=False)
+
+    @property
+    def token_to_kv_pool(self) -> Any:
+        """SGLang's KV pool."""
+        return self.pool
+
+    @token_to_kv_pool.setter
+    def token_to_kv_pool(self, pool: Any) -> None:
+        if pool is not self.pool:
+            limit = "is put in place for a draft that reads another model's pages, which is not served"
+            raise SpecError("token_to_kv_pool", type(pool).__name__, limit, OTHER)
 
     def decisions(self) -> dict[str, Decision]:
         """The decision for each layer that has run, by its path in the model."""

@@ -26,11 +26,12 @@ def register_names() -> None:
         register_attention_backend(name)(functools.partial(_make, names[name]))
     if new:
         choices.add_attention_backend_choices(new)
+        choices.add_draft_attention_backend_choices(new)
         choices.add_deterministic_attention_backend_choices(new)
         choices.add_radix_supported_deterministic_attention_backend_choices(new)
     if AUTOMATIC in new:
-        path = "sglang.srt.arg_groups.overrides._page_size_default"
-        HookRegistry.register(path, page_size_default, HookType.AROUND)
+        for path, hook in _HOOKS.items():
+            HookRegistry.register(path, hook, HookType.AROUND)
 
 
 def backends_by_name() -> dict[str, str | None]:
@@ -58,6 +59,47 @@ def page_size_default(original: Callable[[Any], dict[str, Any]], view: Any) -> d
         return found
     sizes = [size_of(backend) for name, backend in ours.items() if name in chosen]
     return {**found, "page_size": max(sizes)}
+
+
+def with_our_drafts(
+    original: Callable[..., Any],
+    factory: Any,
+    option: str,
+    known: dict[str, Any],
+    error: str,
+    stamps_children: bool = False,
+) -> Any:
+    """SGLang's choice of a draft model's backend, with attnplug's names beside those of its closed list.
+
+    Args:
+        original: SGLang's method.
+        factory: its DraftBackendFactory.
+        option: of SGLang, whose backend is meant if no other is named for drafts.
+        known: by name, functions that make a backend.
+        error: of SGLang, for other names.
+        stamps_children: whether a backend with one for each step is made: drafts that decode.
+    """
+    ours = {
+        name: functools.partial(_make_for_drafts, factory, name, backend, stamps_children)
+        for name, backend in backends_by_name().items()
+    }
+    return original(factory, option, {**known, **ours}, error, stamps_children)
+
+
+def _make_for_drafts(factory: Any, name: str, backend: str | None, decodes: bool) -> tuple[str, Any]:
+    runner = factory.draft_model_runner
+    if not decodes:
+        return name, _make(backend, runner)
+    from attnplug.integrations.sglang.drafts import DraftBackend
+
+    return name, DraftBackend(runner, backend, factory.topk, factory.speculative_num_steps)
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "sglang.srt.arg_groups.overrides._page_size_default": page_size_default,
+    "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend": with_our_drafts,
+}
+"""The functions of SGLang that are called through one of ours."""
 
 
 def size_of(backend: str | None) -> int:
