@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ FULL, WINDOW, CROSS, DIRECT = "full", "window", "cross", "direct"
 row, or in the call."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
     """SGLang's slots of all requests, in tokens.
 
@@ -30,9 +28,9 @@ class Rows:
         pool: SGLang's KV pool.
     """
 
-    table: torch.Tensor
-    page_size: int
-    pool: Any
+    def __init__(self, table: torch.Tensor, page_size: int, pool: Any) -> None:
+        self.table, self.page_size, self.pool = table, page_size, pool
+        self._first = torch.arange(0, table.shape[1], page_size, device=table.device)
 
     def pages(
         self,
@@ -51,8 +49,7 @@ class Rows:
             start: the first token of each request; needs pages of one token.
         """
         longest = max(1, min(longest, self.table.shape[1]))
-        first = torch.arange(0, longest, self.page_size, device=self.table.device)
-        where = first[None, :]
+        where = self._first[None, : -(-longest // self.page_size)]
         if start is not None:
             # Past the end of a short request there is no column to read.
             where = (where + start.long()[:, None]).clamp(max=self.table.shape[1] - 1)
