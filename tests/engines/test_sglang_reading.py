@@ -71,6 +71,7 @@ def test_what_a_layer_asks_for_and_nobody_serves_is_refused(changes: dict[str, A
 def test_attributes_without_a_value_and_wrapped_methods_are_no_questions() -> None:
     assert read(new_thing=None, other=-1, kv_b_proj=None, idx_q_scale_float=2.0) == read()
     assert read(forward=lambda *given: None) == read()
+    assert read(_is_hf_initialized=True) == read()
 
 
 def test_tensors_that_a_model_adds_to_a_layer_are_refused() -> None:

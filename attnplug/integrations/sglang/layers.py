@@ -24,7 +24,7 @@ READ = frozenset(
 HARMLESS = frozenset(
     (
         # How SGLang calls the layer, and whose method made its scales.
-        *("use_prefill_attention_wrapper", "quant_method", "training"),
+        *("use_prefill_attention_wrapper", "quant_method", "_is_hf_initialized"),
         # Queries are not quantised, and an indexer's keys come with arguments that are refused.
         *("q_scale_float", "idx_q_scale_float", "idx_k_scale_float", "idx_v_scale_float"),
     )
