@@ -26,7 +26,8 @@ from sglang.test.kits.attention_unittest.runner_modes import speculative_draft_r
 
 import attnplug
 from attnplug.core.errors import SpecError
-from attnplug.integrations.sglang import batches, decisions, layers, register
+from attnplug.integrations.sglang import decisions, layers, register
+from attnplug.integrations.sglang import fields as each_field
 from attnplug.integrations.sglang.backend import Backend
 from attnplug.integrations.sglang.caches import check_pool, logical, pool_of
 from attnplug.integrations.sglang.drafts import DraftBackend
@@ -34,7 +35,7 @@ from attnplug.integrations.sglang.drafts import DraftBackend
 
 def test_each_field_of_a_batch_is_known() -> None:
     fields = {field.name for field in dataclasses.fields(ForwardBatch) if not field.name.startswith("_")}
-    known = batches.READ | batches.HARMLESS | set(batches.REFUSED)
+    known = each_field.READ | each_field.HARMLESS | set(each_field.REFUSED)
     assert fields - known == set()
 
 

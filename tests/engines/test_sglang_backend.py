@@ -295,6 +295,8 @@ def test_arguments_that_are_not_known_are_refused() -> None:
     serving.backend.init_forward_metadata(given)
     query, key = torch.randn(3, 4, 16), torch.randn(3, 2, 16)
     serving.backend.forward_extend(query, key, key, serving.layer, given, k_rope=None, return_lse=False)
+    with pytest.raises(BatchError, match=r"q=\(3, 128\) must have 64 elements for each token"):
+        serving.backend.forward_extend(query.repeat(1, 2, 1).flatten(1), key, key, serving.layer, given)
     for name in ("score_mod", "q_rope", "return_lse", "idx_q"):
         with pytest.raises(BatchError, match=f"{name}.*does not serve in SGLang"):
             serving.backend.forward_extend(query, key, key, serving.layer, given, **{name: object()})

@@ -176,6 +176,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         bound.read_sinks(sinks)
         metadata, spec, tokens = self._metadata(bound), bound.spec, step.tokens
         query = q.reshape(-1, spec.num_heads, spec.head_size)
+        if query.shape[0] != q.shape[0]:
+            limit = f"must have {spec.num_heads * spec.head_size} elements for each token"
+            raise BatchError("q", tuple(q.shape), limit, OTHER)
         output = query.new_empty(query.shape[0], spec.num_heads, spec.head_size_v)
         if query.shape[0] > tokens:
             output[tokens:].zero_()
