@@ -389,8 +389,25 @@ def test_graphs_read_tensors_that_stay() -> None:
     for i in range(3):
         keys = torch.cat((serving.keys[i], key[i : i + 1])), torch.cat((serving.values[i], key[i : i + 1]))
         torch.testing.assert_close(output[i : i + 1], attend(query[i : i + 1], *keys), atol=2e-5, rtol=2e-5)
-    replayed.batch_size = 5
-    replayed.req_pool_indices = torch.zeros(5, dtype=torch.int64)
-    replayed.seq_lens = replayed.seq_lens_cpu = torch.ones(5, dtype=torch.int64)
-    with pytest.raises(BatchError, match="must be at most 4 requests"):
+    smaller = batch("DECODE", run, [5, 9], [1, 1])
+    with pytest.raises(BatchError, match="batch_size=2 of 1 tokens each were not captured"):
+        backend.init_forward_metadata_out_graph(smaller)
+    with pytest.raises(BatchError, match="forward_mode='EXTEND' is not served inside of CUDA graphs"):
+        backend.init_forward_metadata_out_graph(batch("EXTEND", run, [0], [4]), in_capture=True)
+    serving.layer.scaling = 0.2  # the layer is of another kind from now on, and graphs read the first one's
+    outside = batch("DECODE", run, [5, 9, 1], [1, 1, 1])
+    backend.init_forward_metadata(outside)
+    backend.forward_decode(query[:3], key[:3], key[:3], serving.layer, outside)
+    backend.init_forward_metadata_out_graph(replayed)
+    assert [kind[1].scale for kind in backend._step.made] == [0.3]
+    backend.init_cuda_graph_state(2, 2)
+    assert backend._captured, "smaller sizes change nothing"
+    backend.init_cuda_graph_state(5, 5)
+    with pytest.raises(BatchError, match="batch_size=4 of 1 tokens each were not captured"):
+        backend.init_forward_metadata_out_graph(replayed)
+    backend.init_cuda_graph_state(4, 4)
+    replayed.batch_size = 6
+    replayed.req_pool_indices = torch.zeros(6, dtype=torch.int64)
+    replayed.seq_lens = replayed.seq_lens_cpu = torch.ones(6, dtype=torch.int64)
+    with pytest.raises(BatchError, match="must be at most 5 requests"):
         backend.init_forward_metadata_out_graph(replayed)

@@ -55,6 +55,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
             if isinstance(layer, RadixAttention)
         }
         self._bound: dict[int, Bound] = {}
+        self._kinds: dict[Any, Bound] = {}
+        """One layer of each kind, also of kinds that only graphs still have."""
         self._builders: dict[Any, GrowingBuilder] = {}
         self._graph_builders: dict[Any, GrowingBuilder] = {}
         self._buffers: GraphBuffers | None = None
@@ -94,9 +96,15 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         return Step(batch, self.rows)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs of at most so many requests and tokens read; those captured before are forgotten."""
+        """Allocate what graphs of at most so many requests and tokens read.
+
+        Graphs that were captured with smaller sizes are forgotten, and a replay of theirs is an error.
+        """
+        tokens, given = max(max_bs, max_num_tokens), self._buffers
+        if given is not None and given.max_reqs >= max_bs and given.max_tokens >= tokens:
+            return
         windowed = hasattr(self.pool, "swa_kv_pool")
-        self._buffers = GraphBuffers(self.rows, max_bs, max(max_bs, max_num_tokens), windowed=windowed)
+        self._buffers = GraphBuffers(self.rows, max_bs, tokens, windowed=windowed)
         self._graph_builders, self._captured = {}, {}
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
@@ -108,16 +116,16 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         self._take(GraphStep(forward_batch, self._buffers, captures=in_capture), in_capture)
 
     def _take(self, step: GraphStep, in_capture: bool) -> None:
-        self._capturing, self._step = in_capture, step
         shape = step.reqs, step.queries
-        kinds = {bound.kind: bound for bound in self._bound.values()}
         if in_capture:
             self._captured[shape] = step.made
-            wanted = [*kinds.values()]
-        else:
-            wanted = [kinds[kind] for kind in self._captured.get(shape, ()) if kind in kinds]
-        for bound in wanted:
-            self._metadata(bound)
+        elif shape not in self._captured:
+            limit = f"of {step.queries} tokens each were not captured since the last init_cuda_graph_state"
+            raise BatchError("batch_size", step.reqs, limit)
+        self._capturing, self._step = in_capture, step
+        # Kinds that appear later are built by the first layer that runs.
+        for kind in self._kinds if in_capture else self._captured[shape]:
+            self._metadata(self._kinds[kind])
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """1: a padding request is a decode of one key."""
@@ -209,6 +217,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
                 choice=self.choice,
                 device=self.device,
             )
+            self._kinds.setdefault(found.kind, found)
         return found
 
     def _metadata(self, bound: Bound) -> Any:

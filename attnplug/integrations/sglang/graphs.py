@@ -64,6 +64,10 @@ class GraphStep:
         if batch.encoder_lens is not None:
             limit = "is not served in CUDA graphs: models with an encoder run without"
             raise BatchError("encoder_lens", "a tensor", limit, OFF)
+        mode = batch.forward_mode
+        if not (mode.is_decode() or mode.is_target_verify() or mode.is_draft_extend_v2()):
+            limit = "is not served inside of CUDA graphs, and prompts run between them"
+            raise BatchError("forward_mode", mode.name, limit, "choose another cuda_graph_config for prefill")
         self.lengths = lengths = lengths_of(batch) if lengths is None else lengths
         if not lengths.is_uniform:
             limit = "must be equal for all requests of a graph"
