@@ -30,6 +30,45 @@ class EngineLayer:
         self._q_scale = self._k_scale = self._v_scale = self._prob_scale = torch.ones((), device=device)
 
 
+class GrowingBuilder:
+    """A builder for layers of one decision that is made again for larger batches.
+
+    Args:
+        decision: the backend and the spec.
+        layers: the layers by name, each with its `impl`.
+        device: of the metadata.
+        config: further settings; counts of requests and tokens are the first sizes.
+    """
+
+    def __init__(
+        self, decision: Decision, layers: dict[str, EngineLayer], device: torch.device, **config: Any
+    ) -> None:
+        self.decision, self.device = decision, device
+        self.config = BuilderConfig(layers=layers, **config)
+        self._builder: AttentionMetadataBuilder[Any] | None = None
+
+    def build(self, common: CommonAttentionMetadata) -> Any:
+        """The backend's metadata for a step of any size."""
+        builder = self.fitting(common.num_reqs, common.num_actual_tokens)
+        return checked_metadata(self.decision.get_backend_cls(), "build", builder.build(0, common))
+
+    def fitting(self, reqs: int, tokens: int) -> AttentionMetadataBuilder[Any]:
+        """The builder for steps of so many requests and tokens."""
+        config, builder = self.config, self._builder
+        if builder is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
+            self.config = config = dataclasses.replace(
+                config,
+                # Powers of two, so that a batch that grows step by step makes few builders.
+                max_num_seqs=max(config.max_num_seqs, _power_of_two(reqs)),
+                max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
+            )
+            spec = self.decision.spec
+            cache: Any = kv_cache_spec_for(spec, spec.block_size or 1)  # None with direct K and V
+            backend = self.decision.get_backend_cls()
+            builder = self._builder = make_builder(backend, cache, [*config.layers], config, self.device)
+        return builder
+
+
 class Binding:
     """The impl of a decision's backend, and a builder that grows with the batches.
 
@@ -45,7 +84,6 @@ class Binding:
         learned: dict[str, torch.Tensor | None],
     ) -> None:
         self.decision, self.name, self.device = decision, name, device
-        self._builder: AttentionMetadataBuilder[Any] | None = None
         self._learned = {}
         with torch.inference_mode(False):  # else no call outside of inference mode could write to them
             for field, given in learned.items():
@@ -61,6 +99,7 @@ class Binding:
         )
         self.impl.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         self.layer = EngineLayer(self.impl, device)
+        self._builder = GrowingBuilder(decision, {name: self.layer}, device)
 
     def read(self, learned: dict[str, torch.Tensor | None]) -> None:
         """Copy the caller's sinks and slopes, of as many elements as at first, into the impl's."""
@@ -71,21 +110,7 @@ class Binding:
 
     def build(self, common: CommonAttentionMetadata) -> Any:
         """The backend's metadata for a step of any size."""
-        builder = self._builder
-        reqs, tokens = common.num_reqs, common.num_actual_tokens
-        config = BuilderConfig(layers={self.name: self.layer}) if builder is None else builder.config
-        if builder is None or reqs > config.max_num_seqs or tokens > config.max_num_batched_tokens:
-            config = dataclasses.replace(
-                config,
-                # Powers of two, so that a batch that grows step by step makes few builders.
-                max_num_seqs=max(config.max_num_seqs, _power_of_two(reqs)),
-                max_num_batched_tokens=max(config.max_num_batched_tokens, _power_of_two(tokens)),
-            )
-            spec = self.decision.spec
-            cache: Any = kv_cache_spec_for(spec, spec.block_size or 1)  # None with direct K and V
-            backend = self.decision.get_backend_cls()
-            builder = self._builder = make_builder(backend, cache, [self.name], config, self.device)
-        return checked_metadata(self.decision.get_backend_cls(), "build", builder.build(0, common))
+        return self._builder.build(common)
 
 
 def version_of(tensor: torch.Tensor | None) -> Any:

@@ -17,6 +17,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Makes a distribution of that version, in place of the one installed."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
 
     def make(name: str, version: str, *requires: str) -> None:
         folder = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
@@ -57,10 +58,34 @@ def test_vllm_is_inactive_where_a_variable_leaves_attnplug_out(
     assert (found.state, found.activate) == (state, activate)
 
 
+SERVE_SGLANG = "sglang serve --model-path MODEL --attention-backend attnplug"
+
+
+@pytest.mark.parametrize(
+    ("plugins", "state", "activate"),
+    [
+        (None, "active", SERVE_SGLANG),
+        ("", "active", SERVE_SGLANG),
+        ("other", "inactive", "SGLANG_PLUGINS=other,attnplug"),
+        ("other, attnplug", "active", SERVE_SGLANG),
+    ],
+)
+def test_sglang_is_inactive_where_a_variable_leaves_attnplug_out(
+    install: Install, monkeypatch: pytest.MonkeyPatch, plugins: str | None, state: str, activate: str
+) -> None:
+    install("sglang", "0.5.23")
+    if plugins is not None:
+        monkeypatch.setenv("SGLANG_PLUGINS", plugins)
+    found = state_of("SGLang")
+    assert (found.version, found.state, found.activate) == ("0.5.23", state, activate)
+
+
 def test_versions_before_the_adapter_are_refused(install: Install) -> None:
     install("vllm", "0.11.0")
+    install("sglang", "0.5.17")
     install("transformers", "4.57.1")
     assert (state_of("vLLM").state, state_of("vLLM").detail) == ("refused", "the adapter needs vllm>=0.20")
+    assert state_of("SGLang").detail == "the adapter needs sglang>=0.5.23"
     assert state_of("transformers").state == "refused"
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,31 +50,90 @@ class EngineState:
 # Read at each call, because a program may install an engine while it runs.
 _version = installed_version.__wrapped__
 _VLLM = SpecifierSet(">=0.20")
+_SGLANG = SpecifierSet(">=0.5.23")
 _TRANSFORMERS = SpecifierSet(">=5.15")
 _FLASH_ATTN = "flash-attn"
 
 
 def engine_states() -> list[EngineState]:
     """The engines that attnplug has an adapter for, and installed packages that call flash-attn. Imports none."""
-    return [_vllm(), _transformers(), *_flash_attn_users()]
+    return [_vllm(), _sglang(), _transformers(), *_flash_attn_users()]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    """An engine that finds attnplug by an entry point, unless a variable leaves it out.
+
+    Args:
+        engine: its usual name.
+        distribution: its package.
+        versions: those that the adapter serves.
+        group: of entry points.
+        variable: has the names of plugins to load, with commas between.
+        is_set: whether a value of the variable restricts what loads.
+        names: of the backends.
+        command: starts it with attnplug.
+    """
+
+    engine: str
+    distribution: str
+    versions: SpecifierSet
+    group: str
+    variable: str
+    is_set: Callable[[str], bool]
+    names: str
+    command: str
+
+    def state(self) -> EngineState:
+        """The line of the report."""
+        engine, found = self.engine, _version(self.distribution)
+        offered = f"backends named {self.names}"
+        if found is None:
+            return EngineState(engine, None, "missing", offered)
+        if not self.versions.contains(found, prereleases=True):
+            needed = f"the adapter needs {self.distribution}{self.versions}"
+            return EngineState(engine, found, "refused", needed, f"pip install -U {self.distribution}")
+        allowed = os.environ.get(self.variable)
+        if (
+            allowed is not None
+            and self.is_set(allowed)
+            and "attnplug" not in re.split(r"\s*,\s*", allowed.strip())
+        ):
+            activate = f"{self.variable}={','.join(filter(None, [allowed, 'attnplug']))}"
+            return EngineState(
+                engine, found, "inactive", f"{self.variable}={allowed!r} leaves it out", activate
+            )
+        if not any(point.name == "attnplug" for point in entry_points(group=self.group)):
+            checkout = str(Path(__file__).parents[3])
+            detail = f"attnplug is not installed as a package, so {engine} does not find its entry point"
+            return EngineState(engine, found, "inactive", detail, f"pip install {shlex.quote(checkout)}")
+        return EngineState(engine, found, "active", offered, self.command)
 
 
 def _vllm() -> EngineState:
-    offered = "backends named ATTNPLUG, which selects for each layer, and ATTNPLUG_NAME"
-    found = _version("vllm")
-    if found is None:
-        return EngineState("vLLM", None, "missing", offered)
-    if not _VLLM.contains(found, prereleases=True):
-        return EngineState("vLLM", found, "refused", f"the adapter needs vllm{_VLLM}", "pip install -U vllm")
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "attnplug" not in allowed.split(","):
-        activate = f"VLLM_PLUGINS={','.join(filter(None, [allowed, 'attnplug']))}"
-        return EngineState("vLLM", found, "inactive", f"VLLM_PLUGINS={allowed!r} leaves it out", activate)
-    if not any(point.name == "attnplug" for point in entry_points(group="vllm.general_plugins")):
-        checkout = str(Path(__file__).parents[3])
-        detail = "attnplug is not installed as a package, so vLLM does not find its entry point"
-        return EngineState("vLLM", found, "inactive", detail, f"pip install {shlex.quote(checkout)}")
-    return EngineState("vLLM", found, "active", offered, "vllm serve MODEL --attention-backend ATTNPLUG")
+    return _Server(
+        engine="vLLM",
+        distribution="vllm",
+        versions=_VLLM,
+        group="vllm.general_plugins",
+        variable="VLLM_PLUGINS",
+        is_set=lambda value: True,
+        names="ATTNPLUG, which selects for each layer, and ATTNPLUG_NAME",
+        command="vllm serve MODEL --attention-backend ATTNPLUG",
+    ).state()
+
+
+def _sglang() -> EngineState:
+    return _Server(
+        engine="SGLang",
+        distribution="sglang",
+        versions=_SGLANG,
+        group="sglang.srt.plugins",
+        variable="SGLANG_PLUGINS",
+        is_set=bool,
+        names="attnplug, which selects for each layer, and attnplug_name",
+        command="sglang serve --model-path MODEL --attention-backend attnplug",
+    ).state()
 
 
 def _transformers() -> EngineState:

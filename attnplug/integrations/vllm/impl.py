@@ -16,14 +16,13 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
-from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.spec import LayerSpec
+from attnplug.integrations.engine_layers import by_phase
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.integrations.vllm.steps import asked_invariance, drafts_of
 from attnplug.ops.storage import STORAGE_DTYPES
-from attnplug.registry.default import get_registry, select
-from attnplug.registry.devices import resolve_device
+from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
-from attnplug.runtime.plan.plan_choice import check_served, phase_choices, phase_notes
 
 # Whether backends give the shape of caches (up to vLLM 0.28), or get views [blocks, heads, tokens, 2 * size].
 HAS_CACHE_SHAPE = hasattr(AttentionBackend, "get_kv_cache_shape")
@@ -38,23 +37,6 @@ def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torc
     # vLLM's pages of 16 bits come in their dtype, and "auto" is not a type of its own.
     stored = STORAGE_DTYPES.get(kv_cache_dtype) if is_quantized_kv_cache(kv_cache_dtype) else None
     return kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
-
-
-def by_phase(spec: LayerSpec) -> Decision:
-    """The backend for the layer, or two that share its pages: the first prefills, and the second decodes.
-
-    NoBackendError, BackendUnavailableError: with each candidate's reasons.
-    """
-    # `attnplug.plan` needs all layers of a model at once, and refuses rules for kinds that none of them has.
-    registry, device = get_registry(), resolve_device(None)
-    # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
-    name = ""
-    both, *alone = (registry.decide(spec, device, phase, layer_name=name) for phase in (None, *Phase))
-    phases = dict(zip(Phase, alone, strict=True))
-    found = phase_choices(registry, {name: both}, {name: phases}, {}, per_phase=True)
-    decision = found.decisions[name]
-    check_served(registry, {"of vLLM": decision})
-    return dataclasses.replace(decision, notes=(*decision.notes, *phase_notes(found.decisions, found)))
 
 
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
@@ -155,7 +137,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             left = spec.window[0]
             spec = spec.replace(causal=False, window=(left, left))
         if self.backend is None and not self._has_drafts:
-            return by_phase(spec)
+            # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
+            return by_phase(spec, "", "of vLLM")
         return select(spec, None, None, backend=self.backend)
 
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:

@@ -18,6 +18,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.integrations.engine_layers import with_direct_keys
 
 _OF_A_GROUP = frozenset(("block_table_tensor", "slot_mapping"))
 _UNSERVED = {
@@ -97,20 +98,7 @@ def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
 def for_layer(common: CommonAttentionMetadata, spec: LayerSpec) -> CommonAttentionMetadata:
     """The step as the builder of such layers needs it: encoders have their keys in the call, cross layers in pages."""
     if spec.direct_kv:
-        reqs = common.num_reqs
-        lens = np.diff(common.query_start_loc_cpu[: reqs + 1].numpy()).astype(np.int32)
-        return dataclasses.replace(
-            common,
-            causal=False,
-            seq_lens=common.query_start_loc[: reqs + 1].diff(),
-            max_seq_len=common.max_query_len,
-            block_table_tensor=common.block_table_tensor[:, :0],
-            slot_mapping=torch.full_like(common.slot_mapping, -1),
-            key_start_loc=common.query_start_loc,
-            key_start_loc_cpu=common.query_start_loc_cpu,
-            seq_lens_host=lens,
-            seq_lens_host_exact=True,
-        )
+        return with_direct_keys(common)
     if spec.attn_type is AttentionType.ENCODER_DECODER and common.encoder_seq_lens is None:
         # vLLM's builder of cross attention has put the encoder's lengths in place of the sequences'.
         host = common.seq_lens_host
