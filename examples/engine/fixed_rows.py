@@ -43,4 +43,4 @@ def _in_blocks(forward: Callable[..., torch.Tensor], inputs: torch.Tensor, *give
     missing = -rows.shape[0] % ROWS
     padded = torch.cat((rows, rows.new_zeros(missing, rows.shape[1])))
     made = torch.cat([forward(block, *given) for block in padded.split(ROWS)])
-    return made[: rows.shape[0]].reshape(*inputs.shape[:-1], -1)
+    return made[: rows.shape[0]].reshape(*inputs.shape[:-1], made.shape[-1])

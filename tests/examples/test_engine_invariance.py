@@ -50,6 +50,14 @@ def test_logits_of_a_request_have_the_same_bits_beside_others(family):
         assert has_equal_bits(alone, beside)
 
 
+def test_a_step_of_a_long_prompt_that_wants_no_logits_has_none():
+    prompts = random_prompts(50)
+    engine = Engine(small_model("Llama"), num_blocks=256, max_num_batched_tokens=20, invariance=("batch",))
+    [tokens], [rows] = run(engine, prompts, 3)
+    assert len(tokens) == 53
+    assert rows.shape[0] == 3
+
+
 def test_a_model_whose_other_layers_may_have_other_bits_is_refused():
     with pytest.raises(ModelConfigError, match=r"router.*its sums may depend on the number of tokens"):
         Engine(small_model("GptOss"), invariance=("batch",))
