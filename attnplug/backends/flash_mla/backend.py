@@ -53,12 +53,11 @@ class FlashMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """120, before TRITON, for dense layers of 32 heads and more in 16 bits; else 90."""
-        # On H100 and H200, with pages of 64, decodes of 16, 32, 64 and 128 heads take 1.01, 0.94, 0.87 and 0.82 of
-        # TRITON's time on the faster of FlashInfer and FlashMLA, as geometric means over batches and lengths.
-        # FlashInfer alone takes 1.12, 1.08, 1.01 and 1.00. Latents of 8 bits take 0.98 to 0.55, but with rounded
-        # queries, which a user shall ask for. The sparse kernel is not measured.
-        is_faster = spec.num_heads >= 32 and spec.sparse is None and not spec.has_quantized_kv_cache
+        """120, before TRITON, for dense layers of more than 64 heads in 16 bits; else 90."""
+        # On an H200 decodes take 0.73 to 0.97 of TRITON's time with 128 heads. With 64 heads, many requests take 0.89 and
+        # 0.94, with 32 heads 0.96 and 0.99, but one request of 8k takes 1.58 there: see mla-flash-mla-h200.json. Latents
+        # of 8 bits have rounded queries, which a user shall ask for. The sparse kernel is not measured.
+        is_faster = spec.num_heads > 64 and spec.sparse is None and not spec.has_quantized_kv_cache
         return 120 if is_faster else 90
 
     @classmethod

@@ -98,7 +98,7 @@ def test_other_gpus_are_refused(capability: tuple[int, int]) -> None:
     ("spec", "order"),
     [
         (layer(16), "TRITON FLASHINFER FLASH_MLA"),
-        (layer(32), "FLASH_MLA TRITON FLASHINFER"),
+        (layer(64), "TRITON FLASHINFER FLASH_MLA"),
         (layer(128), "FLASH_MLA TRITON FLASHINFER"),
         # Its queries are rounded.
         (layer(128, kv_cache_dtype="fp8"), "TRITON FLASHINFER FLASH_MLA"),
