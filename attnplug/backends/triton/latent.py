@@ -99,6 +99,9 @@ def latent_launch(rows: int, size: int, rope: int, itemsize: int, gpu: Gpu, stor
         stored: bytes of an element as it is stored.
     """
     launch = ShareLaunch(16, 16, 4, 2, 1, 2) if itemsize > 2 else _LAUNCHES[min(tile_side(rows), 64)]
+    if launch.block_m >= 64 and gpu.shared_memory < _SHARED_MEMORY:
+        # Before Hopper products read registers: compiled for sm80, 64 keys spilled 4,700 bytes of a thread, and 32 keys 112.
+        launch = launch._replace(block_n=32, least=2 * launch.least)
     side, rope_side = latent_tiles(size, rope, stored)
     # Without a rope part, what Triton exchanges between warps takes as much.
     width = (side + max(rope_side, side // 8)) * itemsize
