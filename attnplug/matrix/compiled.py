@@ -23,7 +23,8 @@ from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 from attnplug.runtime import AttentionRuntime
 from attnplug.runtime.kernels_ahead import zeros_for
-from attnplug.runtime.steps.warm_up import StepShape, distinct_layers, run_step
+from attnplug.runtime.steps.dummy_steps import DummyShape
+from attnplug.runtime.steps.warm_up import distinct_layers, run_step
 
 if TYPE_CHECKING:
     from attnplug.backends.triton.ahead.forms import Form
@@ -40,15 +41,15 @@ _MANY_HEADS = 64
 # Decodes of 4 tokens have speculation. Prompts of 32 tokens have few rows, and others fill the largest tiles.
 _SHAPES = {
     Phase.DECODE: (
-        StepShape(1, 1, 1, Phase.DECODE),
-        StepShape(64, 1, 1, Phase.DECODE),
-        StepShape(1, 4, 1, Phase.DECODE),
+        DummyShape(1, 1, 1, Phase.DECODE),
+        DummyShape(64, 1, 1, Phase.DECODE),
+        DummyShape(1, 4, 1, Phase.DECODE),
     ),
     Phase.PREFILL: (
-        StepShape(1, 32, 0, Phase.PREFILL),
-        StepShape(1, 1024, 0, Phase.PREFILL),
-        StepShape(1, 32, 1, Phase.PREFILL),
-        StepShape(1, 1024, 1, Phase.PREFILL),
+        DummyShape(1, 32, 0, Phase.PREFILL),
+        DummyShape(1, 1024, 0, Phase.PREFILL),
+        DummyShape(1, 32, 1, Phase.PREFILL),
+        DummyShape(1, 1024, 1, Phase.PREFILL),
     ),
 }
 _BLOCKS = 4
@@ -92,7 +93,7 @@ def _options(spec: LayerSpec, phase: Phase | None) -> Iterator[dict[str, Any] | 
         yield {"decode_split": "requests"}
 
 
-def _shapes(runtime: AttentionRuntime, phase: Phase | None) -> Iterator[StepShape]:
+def _shapes(runtime: AttentionRuntime, phase: Phase | None) -> Iterator[DummyShape]:
     paged = bool(runtime.kv_caches)
     for each in Phase if phase is None else (phase,):
         for shape in _SHAPES[each]:

@@ -23,6 +23,7 @@ import attnplug
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core.errors import AttnplugError, SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
+from attnplug.core.metadata import AttentionMetadata as OurMetadata
 from attnplug.core.spec import Phase
 from attnplug.integrations.vllm import builder as builder_module
 from attnplug.integrations.vllm import latent as latent_module
@@ -67,6 +68,10 @@ def step() -> CommonAttentionMetadata:
     )
 
 
+class Built(OurMetadata):
+    """Metadata of a builder that is only asked."""
+
+
 def wants_prefix(made: Any, **changes: Any) -> bool:
     asked = {
         "common_prefix_len": PREFIX,
@@ -86,7 +91,7 @@ def test_a_shared_prefix_reaches_the_builder_that_wants_it(monkeypatch: pytest.M
     made = builder(a=layer())
     [bound] = made.kinds().values()
     inner, built = made.inner(bound), []
-    monkeypatch.setattr(inner, "build", lambda *given: built.append(given[0]) or object())
+    monkeypatch.setattr(inner, "build", lambda *given: built.append(given[0]) or Built())
     for answer in (True, False):
         monkeypatch.setattr(inner, "use_cascade_attention", lambda answer=answer, **given: answer)
         assert wants_prefix(made) is answer
@@ -559,3 +564,39 @@ def test_a_backend_that_keeps_batch_and_rows_serves_the_invariant_mode(
     assert not TORCH.supports_batch_invariance()
     assert backend_class("ATTNPLUG_TRITON").supports_batch_invariance()
     assert backend_class("ATTNPLUG").supports_batch_invariance()
+
+
+def test_kinds_of_steps_run_once_on_vllms_pages_before_its_graphs_and_write_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TorchBackend, "compile_key", classmethod(lambda cls, spec: spec.head_size))
+    one = layer()
+    shape = (3, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (3, 2, 16, 128)
+    one.kv_cache = torch.randn(shape).bfloat16()
+    before, ran = one.kv_cache.clone(), list[tuple[int, ...]]()
+    made = builder(a=one, b=layer())
+    [bound] = made.kinds().values()
+    attend = bound.inner.attend
+
+    def watched(given: Any, query: torch.Tensor, *rest: Any) -> torch.Tensor:
+        ran.append(tuple(query.shape))
+        assert not rest[-1].isnan().any()
+        return attend(given, query, *rest)
+
+    monkeypatch.setattr(bound.inner, "attend", watched)
+    made.build(0, step())
+    assert not ran
+    made.build_for_cudagraph_capture(step())
+    rows = {count for count, *_ in ran}
+    assert {1, 2, 1024} <= rows
+    assert made.inner(bound).config.max_num_seqs in rows
+    assert torch.equal(one.kv_cache, before)
+    done = len(ran)
+    made.build_for_cudagraph_capture(step())
+    assert len(ran) == done
+
+
+def test_a_layer_whose_pages_vllm_has_not_bound_waits_for_its_first_call() -> None:
+    made = builder(a=layer())
+    made.build_for_cudagraph_capture(step())
+    assert made.is_warm

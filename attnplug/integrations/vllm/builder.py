@@ -26,6 +26,7 @@ from attnplug.integrations.vllm.steps import (
     is_same_batch,
     translate,
 )
+from attnplug.integrations.vllm.warm_up import warm_up
 
 
 class Batch:
@@ -103,6 +104,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     backend: str | None = None
     layer_class: type[Any] = Layer
     step_class: type[Step] = Step
+    is_warm = False
+    """Whether its kinds of steps have run once."""
     latest: ClassVar[weakref.ref[Batch] | None] = None
     """The batch that a builder of this process was last given, as long as a step of it is used."""
 
@@ -182,6 +185,10 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
         """The metadata that a captured graph reads; later steps fill the same tensors."""
+        # vLLM has bound its pages by now, and no request has come.
+        if not self.is_warm and self.layer_class is Layer:
+            self.is_warm = True
+            warm_up(self)
         return self._step(common_attn_metadata, "capture", 0)
 
     def _step(self, given: Any, how: str, common_prefix_len: int) -> Step:

@@ -220,6 +220,10 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             bound.inner.attend(layer, query, key, value, self._cache(kv_cache).view, metadata, rows)
         return output
 
+    def view_of(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The layer's pages `kv_cache` as attnplug's backends read them."""
+        return self._cache(kv_cache).view
+
     def _cache(self, kv_cache: torch.Tensor) -> _Cache:
         """The cache as attnplug's backends read it; kept while vLLM keeps this cache."""
         found = self._caches.get(id(kv_cache))

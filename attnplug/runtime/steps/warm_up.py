@@ -9,19 +9,19 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.interface.answers import answer
-from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.selection import Selection
 from attnplug.core.spec import Phase
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import shares_tokens
+from attnplug.runtime.steps.dummy_steps import DummyShape, dummy_step, shapes_within
 from attnplug.runtime.steps.step_checks import needed_inputs, widest_topk
 
 if TYPE_CHECKING:
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
     from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 
 _log = logging.getLogger("attnplug")
-
-# Queries of the longest request. Kernels differ by tile, and no tile has as many rows.
-_LONGEST = 1024
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,23 +84,6 @@ class WarmUpReport:
         return "\n".join(lines)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepShape:
-    """The requests of a dummy step.
-
-    Args:
-        requests: their number.
-        query_len: queries of each.
-        computed: tokens of each in the KV cache before the step.
-        phase: decode or prefill.
-    """
-
-    requests: int
-    query_len: int
-    computed: int
-    phase: Phase
-
-
 def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     """Run dummy steps of every kind, once for each group of layers that compile the same kernels.
 
@@ -156,27 +136,13 @@ def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, t
         yield layers[0], backend, len(layers)
 
 
-def step_shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[StepShape]:
+def step_shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[DummyShape]:
     """The dummy steps after which a layer compiles nothing more, within the limits of the runtime's config."""
-    config = runtime.config
-    most, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    longest = min(tokens, config.max_model_len or tokens, _LONGEST)
-    decodes = 0
-    if layer.kv_cache is not None:
-        decodes = min(1 + config.num_speculative_tokens, longest)
-        for query_len in range(1, decodes + 1):
-            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
-                yield StepShape(requests, query_len, 1, Phase.DECODE)
-    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
-    for query_len in sorted(length for length in lengths if decodes < length <= longest):
-        yield StepShape(1, query_len, 0, Phase.PREFILL)
-        if layer.kv_cache is not None:
-            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
-                yield StepShape(requests, query_len, 1, Phase.PREFILL)
+    return shapes_within(runtime.config, is_paged=layer.kv_cache is not None)
 
 
 def run_step(
-    runtime: AttentionRuntime, layer: RuntimeLayer, backend: type[AttentionBackend], shape: StepShape
+    runtime: AttentionRuntime, layer: RuntimeLayer, backend: type[AttentionBackend], shape: DummyShape
 ) -> WarmUpStep:
     """Run one layer in one dummy step, with and without LSE if it may be asked for one."""
     spec, device = layer.spec, runtime.device
@@ -237,31 +203,17 @@ def _inputs(runtime: AttentionRuntime, reqs: int, rows: int, length: int) -> dic
     return found
 
 
-def _batch(runtime: AttentionRuntime, shape: StepShape) -> StepBatch:
+def _batch(runtime: AttentionRuntime, shape: DummyShape) -> StepBatch:
     """A step of padding: all slots -1, all pages the null block."""
     reqs, device = shape.requests, runtime.device
     groups = runtime.kv_cache_config.kv_cache_groups
     cross = cross_groups(runtime.kv_cache_config)
     length, rows = shape.computed + shape.query_len, reqs * shape.query_len
     smallest = min((group.kv_cache_spec.block_size for group in groups), default=1)
-    starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32, device="cpu")
-    lengths = np.full(reqs, length, dtype=np.int32)
     tables = torch.zeros(max(len(groups), 1), reqs, -(-length // smallest), dtype=torch.int32, device=device)
     slots = torch.full((max(len(groups), 1), rows), PAD_SLOT_ID, dtype=torch.int64, device=device)
     first = next((i for i in range(len(groups)) if i not in cross), 0)
-    common = CommonAttentionMetadata(
-        query_start_loc=starts.to(device),
-        query_start_loc_cpu=starts,
-        seq_lens=torch.from_numpy(lengths).to(device),
-        num_reqs=reqs,
-        num_actual_tokens=rows,
-        max_query_len=shape.query_len,
-        max_seq_len=length,
-        block_table_tensor=tables[first],
-        slot_mapping=slots[first],
-        seq_lens_host=lengths,
-        **_inputs(runtime, reqs, rows, length),
-    )
+    common = dummy_step(shape, tables[first], slots[first], **_inputs(runtime, reqs, rows, length))
     names = tuple(f"warm-up-{index}" for index in range(reqs))
     sizes = tuple(group.kv_cache_spec.block_size for group in groups)
     place = runtime.plan.context_parallel

@@ -1,0 +1,87 @@
+"""The steps that a warm-up runs: their requests, and metadata that writes no page and reads the null block alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnplug.core.config import BuilderConfig
+from attnplug.core.metadata import CommonAttentionMetadata
+from attnplug.core.spec import Phase
+
+# Queries of the longest request. Kernels differ by tile, and no tile has as many rows.
+_LONGEST = 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DummyShape:
+    """The requests of a dummy step.
+
+    Args:
+        requests: their number.
+        query_len: queries of each.
+        computed: tokens of each in the KV cache before the step.
+        phase: decode or prefill.
+    """
+
+    requests: int
+    query_len: int
+    computed: int
+    phase: Phase
+
+
+def shapes_within(config: BuilderConfig, *, is_paged: bool) -> Iterator[DummyShape]:
+    """The dummy steps after which a layer compiles nothing more.
+
+    Args:
+        config: the most requests, tokens and tokens of speculation.
+        is_paged: whether the layer has pages, and so decodes and tokens before a step.
+    """
+    most, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    longest = min(tokens, config.max_model_len or tokens, _LONGEST)
+    decodes = 0
+    if is_paged:
+        decodes = min(1 + config.num_speculative_tokens, longest)
+        for query_len in range(1, decodes + 1):
+            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
+                yield DummyShape(requests, query_len, 1, Phase.DECODE)
+    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
+    for query_len in sorted(length for length in lengths if decodes < length <= longest):
+        yield DummyShape(1, query_len, 0, Phase.PREFILL)
+        if is_paged:
+            for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
+                yield DummyShape(requests, query_len, 1, Phase.PREFILL)
+
+
+def dummy_step(
+    shape: DummyShape, block_table: torch.Tensor, slot_mapping: torch.Tensor, **inputs: Any
+) -> CommonAttentionMetadata:
+    """The metadata of such a step.
+
+    Args:
+        shape: its requests.
+        block_table: int32 `[R, max_blocks]` with the null block.
+        slot_mapping: int64 `[T]`, all -1.
+        inputs: optional fields that layers need.
+    """
+    device, length = block_table.device, shape.computed + shape.query_len
+    rows = shape.requests * shape.query_len
+    starts = torch.arange(0, rows + 1, shape.query_len, dtype=torch.int32, device="cpu")
+    lengths = np.full(shape.requests, length, dtype=np.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=starts.to(device),
+        query_start_loc_cpu=starts,
+        seq_lens=torch.from_numpy(lengths).to(device),
+        num_reqs=shape.requests,
+        num_actual_tokens=rows,
+        max_query_len=shape.query_len,
+        max_seq_len=length,
+        block_table_tensor=block_table,
+        slot_mapping=slot_mapping,
+        seq_lens_host=lengths,
+        **inputs,
+    )
