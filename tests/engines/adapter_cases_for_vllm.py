@@ -600,3 +600,57 @@ def test_a_layer_whose_pages_vllm_has_not_bound_waits_for_its_first_call() -> No
     made = builder(a=layer())
     made.build_for_cudagraph_capture(step())
     assert made.is_warm
+
+
+def image_layer(**arguments: Any) -> SimpleNamespace:
+    """A layer of a model whose images see all of themselves."""
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(is_mm_prefix_lm=True, dtype=torch.bfloat16)
+    with set_current_vllm_config(config):
+        impl = TORCH.get_impl_cls()(8, 64, 0.125, 2, **arguments)
+    return SimpleNamespace(impl=impl)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_tokens_of_an_image_see_all_of_it(window: int | None) -> None:
+    one = image_layer(sliding_window=window)
+    made = builder(a=one)
+    torch.manual_seed(0)
+    tokens = 9
+    query, key, value = (torch.randn(tokens, heads, 64).bfloat16() for heads in (8, 2, 2))
+    given = dataclasses.replace(
+        step(),
+        query_start_loc=torch.tensor([0, tokens]).int(),
+        query_start_loc_cpu=torch.tensor([0, tokens]).int(),
+        seq_lens=torch.tensor([tokens]).int(),
+        num_reqs=1,
+        num_actual_tokens=tokens,
+        max_query_len=tokens,
+        max_seq_len=tokens,
+        block_table_tensor=torch.ones(1, 1).int(),
+        slot_mapping=torch.arange(16, 16 + tokens),
+        seq_lens_cpu_upper_bound=torch.tensor([tokens]).int(),
+    )
+    shape = (3, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (3, 2, 16, 128)
+    cache = torch.zeros(shape).bfloat16()
+    places = torch.arange(tokens)
+    seen = places[:, None] >= places[None, :]
+    if window is not None:
+        seen &= places[:, None] - places[None, :] < window
+    inside = (places >= 2) & (places <= 6)
+    for ranges, sees in (({0: []}, seen), ({0: [(2, 6)]}, seen | (inside[:, None] & inside[None, :]))):
+        metadata = made.build(0, dataclasses.replace(given, mm_req_doc_ranges=ranges))
+        one.impl.do_kv_cache_update(one, key, value, cache, given.slot_mapping)
+        output = one.impl.forward(one, query, key, value, cache, metadata, torch.empty_like(query))
+        heads = (each.float().transpose(0, 1) for each in (query, key, value))
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=sees, scale=0.125, enable_gqa=True
+        )
+        torch.testing.assert_close(output.float(), expected.transpose(0, 1), atol=2e-2, rtol=2e-2)
+
+
+def test_images_that_a_window_cuts_are_refused() -> None:
+    one = image_layer(sliding_window=32)
+    one.mm_prefix_clamp_sliding_window = True
+    with pytest.raises(SpecError, match="mm_prefix_clamp_sliding_window"):
+        builder(a=one)

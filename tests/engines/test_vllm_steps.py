@@ -92,7 +92,6 @@ def test_tokens_of_padding_without_requests_are_nobodys() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "words"),
     [
-        ("mm_req_doc_ranges", {0: [(1, 4)]}, "spans of multimodal tokens are not served in vLLM"),
         ("rswa_prefix_lens", LENS, "windows with a visible prefix are not served"),
         ("dcp_local_seq_lens", LENS, "decode context parallelism is not served in vLLM"),
         ("causal", torch.ones(3, dtype=torch.bool), "must be a bool: requests that differ are not served"),
@@ -167,3 +166,26 @@ def test_the_batch_invariant_mode_asks_for_bits_that_no_other_request_and_no_cut
     if value is not None:
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
     assert asked_invariance() == (("batch", "rows") if value == "1" else ())
+
+
+def test_ranges_of_multimodal_tokens_are_spans_of_the_tokens_in_them() -> None:
+    # Tokens 6, 32 to 39 and 0 to 2 of the requests are in the step.
+    ranges = {0: [(2, 9)], 1: [(36, 37), (10, 33), (38, 38)], 2: [(5, 8)]}
+    common = translate(step(mm_req_doc_ranges=ranges), exact=True)
+    assert common.mm_prefix_spans_cpu is not None
+    expected = [(2, 10), (10, 34), (10, 34), (0, 0), (0, 0), (36, 38), (36, 38), *[(0, 0)] * 5]
+    assert common.mm_prefix_spans_cpu.tolist() == [list(span) for span in expected]
+    assert common.mm_prefix_spans is not None
+    assert common.mm_prefix_spans.device.type == "meta"
+
+
+@pytest.mark.parametrize("ranges", [None, {}, {0: [], 1: [(3, 3)]}, {2: [(40, 50)]}], ids=str)
+def test_a_step_whose_tokens_are_in_no_range_has_no_spans(ranges: Any) -> None:
+    common = translate(step(mm_req_doc_ranges=ranges), exact=True)
+    assert common.mm_prefix_spans is None
+    assert common.mm_prefix_spans_cpu is None
+
+
+def test_ranges_that_share_a_token_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"mm_req_doc_ranges.*must have no token twice in request 1"):
+        translate(step(mm_req_doc_ranges={1: [(3, 6), (6, 9)]}), exact=True)

@@ -26,7 +26,6 @@ from attnplug.registry.default import explain, list_backends
 UNSERVED = {
     "use_mla": "latent attention (MLA) is served by the names that end in _MLA, such as ATTNPLUG_MLA",
     "use_sparse": "sparse attention is not served in vLLM",
-    "use_mm_prefix": "spans of multimodal tokens are not served in vLLM",
     "use_per_head_quant_scales": "scales for each head are not served",
     "use_pcp": "prefill context parallelism is not served in vLLM",
     "use_dcp": "decode context parallelism is not served in vLLM",
@@ -36,7 +35,7 @@ UNSERVED = {
 _READ = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "has_sink", "has_sliding_window", "attn_type"),
     # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
-    *("use_non_causal", "device_capability", "use_kv_connector", "use_batch_invariant"),
+    *("use_non_causal", "device_capability", "use_kv_connector", "use_batch_invariant", "use_mm_prefix"),
 )
 """The arguments of vLLM's `validate_configuration` that are read."""
 # Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names.
@@ -121,6 +120,11 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         return cls._declares(Feature.NON_CAUSAL)
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether a backend declares spans of multimodal tokens."""
+        return cls._declares(Feature.MM_PREFIX)
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Whether a backend keeps bits in any batch, and however prompts are cut, which vLLM's scheduler decides."""
         return any(set(INVARIANT) <= set(theirs.supported_invariances) for theirs in cls.theirs)
@@ -163,6 +167,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 causal=causal,
                 has_sinks=bool(given.get("has_sink")),
                 direct_kv=direct,
+                mm_prefix=kind == "decoder" and bool(given.get("use_mm_prefix")),
                 invariance=INVARIANT if given.get("use_batch_invariant") else (),
                 **fields,
             )

@@ -14,12 +14,13 @@ from attnplug.core.interface.impl_and_builder import checked_metadata, make_buil
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata, own_build_key
-from attnplug.core.spec import AttentionType
+from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.vllm.impl import Bound, Layer
 from attnplug.integrations.vllm.steps import (
     SeenLayer,
     builder_config,
     check_cache,
+    check_spans,
     drafts_of,
     for_layer,
     is_of_group,
@@ -75,7 +76,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
             made = inner.update_block_table(built[key], self.block_table, self.slot_mapping)
         else:
             spec = bound.decision.spec
-            common = for_layer(self._common(), spec).for_layers((spec,))
+            common = builder.with_spans(for_layer(self._common(), spec), spec).for_layers((spec,))
             if how == "capture":
                 # The graph reads what this builder fills, so it builds the later steps too.
                 builder.captured.add(kind)
@@ -121,8 +122,12 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             for name in layer_names
             if isinstance(getattr(known.get(name), "impl", None), self.layer_class)
         }
+        for name, layer in self.layers.items():
+            check_spans(name, layer, kv_cache_spec)
         # With drafts in flight the scheduler counts on all of them; else its lengths are exact.
         self.exact = not drafts_of(vllm_config)
+        self._most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._no_spans: torch.Tensor | None = None
         self._inner: dict[int, Inner[Any]] = {}
         self._numbers: dict[Any, int] = {}
         self._seen: dict[bool, dict[Any, tuple[Bound, int]]] = {True: {}, False: {}}
@@ -165,6 +170,19 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             cache: Any = kv_cache_spec_for(spec, self.block_size)
             self._inner[number] = make_builder(bound.backend, cache, [*layers], config, self.device)
         return self._inner[number]
+
+    def with_spans(self, common: CommonAttentionMetadata, spec: LayerSpec) -> CommonAttentionMetadata:
+        """The step for such layers: one of text has spans of zeros, at one address, which graphs read."""
+        if not spec.mm_prefix or common.mm_prefix_spans is not None:
+            return common
+        tokens = common.num_actual_tokens
+        if self._no_spans is None:
+            self._no_spans = torch.zeros(self._most_tokens, 2, dtype=torch.int32, device=self.device)
+        zeros = self._no_spans[:tokens]
+        if zeros.shape[0] < tokens:
+            zeros = torch.zeros(tokens, 2, dtype=torch.int32, device=self.device)
+        host = torch.zeros(tokens, 2, dtype=torch.int32, device="cpu")
+        return dataclasses.replace(common, mm_prefix_spans=zeros, mm_prefix_spans_cpu=host)
 
     def shared_key(self, bound: Bound, kind: int) -> Hashable:
         """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself."""

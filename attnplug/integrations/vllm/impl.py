@@ -102,6 +102,9 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         config = get_current_vllm_config()
         self._has_drafts = drafts_of(config) > 0
         model = config.model_config
+        # vLLM says so of models, whose decoders all get the ranges of a step.
+        self.has_spans = kind == "decoder" and bool(getattr(model, "is_mm_prefix_lm", False))
+        self._asked["mm_prefix"] = self.has_spans
         if model is not None:
             self.see(model.dtype)
             self.decide(None)

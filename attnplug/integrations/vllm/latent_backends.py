@@ -33,7 +33,11 @@ class LatentBackend(Backend):
         """The reasons of attnplug against the layer, in sentences."""
         given = named(args, kwargs)
         reasons = unserved({name: value for name, value in given.items() if name != "use_mla"})
-        asked = [name for name in ("has_sink", "has_sliding_window", "use_non_causal") if given.get(name)]
+        asked = [
+            name
+            for name in ("has_sink", "has_sliding_window", "use_non_causal", "use_mm_prefix")
+            if given.get(name)
+        ]
         reasons += [f"{name} is not served with latent attention in vLLM" for name in asked]
         if not given.get("use_mla"):
             return [*reasons, f"{cls.name} serves latent attention alone; name {AUTOMATIC} for other layers"]

@@ -19,10 +19,10 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.engine_layers import with_direct_keys
+from attnplug.integrations.vllm.spans import spans_of
 
 _OF_A_GROUP = frozenset(("block_table_tensor", "slot_mapping"))
 _UNSERVED = {
-    "mm_req_doc_ranges": "spans of multimodal tokens are not served in vLLM",
     "rswa_prefix_lens": "windows with a visible prefix are not served",
     "dcp_local_seq_lens": "decode context parallelism is not served in vLLM",
 }
@@ -41,6 +41,8 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
             "causal", type(step.causal).__name__, "must be a bool: requests that differ are not served"
         )
     starts, lengths = _host(step)
+    tokens = int(step.num_actual_tokens)
+    spans = spans_of(getattr(step, "mm_req_doc_ranges", None), starts.numpy(), lengths, tokens)
     return CommonAttentionMetadata(
         query_start_loc=step.query_start_loc,
         query_start_loc_cpu=starts,
@@ -55,9 +57,16 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         num_logits_indices=step.num_logits_indices,
         encoder_seq_lens=step.encoder_seq_lens,
         encoder_seq_lens_cpu=step.encoder_seq_lens_cpu,
+        mm_prefix_spans=None if spans is None else to_device(spans, step.seq_lens.device),
+        mm_prefix_spans_cpu=spans,
         seq_lens_host=lengths,
         seq_lens_host_exact=exact,
     )
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on `device`, without a wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def is_same_batch(one: Any, other: Any) -> bool:
@@ -138,6 +147,21 @@ def asked_invariance() -> tuple[str, ...]:
     """The words that all layers ask for: INVARIANT in vLLM's batch-invariant mode."""
     # All versions with such a mode read this variable, and they keep it in different places.
     return INVARIANT if int(os.environ.get("VLLM_BATCH_INVARIANT") or 0) else ()
+
+
+def check_spans(name: str, layer: Any, kv_cache_spec: Any) -> None:
+    """Refuse spans of multimodal tokens that vLLM cuts: by a layer's window, or at the borders of chunks.
+
+    SpecError: the layer asks for such spans.
+    """
+    if not getattr(layer.impl, "has_spans", False):
+        return
+    if getattr(layer, "mm_prefix_clamp_sliding_window", False):
+        limit = f"is not served in {name}: attnplug's spans reach past windows"
+        raise SpecError("mm_prefix_clamp_sliding_window", True, limit, "choose one of vLLM's own backends")
+    if getattr(kv_cache_spec, "attention_chunk_size", None):
+        limit = f"cannot be served in {name}: vLLM cuts its requests at chunks, without their ranges"
+        raise SpecError("mm_prefix", True, limit, "choose one of vLLM's own backends")
 
 
 def drafts_of(vllm_config: Any) -> int:

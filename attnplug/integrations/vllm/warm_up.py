@@ -38,18 +38,26 @@ def warm_up(builder: Builder) -> None:
             continue
         inner, view = builder.inner(bound), found.impl.view_of(pages)
         for shape in shapes_within(inner.config, is_paged=True):
-            _run(bound.inner, inner, spec, shape, found, view)
+            _run(builder, bound.inner, inner, spec, shape, found, view)
             count += 1
     if count:
         _log.info("%d dummy steps before vLLM's graphs took %.1f s", count, time.perf_counter() - began)
 
 
-def _run(impl: Any, builder: Any, spec: LayerSpec, shape: DummyShape, layer: Any, view: torch.Tensor) -> None:
+def _run(
+    owner: Builder,
+    impl: Any,
+    builder: Any,
+    spec: LayerSpec,
+    shape: DummyShape,
+    layer: Any,
+    view: torch.Tensor,
+) -> None:
     rows, device = shape.requests * shape.query_len, view.device
     width = -(-(shape.computed + shape.query_len) // view.shape[2])
     table = torch.zeros(shape.requests, width, dtype=torch.int32, device=device)
     slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
-    common = dummy_step(shape, table, slots).for_layers((spec,))
+    common = owner.with_spans(dummy_step(shape, table, slots), spec).for_layers((spec,))
     query, key, value, output = (
         torch.zeros(rows, heads, size, dtype=getattr(torch, spec.dtype), device=device)
         for heads, size in (
