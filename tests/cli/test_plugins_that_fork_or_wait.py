@@ -82,7 +82,7 @@ def run(tmp_path: Path):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), here))}
         environment |= {
             "ATTNPLUG_PLUGINS": "mine,attnplug",
-            "ATTNPLUG_BLOCK_PLUGINS": "triton,flash_attn,flashinfer",
+            "ATTNPLUG_BLOCK_PLUGINS": "triton,flash_attn,flashinfer,flash_mla",
         }
         whole = [sys.executable, *(arguments if arguments[0] == "-c" else ("-m", "attnplug", *arguments))]
         return subprocess.run(whole, env=environment, capture_output=True, text=True, timeout=100)

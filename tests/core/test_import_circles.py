@@ -67,6 +67,7 @@ def test_the_impls_are_found() -> None:
     assert {name.split(".")[2] for name in IMPLS if name.startswith("attnplug.backends.")} == {
         "impl",
         "flash_attn",
+        "flash_mla",
         "flashinfer",
         "torch_native",
         "triton",
