@@ -54,7 +54,7 @@ def findings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, st
     only = ",".join(ATTACKS) + ",attnplug"
     environment = {**os.environ, "PYTHONPATH": str(site), "ATTNPLUG_PLUGINS": only}
     # TORCH stands for those that work: each other backend would cost a process.
-    environment["ATTNPLUG_BLOCK_PLUGINS"] = "flash_attn,flashinfer,triton"
+    environment["ATTNPLUG_BLOCK_PLUGINS"] = "flash_attn,flash_mla,flashinfer,triton"
     # The registry of the command's own child is attacked too: it loads every plugin to choose for a typical layer.
     ran = subprocess.run(
         [sys.executable, "-m", "attnplug", "doctor", "--json", "--timeout", "60"],

@@ -278,7 +278,7 @@ def test_a_hostile_door_that_raises_passes_the_layer_on_but_not_where_it_is_aske
 
 def doctor(run: RunWithPlugins, names: list[str], *options: str) -> dict[str, tuple[str, str]]:
     # The plugins of three kernel libraries are left out: TORCH stands for those that work.
-    left_out = {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flashinfer,triton"}
+    left_out = {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flash_mla,flashinfer,triton"}
     done = run(names, ["-m", "attnplug", "doctor", "--json", *options], env=left_out)
     assert done.returncode == 1, done.stderr
     findings = json.loads(done.stdout)["findings"]
