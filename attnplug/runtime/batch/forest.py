@@ -66,7 +66,7 @@ def reach_of(
     size: int,
     left: int = -1,
     chunk: int | None = None,
-    is_tree: Ints | None = None,
+    is_tree: npt.NDArray[np.bool_] | None = None,
 ) -> Reach:
     """The blocks of requests in layers with a window of `left` keys before the query, or with chunks.
 
@@ -75,7 +75,7 @@ def reach_of(
 
     Args:
         computed: int64 `[R]`, computed tokens.
-        scheduled: int64 `[R]`, new tokens.
+        scheduled: int64 `[R]`, new tokens; of a tree, those of its longest path.
         size: tokens of a block.
         left: keys that a new token sees before its own; -1 for all.
         chunk: tokens of a chunk; None without.
@@ -90,9 +90,9 @@ def reach_of(
     fits = (low == high) & (low % size == 0)
     first = low // size
     if is_tree is not None:
-        # The positions of a tree are at most those of a chain of its nodes.
         first, fits = np.where(is_tree, -(-high // size), first), fits | is_tree
-    return Reach(first, np.where(fits, end, 0))
+    # Without its first blocks a request keeps its chunks only if these begin where it does.
+    return Reach(np.where(fits, first, 0), np.where(fits, end, 0))
 
 
 def first_seen(positions: Ints, left: int, chunk: int | None) -> Ints:
