@@ -208,11 +208,7 @@ class PrefixSharing(NotCopied):
                 if key not in found:
                     found[key] = self._find(batch, host, each, trees)
                 forest = found[key]
-            if isinstance(forest, str):
-                notes.append(f"{where}: plain, {forest}")
-            else:
-                readers = sum(node.readers.size for node in forest.nodes)
-                notes.append(f"{where}: {len(forest.nodes)} shared prefixes with {readers} readers")
+            notes.append(_note(where, forest, len(trees)))
             if trees or not isinstance(forest, str):
                 nodes = None if isinstance(forest, str) else forest
                 steps.update(dict.fromkeys(each.names, self._build(batch, host, each, nodes, trees)))
@@ -280,6 +276,14 @@ class PrefixSharing(NotCopied):
         slots = None if rows.slots is None else to_device(rows.slots, self._device)
         taken = None if whole else to_device(rows.rows, self._device)
         return _Part(twins, twins.build(rows), taken, int(rows.rows.size), slots)
+
+
+def _note(where: str, forest: Forest | str, trees: int) -> str:
+    where += f": trees of {trees} requests; " if trees else ": "
+    if isinstance(forest, str):
+        return f"{where}plain, {forest}"
+    readers = sum(node.readers.size for node in forest.nodes)
+    return f"{where}{len(forest.nodes)} shared prefixes with {readers} readers"
 
 
 def _place_refusal(is_sharded: bool, is_fast: bool) -> str | None:
