@@ -231,14 +231,14 @@ def test_only_nodes_of_the_step_are_kept_and_each_tree_once() -> None:
     batch = model.batches.step({"a": 8}, trees={"a": TREE})
     with pytest.raises(BatchError, match="has no tree in this step"):
         model.runtime.keep_path(batch, {"b": 0})
-    with pytest.raises(BatchError, match="must be in -1 .. 7"):
+    with pytest.raises(BatchError, match=r"must be in -1 .. 7"):
         model.runtime.keep_path(batch, {"a": 8})
     model.runtime.keep_path(batch, {"a": 6})
     model.runtime.keep_path(batch, {"a": 6})
     with pytest.raises(BatchError, match="is not 6, whose path was moved already"):
         model.runtime.keep_path(batch, {"a": 7})
     model.batches.finish_step({"a": 6})
-    with pytest.raises(BatchError, match="finish_step|out of date"):
+    with pytest.raises(BatchError, match=r"finish_step|out of date"):
         model.batches.finish_step({"a": 6})
 
 
