@@ -275,6 +275,11 @@ class AttentionRuntime(NotCopied):
         """Of the last step with pages: for each group of layers, the prefixes that requests read together, or why none."""
         return self._sharing.notes
 
+    @property
+    def tree_refusal(self) -> str | None:
+        """Why steps cannot verify trees of drafts: the first layer that refuses, and its reason; None if they can."""
+        return self._sharing.tree_refusal
+
     def warm_up(self) -> WarmUpReport:
         """Let the backends compile the kernels of the plan's steps; see `warm_up`.
 

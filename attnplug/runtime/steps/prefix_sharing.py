@@ -12,6 +12,7 @@ import torch
 from attnplug._system.one_commit import NotCopied
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.prefix_sharing import sharing_refusal, tree_refusal
 from attnplug.ops.checks import pages_of
@@ -172,6 +173,14 @@ class PrefixSharing(NotCopied):
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
                 self._layers.append(_Layers(group, tuple(names), left, chunk, priced, *refusals, twins))
 
+    @property
+    def tree_refusal(self) -> str | None:
+        """The first layer that cannot verify trees, and why; None if all can. Cross attention sees no drafts."""
+        for each in self._layers:
+            if each.tree_refusal is not None and not isinstance(each.group.kv_cache_spec, CrossAttentionSpec):
+                return f"layer {each.names[0]}: {each.tree_refusal}"
+        return None
+
     def check_trees(self, batch: StepBatch, is_given: bool) -> None:
         """BatchError if a layer cannot verify the trees of a step, or the batch or its metadata `is_given` by hand."""
         found = sorted(batch.trees)
@@ -180,10 +189,9 @@ class PrefixSharing(NotCopied):
             raise BatchError(
                 "batch.trees", found, limit, "begin the step with the batch of step(trees=...) alone"
             )
-        for each in self._layers:
-            if each.tree_refusal is not None and each.group.kv_cache_group_id not in batch.cross_groups:
-                limit = f"cannot be verified by layer {each.names[0]}: {each.tree_refusal}"
-                raise BatchError("batch.trees", found, limit, "verify drafts as a chain")
+        if self.tree_refusal is not None:
+            limit = f"cannot be verified by {self.tree_refusal}"
+            raise BatchError("batch.trees", found, limit, "verify drafts as a chain")
 
     def begin(self, batch: StepBatch, own_prefix: Collection[str]) -> dict[str, SharedStep]:
         """The shared steps by layer; the other layers run plainly.

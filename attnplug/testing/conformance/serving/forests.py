@@ -166,8 +166,8 @@ def _serve(
         ]
         layer = runtime.layers[_NAME]
         if layer.kv_cache is not None:
-            written = (each[size:].to(runtime.device) for each in drawn)
-            layer.impl.update_kv_cache(layer, *written, layer.kv_cache, slots.to(runtime.device))
+            key, value = (each[size:].to(runtime.device) for each in drawn)
+            layer.impl.update_kv_cache(layer, key, value, layer.kv_cache, slots.to(runtime.device))
         trees = {str(n): each.parents for n, each in enumerate(requests) if each.parents is not None}
         counts = {str(n): each.new for n, each in enumerate(requests)}
         batch = batches.step(counts, trees=trees or None)
