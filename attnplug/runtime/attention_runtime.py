@@ -484,6 +484,7 @@ class AttentionRuntime(NotCopied):
         self.kv_caches.clear()
         self.attention_groups.clear()
         self._direct_groups.clear()
+        self._sharing.close()
         self._sharded = None
         for layer in self.layers.values():
             layer.kv_cache, layer.cache_memory = None, NO_CACHES

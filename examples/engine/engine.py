@@ -81,7 +81,7 @@ class Request:
     def children(self, node: int) -> dict[int, int]:
         """The drafts that follow a node, and their nodes; without a tree the next draft follows."""
         if not self.parents:
-            return {token: node + 1 for token in self.drafts[node : node + 1]}
+            return dict.fromkeys(self.drafts[node : node + 1], node + 1)
         return {self.drafts[at - 1]: at for at, parent in enumerate(self.parents) if parent == node}
 
     def _known(self) -> list[int]:

@@ -225,7 +225,7 @@ def test_a_tree_has_each_draft_once() -> None:
 
 
 def test_trees_that_the_model_cannot_verify_are_refused() -> None:
-    with pytest.raises(BatchError, match="draft_branches=2 cannot be verified: layer .*: latent attention"):
+    with pytest.raises(BatchError, match=r"draft_branches=2 cannot be verified: layer .*: latent attention"):
         engine_of("DeepseekV3", 4, draft_branches=2)
     with pytest.raises(BatchError, match="draft_branches"):
         engine_of("GptOss", 4, draft_branches=5)

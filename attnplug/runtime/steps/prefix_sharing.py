@@ -173,6 +173,10 @@ class PrefixSharing(NotCopied):
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
                 self._layers.append(_Layers(group, tuple(names), left, chunk, priced, *refusals, twins))
 
+    def close(self) -> None:
+        """Release the twins of the layers."""
+        self._layers.clear()
+
     @property
     def tree_refusal(self) -> str | None:
         """The first layer that cannot verify trees, and why; None if all can. Cross attention sees no drafts."""
