@@ -272,7 +272,7 @@ class AttentionRuntime(NotCopied):
 
     @property
     def step_notes(self) -> tuple[str, ...]:
-        """Of the last step with pages: for each group of layers, the prefixes that requests read together, or why none."""
+        """The prefixes that requests read together in the last step with pages, or why none: for each group of layers."""
         return self._sharing.notes
 
     @property

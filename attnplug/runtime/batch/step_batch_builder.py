@@ -283,8 +283,8 @@ class StepBatchBuilder(NotCopied):
             BatchError: a mapping names a request that is not in flight; a sequence has counts of another number of
                 requests; counts are negative; there are too many tokens; more logits than tokens are wanted; a
                 sequence is longer than max_model_len; a request has no pages for its tokens, or null blocks among
-                them; a multimodal span is split. A tree is of another size than its scheduled tokens, has a parent that
-                is not before its node, or its tokens are shared by ranks.
+                them; a multimodal span is split. A tree is of another size than its scheduled tokens, or has a
+                parent that is not before its node. Ranks share the tokens of a tree.
         """
         requests, names = self._requests, self.req_ids
         reqs = len(names)
