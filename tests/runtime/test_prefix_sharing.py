@@ -11,6 +11,7 @@ from fake_backends import backend, offered
 from model_layers import layer
 from served_model import ServedModel
 
+import attnplug
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
@@ -22,6 +23,7 @@ from attnplug.runtime.steps import prefix_sharing
 from attnplug.runtime.steps.prefix_sharing import SharedStep
 
 FREE = SharingPrices.free()
+PARTS: Any = {"get_impl_cls": TorchBackend.get_impl_cls, "get_builder_cls": TorchBackend.get_builder_cls}
 FULL = layer(dtype="float32")
 
 
@@ -287,3 +289,25 @@ def test_a_batch_without_its_builders_rows_is_plain() -> None:
     forest_of(model)
     with pytest.raises(BatchError, match="metadata"):
         model.runtime.begin_step(model.batches.step(1, trees={"first": [-1]}), metadata={})
+
+
+def test_halves_of_a_composite_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    with offered(backend("HALF", **PARTS)):
+        model = shares(FULL, backend="TORCH+HALF")
+    run_forest(model, 1)
+    assert 2 in counted.parts
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        (FULL, None),
+        (layer(dtype="float32", has_alibi=True), "ALiBi: pieces of a prefix have no positions"),
+        (layer(attn_type="encoder_decoder"), "only decoder layers with pages have prefixes"),
+    ],
+)
+def test_a_decision_says_whether_a_layer_can_share(spec: LayerSpec, reason: str | None) -> None:
+    decision = attnplug.select(spec, "cpu")
+    assert decision.prefix_refusal == reason
+    assert decision.shares_prefixes is (reason is None)

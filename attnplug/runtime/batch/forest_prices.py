@@ -49,8 +49,8 @@ class SharingPrices:
 # Fitted to seven cells of TRITON on one H100 (32 heads over 8 of 128 elements, bfloat16): 43 to 1,689 us of plain time.
 # `calls` has the host's time of calls outside of a graph.
 _SM90 = SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=6e-5)
-# TORCH, whose calls cost the host most.
-_CPU = SharingPrices(bandwidth=4e9, reread=1.0, products=2e10, calls=1e-3)
+# Fitted to ten cells of TORCH on one core of a CPU (8 heads over 2 of 64 elements, float32): 1.6 to 28 ms of plain time.
+_CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 
 
 def prices_of(device: torch.device) -> SharingPrices | None:
