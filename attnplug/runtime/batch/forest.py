@@ -186,5 +186,5 @@ def _equal_until(table: _Table, readers: Ints, at: int, limit: int) -> int:
         if not (part == head).all() or not head.all():
             same = (part == head).all(0) & (head != _NULL_BLOCK)
             return at + int(same.argmin())
-        at, width = stop, width * 4
+        at, width = stop, width * 16
     return at
