@@ -19,7 +19,7 @@ from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
 from attnplug.registry.plugins.switches import DEBUG, is_on
 from attnplug.runtime.batch.cascade import may_cascade
-from attnplug.runtime.batch.forest_prices import SharingPrices, prices_of
+from attnplug.runtime.batch.forest_prices import SharingPrices
 from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
 from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder
 from attnplug.runtime.caches.allocation import init_kv_cache
@@ -97,7 +97,7 @@ class AttentionRuntime(NotCopied):
         context_parallel: for a plan with `context_parallel` that has no process group, such as one from JSON: the same
             place with its group. All ranks make their runtimes at the same time, and run the same steps and layers.
         prefix_sharing: whether requests may read the blocks that they share together, in steps where that pays by the
-            prices of the device; False for never, or prices of your own. `step_notes` says what a step shared.
+            prices of the backend on the device; False for never, or prices of your own. `step_notes` says what a step shared.
 
     Raises:
         LayoutError: memory of the engine does not fit its layer (device, dtype, shape, strides, 16-byte
@@ -169,11 +169,10 @@ class AttentionRuntime(NotCopied):
             made = tensors_by_layer, self.device, *most, context_parallel, make_direct
             self._sharded = ShardedLayers(plan, *made, self.attention_groups, self.layers)
         sharded = () if self._sharded is None else self._sharded.names
-        prices = prefix_sharing if isinstance(prefix_sharing, SharingPrices) else None
-        if prices is None and instance("prefix_sharing", prefix_sharing, bool, SpecError):
-            prices = prices_of(self._home)
-        own = self.attention_groups, self.layers, plan.decisions, self.config, self.device
-        self._sharing = PrefixSharing(*own, prices, sharded)
+        if not isinstance(prefix_sharing, SharingPrices):
+            instance("prefix_sharing", prefix_sharing, bool, SpecError)
+        own = self.attention_groups, self.layers, plan.decisions, self.config, self._home
+        self._sharing = PrefixSharing(*own, prefix_sharing, sharded)
         # Layers run one after another, so all builders of the runtime can use one workspace.
         share_workspace(
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)

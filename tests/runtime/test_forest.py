@@ -159,8 +159,9 @@ def test_two_readers_never_pay_and_free_prices_always_do() -> None:
     assert free.pays(free.saved(2, 2, 1), free.plain(3))
 
 
-def test_prices_are_numbers_and_a_device_may_have_none() -> None:
+def test_prices_are_numbers_and_a_backend_may_have_none() -> None:
     with pytest.raises(SpecError, match="bandwidth"):
         SharingPrices(bandwidth=0.0, reread=0.5, products=1.0, calls=0.0)
-    assert prices_of(torch.device("cpu")) is not None
-    assert prices_of(torch.device("meta")) is None
+    assert prices_of(torch.device("cpu"), "TORCH") is not None
+    assert prices_of(torch.device("cpu"), "FLEX") is None
+    assert prices_of(torch.device("meta"), "TORCH") is None

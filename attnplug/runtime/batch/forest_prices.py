@@ -12,7 +12,7 @@ from attnplug.core.kv_cache_spec import KVCacheSpec
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SharingPrices:
-    """The constants of a device, by which a step decides whether its requests read their prefixes together.
+    """The constants of a backend on a device, by which a step decides whether its requests read their prefixes together.
 
     Args:
         bandwidth: bytes of keys and values that attention reads in a second.
@@ -53,11 +53,11 @@ _SM90 = SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=6e-5
 _CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 
 
-def prices_of(device: torch.device) -> SharingPrices | None:
-    """The prices of a device; None if nobody has measured them, so that nothing is shared there."""
+def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
+    """The prices of a backend on a device; None if nobody has measured them, so that nothing is shared there."""
     if device.type == "cpu":
-        return _CPU
-    if device.type == "cuda" and torch.version.hip is None:
+        return _CPU if backend == "TORCH" else None
+    if device.type == "cuda" and torch.version.hip is None and backend == "TRITON":
         return _SM90 if torch.cuda.get_device_capability(device) == (9, 0) else None
     return None
 

@@ -21,7 +21,7 @@ from attnplug.ops.merging import rows_into
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.forest import Forest, Reach, find_forest, may_share, reach_of
-from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices
+from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices, prices_of
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.steps.attention_groups import AttentionGroup
 from attnplug.runtime.steps.forest_parts import (
@@ -141,7 +141,7 @@ class PrefixSharing(NotCopied):
         decisions: of all layers.
         config: the limits of a step.
         device: of the layers.
-        prices: of the device; None shares nothing.
+        prices: of all layers; True for those of each backend on the device, and False shares nothing.
         sharded: layers whose tokens ranks share.
     """
 
@@ -152,7 +152,7 @@ class PrefixSharing(NotCopied):
         decisions: Mapping[str, Decision],
         config: BuilderConfig,
         device: torch.device,
-        prices: SharingPrices | None,
+        prices: SharingPrices | bool,
         sharded: Collection[str] = (),
     ) -> None:
         self._device, self._config = device, config
@@ -169,7 +169,8 @@ class PrefixSharing(NotCopied):
                 by_window.setdefault((spec.window[0], spec.chunk_size, refusals), []).append(name)
             for (left, chunk, refusals), names in by_window.items():
                 heads = layers[names[0]].spec.num_heads
-                priced = None if prices is None else LayerPrices.of(prices, heads, group.kv_cache_spec)
+                own = prices_of(device, group.backend.get_name()) if prices is True else prices
+                priced = LayerPrices.of(own, heads, group.kv_cache_spec) if own else None
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
                 self._layers.append(_Layers(group, tuple(names), left, chunk, priced, *refusals, twins))
 
@@ -234,7 +235,7 @@ class PrefixSharing(NotCopied):
         if each.refusal is not None:
             return each.refusal
         if each.prices is None:
-            return "nobody has priced shared prefixes on this device"
+            return "no prices of shared prefixes are known; give prefix_sharing=SharingPrices(...)"
         at, prices = each.group.kv_cache_group_id, each.prices
         table = host.tables[at]
         is_plain = each.left < 0 and each.chunk is None
