@@ -245,8 +245,9 @@ class Engine:
             given = {"position_ids": at[None], "logits_to_keep": rows, "use_cache": False}
             logits = self.model(ids[None], **given).logits[0]
         nodes = self._draw(ready, logits, counts)
-        self.runtime.keep_path(batch, {name: nodes[name] for name in trees})
-        self.builder.finish_step(counts | {name: nodes[name] for name in trees})
+        kept = {name: nodes[name] for name in trees}
+        self.runtime.keep_path(batch, kept)
+        self.builder.finish_step(counts | kept)
         self.steps += 1
         for name, count in counts.items():
             request, before = self.running[name], self.running[name].computed // self.pages.size
