@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnplug.ops.kv_write import write_kv_cache as write_kv_cache
     from attnplug.ops.merging import merge as merge
     from attnplug.ops.merging import merge_attn_states as merge_attn_states
+    from attnplug.ops.merging import merge_rows as merge_rows
     from attnplug.ops.reach import Reach as Reach
     from attnplug.ops.selection import chosen_keys as chosen_keys
     from attnplug.ops.selection import slots_of_keys as slots_of_keys
@@ -26,7 +27,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "combining": "ExchangeBuffers combine combine_partials",
         "gather": "gather_keys gather_pages gather_slots",
         "kv_write": "write_kv_cache",
-        "merging": "merge merge_attn_states",
+        "merging": "merge merge_attn_states merge_rows",
         "reach": "Reach",
         "selection": "chosen_keys slots_of_keys",
     },

@@ -8,6 +8,7 @@ from attnplug.core._lazy import lazy_exports
 
 if TYPE_CHECKING:
     from attnplug.runtime.attention_runtime import AttentionRuntime as AttentionRuntime
+    from attnplug.runtime.batch.forest_prices import SharingPrices as SharingPrices
     from attnplug.runtime.batch.placeholders import PlaceholderMap as PlaceholderMap
     from attnplug.runtime.batch.staging import CpuGpuBuffer as CpuGpuBuffer
     from attnplug.runtime.batch.staging import StagingRing as StagingRing
@@ -63,6 +64,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "num_padding_layers set_kv_cache_layout unify_page_sizes with_num_blocks"
         ),
         "plan.model_plan": "ModelPlan",
+        "batch.forest_prices": "SharingPrices",
         "batch.placeholders": "PlaceholderMap",
         "ranks.rank_groups": "RankWatch check_same_plan context_parallel",
         "plan.sharding": "SharingCost",

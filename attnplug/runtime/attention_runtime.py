@@ -19,6 +19,7 @@ from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
 from attnplug.registry.plugins.switches import DEBUG, is_on
 from attnplug.runtime.batch.cascade import may_cascade
+from attnplug.runtime.batch.forest_prices import SharingPrices
 from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
 from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder
 from attnplug.runtime.caches.allocation import init_kv_cache
@@ -48,7 +49,9 @@ from attnplug.runtime.steps.attention_groups import (
     init_direct_groups,
     share_workspace,
 )
+from attnplug.runtime.steps.kept_paths import keep_paths
 from attnplug.runtime.steps.layer_steps import LayerStep, direct_steps, paged_steps
+from attnplug.runtime.steps.prefix_sharing import PrefixSharing
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer, tensors_of_layers
 from attnplug.runtime.steps.step_checks import (
     check_arguments,
@@ -93,6 +96,8 @@ class AttentionRuntime(NotCopied):
             tensor of `plan.kv_cache_config`.
         context_parallel: for a plan with `context_parallel` that has no process group, such as one from JSON: the same
             place with its group. All ranks make their runtimes at the same time, and run the same steps and layers.
+        prefix_sharing: whether requests may read the blocks that they share together, in steps where that pays by the
+            prices of the backend on the device; False for never, or prices of your own. `step_notes` says what a step shared.
 
     Raises:
         LayoutError: memory of the engine does not fit its layer (device, dtype, shape, strides, 16-byte
@@ -117,6 +122,7 @@ class AttentionRuntime(NotCopied):
         kv_caches: Mapping[str, torch.Tensor] | None = None,
         allocator: Allocator | None = None,
         context_parallel: ContextParallel | None = None,
+        prefix_sharing: SharingPrices | bool = True,
     ) -> None:
         self.plan = instance("plan", plan, ModelPlan, LayoutError, "make one by attnplug.plan")
         instance("kv_sharing_fast_prefill", kv_sharing_fast_prefill, bool, LayoutError)
@@ -162,6 +168,11 @@ class AttentionRuntime(NotCopied):
             most = self.config.max_num_batched_tokens, self.config.max_num_seqs
             made = tensors_by_layer, self.device, *most, context_parallel, make_direct
             self._sharded = ShardedLayers(plan, *made, self.attention_groups, self.layers)
+        sharded = () if self._sharded is None else self._sharded.names
+        if not isinstance(prefix_sharing, SharingPrices):
+            instance("prefix_sharing", prefix_sharing, bool, SpecError)
+        own = self.attention_groups, self.layers, plan.decisions, self.config, self._home
+        self._sharing = PrefixSharing(*own, prefix_sharing, sharded)
         # Layers run one after another, so all builders of the runtime can use one workspace.
         share_workspace(
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
@@ -258,6 +269,16 @@ class AttentionRuntime(NotCopied):
         """The width of a step's selection: the most positions that a layer with pages chooses; 0 if none is sparse."""
         return widest_topk(layer.spec for layer in self.layers.values() if not layer.spec.direct_kv)
 
+    @property
+    def step_notes(self) -> tuple[str, ...]:
+        """The prefixes that requests read together in the last step with pages, or why none: for each group of layers."""
+        return self._sharing.notes
+
+    @property
+    def tree_refusal(self) -> str | None:
+        """Why steps cannot verify trees of drafts: the first layer that refuses, and its reason; None if they can."""
+        return self._sharing.tree_refusal
+
     def warm_up(self) -> WarmUpReport:
         """Let the backends compile the kernels of the plan's steps; see `warm_up`.
 
@@ -315,7 +336,8 @@ class AttentionRuntime(NotCopied):
             check_inputs("batch.common", batch.common, self.needed_inputs)
             if self._sharded is not None and metadata is None:
                 batch = self._sharded.with_parts(batch)
-            step |= paged_steps(self.attention_groups, batch, self.kv_cache_config, metadata, draft_index)
+            given = self.kv_cache_config, metadata, draft_index, self._sharing
+            step |= paged_steps(self.attention_groups, batch, *given)
             if self._sharded is not None:
                 self._sharded.begin(batch, draft_index)
         if direct is not None:
@@ -377,21 +399,21 @@ class AttentionRuntime(NotCopied):
             )
         check_current("batch", self._stamps)
         self._comparison.check()
-        metadata, tokens, keys = step
+        metadata, tokens, keys, shared = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
         sharded = self._sharded if self._sharded and layer_name in self._sharded.names else None
         given = {"output_scale": output_scale, "output_block_scale": output_block_scale}
         scales: dict[str, Any] = {name: scale for name, scale in given.items() if scale is not None}
-        if scales and sharded is not None:
-            sharded.refuse_scales(layer_name, scales)
-        elif scales:
+        if scales:
             read = {"query": query, "key": key, "value": value, "output_lse": output_lse}
-            layer.check_quantised(output, output_scale, output_block_scale, tokens, **read)
+            self._check_scales(layer, step, output, given, read)
         layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
         # A layer of fast prefill has no rows in a step that wants no logits.
-        if metadata is None:
+        # Outputs that are quantised are not merged, so their layers run plainly.
+        shared = None if scales else shared
+        if metadata is None and shared is None:
             return output
         if self.debug:
             # A search for NaN waits for the device.
@@ -402,7 +424,9 @@ class AttentionRuntime(NotCopied):
             layer.poison(output, output_lse, tokens)
         found = output
         with without_autocast(self.device):
-            if sharded is not None:
+            if shared is not None:
+                shared.forward(layer, query, key, value, output, output_lse)
+            elif sharded is not None and metadata is not None:
                 sharded.forward(layer, query, key, value, metadata, output, output_lse)
             else:
                 call = layer, query, key, value, layer.kv_cache, metadata, output
@@ -410,6 +434,41 @@ class AttentionRuntime(NotCopied):
         if self.debug:
             layer.check_result(found, output, output_lse, tokens)
         return output
+
+    def _check_scales(
+        self,
+        layer: RuntimeLayer,
+        step: LayerStep,
+        output: torch.Tensor | None,
+        given: Mapping[str, torch.Tensor | None],
+        read: Mapping[str, torch.Tensor | None],
+    ) -> None:
+        """BatchError for the quantisation of an output that is merged of parts, or that the layer's impl refuses."""
+        scales = {name: scale for name, scale in given.items() if scale is not None}
+        if step.metadata is None and step.shared is not None:
+            step.shared.refuse_scales(layer.name, scales)
+        elif self._sharded is not None and layer.name in self._sharded.names:
+            self._sharded.refuse_scales(layer.name, scales)
+        else:
+            scale, block_scale = given.values()
+            layer.check_quantised(output, scale, block_scale, step.tokens, **read)
+
+    def keep_path(self, batch: StepBatch, accepted: Mapping[str, int]) -> None:
+        """Move the keys of accepted paths of drafts behind the computed tokens, in all layers.
+
+        Call it after the layers of the step have run, and before `finish_step` with the same nodes. A path whose nodes are
+        the first of its tree, in order, need not be moved.
+
+        Args:
+            batch: the step, from `StepBatchBuilder.step(trees=...)`.
+            accepted: by request, the last node of its path; -1 keeps none.
+
+        Raises:
+            BatchError: the batch is out of date, or has no tree for a request; a node is not in its tree, or another path
+                of it was kept; the runtime is closed.
+        """
+        self._check_open()
+        keep_paths(batch, accepted, self.attention_groups, self.layers, self.device)
 
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
@@ -424,6 +483,7 @@ class AttentionRuntime(NotCopied):
         self.kv_caches.clear()
         self.attention_groups.clear()
         self._direct_groups.clear()
+        self._sharing.close()
         self._sharded = None
         for layer in self.layers.values():
             layer.kv_cache, layer.cache_memory = None, NO_CACHES

@@ -243,6 +243,9 @@ class GraphState(NotCopied):
 
     def _check_fits(self, buffers: GraphInputBuffers, batch: StepBatch) -> None:
         common, groups = batch.common, buffers.block_tables.shape[0]
+        if batch.trees:
+            limit = "are verified by several calls, whose sizes change from step to step"
+            raise BatchError("batch.trees", sorted(batch.trees), limit, "run this step without a graph")
         if batch.block_tables.shape[0] != groups or batch.cross_groups != self._cross:
             found = batch.block_tables.shape[0], sorted(batch.cross_groups)
             limit = f"must be {groups} KV groups, with encoder tokens in {sorted(self._cross)}"

@@ -24,7 +24,8 @@ from attnplug.errors import BatchError
 class Request:
     """`tokens` are prompt and output, which a token of `stop` ends, or an `error`; `pages` hold K and V of `computed`.
 
-    A step verifies `drafts`, guesses of the next tokens. `places` says what followed a pair of tokens last.
+    A step verifies `drafts`, guesses of the next tokens: a chain, or with `parents` a tree. `places` says where each pair
+    of tokens was.
     """
 
     name: str
@@ -37,7 +38,8 @@ class Request:
     error: str = ""
     computed: int = 0
     drafts: list[int] = dataclasses.field(default_factory=list)
-    places: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
+    parents: list[int] = dataclasses.field(default_factory=list)
+    places: dict[tuple[int, ...], list[int]] = dataclasses.field(default_factory=dict)
     placed: int = 2
     pages: list[Page] = dataclasses.field(default_factory=list)
     keys: list[bytes] = dataclasses.field(default_factory=list)
@@ -59,11 +61,35 @@ class Request:
 
     def look_up(self, count: int) -> list[int]:
         """`count` tokens that followed the last two tokens before, over and over; none if these are new."""
-        for place in range(self.placed, len(self.tokens)):
-            self.places[tuple(self.tokens[place - 2 : place])] = place
-        self.placed = max(self.placed, len(self.tokens))
-        place = self.places.get(tuple(self.tokens[-2:]), len(self.tokens))
+        place = (self._known() or [len(self.tokens)])[-1]
         return list(itertools.islice(itertools.cycle(self.tokens[place:]), count))
+
+    def branch(self, count: int, branches: int) -> tuple[list[int], list[int]]:
+        """At most `count` drafts in a tree of `branches` chains, and the parents of its nodes: 0 is the last token."""
+        drafts, nodes = list[int](), {(): 0}
+        parents = [-1]
+        for place in reversed(self._known()[-branches:]):
+            path: tuple[int, ...] = ()
+            for token in itertools.islice(itertools.cycle(self.tokens[place:]), count // branches):
+                parent, path = nodes[path], (*path, token)
+                if path not in nodes:
+                    nodes[path] = len(parents)
+                    parents.append(parent)
+                    drafts.append(token)
+        return drafts, parents
+
+    def children(self, node: int) -> dict[int, int]:
+        """The drafts that follow a node, and their nodes; without a tree the next draft follows."""
+        if not self.parents:
+            return dict.fromkeys(self.drafts[node : node + 1], node + 1)
+        return {self.drafts[at - 1]: at for at, parent in enumerate(self.parents) if parent == node}
+
+    def _known(self) -> list[int]:
+        """The places of the tokens that followed the last two tokens before, in order."""
+        for place in range(self.placed, len(self.tokens)):
+            self.places.setdefault(tuple(self.tokens[place - 2 : place]), []).append(place)
+        self.placed = max(self.placed, len(self.tokens))
+        return self.places.get(tuple(self.tokens[-2:]), [])
 
     def draw(self, likeliest: int, logits: torch.Tensor) -> int:
         """The next token, appended: the likeliest, or one drawn by the request's own generator."""
@@ -80,7 +106,8 @@ class Engine:
     `num_blocks` is the KV pool, of blocks as large as their backend likes where `block_size` is None. A step
     runs at most `max_num_seqs` requests and `max_num_batched_tokens` tokens: long prompts are computed in chunks.
     A step verifies up to `draft_tokens` guesses for each request, found in its own tokens: it draws the same
-    tokens as without, and text that repeats itself takes fewer steps. Layers with latent attention expand at most
+    tokens as without, and text that repeats itself takes fewer steps. With `draft_branches` above 1 they are a tree of
+    what followed at so many places. Layers with latent attention expand at most
     `context_chunk_rows` computed tokens at once, as many as the plan says where it is None. With `ranks`, several
     processes run the same requests, and each has its part of the heads or the tokens. `planning` are further
     arguments of `attnplug.plan`, such as `tuned`. `invariance` has the words of equal bits that all layers ask for.
@@ -98,6 +125,7 @@ class Engine:
         ranks: Ranks | None = None,
         planning: Mapping[str, Any] | None = None,
         invariance: Sequence[str] = (),
+        draft_branches: int = 1,
     ) -> None:
         self.model = model
         self.ranks = Ranks() if ranks is None else ranks
@@ -112,6 +140,12 @@ class Engine:
         )
         self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
+        self.branches = integer(
+            "draft_branches", draft_branches, 1, max(draft_tokens, 1), "draft more tokens"
+        )
+        if self.branches > 1 and (reason := self.runtime.tree_refusal):
+            limit = f"cannot be verified: {reason}"
+            raise BatchError("draft_branches", draft_branches, limit, "draft chains: draft_branches=1")
         self.runtime.warm_up()
         self.vocab_size = model.get_input_embeddings().weight.shape[0]
         # Models with an embedding for each position have none past these.
@@ -197,12 +231,12 @@ class Engine:
             # A prompt that later steps complete wants no logits; drafts want those that verify them, too.
             if request.computed + count == len(request.tokens) + len(request.drafts):
                 wanted[name] = 1 + len(request.drafts)
-        batch = self.builder.step(counts, wanted)
-        tokens, positions = [], []
+        trees = {name: self.running[name].parents for name in counts if self.running[name].parents}
+        batch = self.builder.step(counts, wanted, trees)
+        tokens, positions = [], batch.positions.tolist()
         for request in map(self.running.__getitem__, batch.req_ids):
             end = request.computed + counts.get(request.name, 0)
             tokens += (request.tokens[request.computed : end] + request.drafts)[: end - request.computed]
-            positions += range(request.computed, end)
         ready = [self.running[name] for name in batch.req_ids if name in wanted]
         ids, at = torch.tensor([tokens, positions], device=self.model.device)
         with self.ranks.step(str((batch.req_ids, tokens, positions))):
@@ -210,8 +244,10 @@ class Engine:
             rows = batch.common.logits_indices_padded
             given = {"position_ids": at[None], "logits_to_keep": rows, "use_cache": False}
             logits = self.model(ids[None], **given).logits[0]
-        self._draw(ready, logits, counts)
-        self.builder.finish_step(counts)
+        nodes = self._draw(ready, logits, counts)
+        kept = {name: nodes[name] for name in trees}
+        self.runtime.keep_path(batch, kept)
+        self.builder.finish_step(counts | kept)
         self.steps += 1
         for name, count in counts.items():
             request, before = self.running[name], self.running[name].computed // self.pages.size
@@ -227,24 +263,35 @@ class Engine:
                 self._release(request)
         return ready
 
-    def _draw(self, ready: list[Request], logits: torch.Tensor, counts: dict[str, int]) -> None:
-        """Draw the tokens of requests, whose logits are in order, and leave only accepted drafts in `counts`."""
+    def _draw(self, ready: list[Request], logits: torch.Tensor, counts: dict[str, int]) -> dict[str, int]:
+        """Draw the tokens of requests, whose logits are in order, and leave only accepted drafts in `counts`.
+
+        Gives the last accepted node of each request: 0 is its last token.
+        """
         row, likeliest, is_finite = 0, logits.argmax(-1).tolist(), logits.amax(-1).isfinite().tolist()
+        nodes = dict.fromkeys(counts, 0)
         for request in ready:
             end = row + len(request.drafts) + 1
             if not all(is_finite[row:end]):
                 request.error = "the model gave logits of NaN or infinity"
+                counts[request.name] -= len(request.drafts)
                 row = end
                 continue
             # A draft is kept if it is the token that would be drawn without drafts, from the same random numbers.
-            for kept, draft in enumerate([*request.drafts, None]):
-                if request.draw(likeliest[row + kept], logits[row + kept]) != draft or request.is_done:
+            node, kept = 0, 0
+            while (token := request.draw(likeliest[row + node], logits[row + node])) in request.children(
+                node
+            ):
+                if request.is_done:
                     break
+                node, kept = request.children(node)[token], kept + 1
+            nodes[request.name] = node
             counts[request.name] -= len(request.drafts) - kept
             row = end
             self.drawn += kept + 1
             self.accepted += kept
             self.drafted += len(request.drafts)
+        return nodes
 
     def _schedule(self) -> dict[str, int]:
         """The number of tokens of each request to run: first for those running, then for those that still fit."""
@@ -270,12 +317,16 @@ class Engine:
         left = self.limits.max_num_batched_tokens - sum(counts.values())
         for name, count in counts.items():
             request = self.running[name]
-            request.drafts = []
+            request.drafts, request.parents = [], []
             if request.computed + count == len(request.tokens):
                 most = request.max_tokens - len(request.output) - 1
-                drafts = request.look_up(min(self.limits.num_speculative_tokens, left, most))
+                count_of_drafts = min(self.limits.num_speculative_tokens, left, most)
+                drafts, parents = request.look_up(count_of_drafts), []
+                # Only the last token has a tree behind it: other tokens of the step are a chain.
+                if count == 1 and self.branches > 1:
+                    drafts, parents = request.branch(count_of_drafts, self.branches)
                 if self._grow(request, len(request.tokens) + len(drafts)):
-                    request.drafts = drafts
+                    request.drafts, request.parents = drafts, parents
                     counts[name] += len(drafts)
                     left -= len(drafts)
 

@@ -10,6 +10,7 @@ from engine import Engine, Request
 from small_models import FAMILIES, random_prompts, small_model
 
 import attnplug
+from attnplug.errors import BatchError
 
 TOKENS = 16
 """Models with so few tokens repeat themselves: some drafts are right and some are wrong."""
@@ -194,3 +195,37 @@ def test_drafts_are_what_followed_the_last_two_tokens(tokens, drafts):
     assert found == drafts
     assert Request("0", tokens, 1).look_up(5) == drafts
     assert request.look_up(0) == []
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "family",
+    ["GptOss", *(pytest.param(each, marks=pytest.mark.slow) for each in ("Llama", "Gemma2", "Mistral"))],
+)
+def test_trees_draw_the_same_tokens_in_fewer_steps(family: str, temperature: float) -> None:
+    prompts = prompts_of(1, 7, 50, 33)
+    plain, chains = engine_of(family, 0), engine_of(family, 4)
+    trees = engine_of(family, 12, draft_branches=3)
+    sampling = {"max_tokens": 64, "temperature": temperature, "seed": 5}
+
+    expected = serve(plain, prompts, **sampling)
+
+    assert serve(trees, prompts, **sampling) == expected
+    assert serve(chains, prompts, **sampling) == expected
+    assert 0 < trees.accepted < trees.drafted
+    assert trees.steps <= chains.steps < plain.steps
+
+
+def test_a_tree_has_each_draft_once() -> None:
+    request = Request("0", [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 7, 1, 2], 1)
+    drafts, parents = request.branch(9, 3)
+    assert drafts == [7, 1, 2, 3, 5, 1, 4, 1]
+    assert parents == [-1, 0, 1, 2, 0, 4, 5, 4, 7]
+    assert Request("0", [1, 2, 3], 1).branch(9, 3) == ([], [-1])
+
+
+def test_trees_that_the_model_cannot_verify_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"draft_branches=2 cannot be verified: layer .*: latent attention"):
+        engine_of("DeepseekV3", 4, draft_branches=2)
+    with pytest.raises(BatchError, match="draft_branches"):
+        engine_of("GptOss", 4, draft_branches=5)

@@ -19,14 +19,14 @@ def run(engine, prompts, max_tokens, last=1):
     rows = {}
     step, draw = engine.builder.step, engine._draw
 
-    def ask(counts, wanted):
-        return step(counts, {name: min(last, counts[name]) for name in wanted})
+    def ask(counts, wanted, trees):
+        return step(counts, {name: min(last, counts[name]) for name in wanted}, trees)
 
     def keep(ready, logits, counts):
         ends = list(itertools.accumulate(min(last, counts[request.name]) for request in ready))
         for request, begin, end in zip(ready, [0, *ends], ends, strict=False):
             rows.setdefault(request.name, []).append(logits[begin:end].clone())
-        draw(ready, logits[[end - 1 for end in ends]], counts)
+        return draw(ready, logits[[end - 1 for end in ends]], counts)
 
     engine.builder.step, engine._draw = ask, keep
     requests = [engine.add(prompt, max_tokens=max_tokens) for prompt in prompts]

@@ -96,6 +96,12 @@ def write(dtype: torch.dtype, head_size: int, layout: str, *, converts: bool = F
     write_kv_cache(key, value, both[:, 0], both[:, 1], torch.arange(7), 0.5, 2.0)
 
 
+def merge_rows() -> None:
+    starts, entries = torch.zeros(6, dtype=torch.int32), torch.zeros(9, dtype=torch.int32)
+    outs, lses = torch.zeros(9, 32, 128, dtype=torch.bfloat16), torch.zeros(9, 32)
+    merging.rows_into(outs, lses, starts, entries, outs[:5], lses[:5])
+
+
 def merge(count: int, dtype: torch.dtype) -> None:
     merge_attn_states([torch.zeros(5, 32, 128, dtype=dtype)] * count, [torch.zeros(5, 32)] * count)
 
@@ -149,6 +155,7 @@ def main() -> None:
             case = f"{name} write {layout} {head_size} {str(dtype).removeprefix('torch.')}"
             call = functools.partial(write, dtype, head_size, layout, converts=name == "sm90")
             counts[case] = compiler.instructions(kv_write, call)
+        counts[f"{name} merge by rows"] = compiler.instructions(merging, merge_rows, "_ROWS_KERNEL")
         counts[f"{name} merge"] = compiler.instructions(merging, lambda: merge(3, torch.bfloat16))
         counts[f"{name} pages"] = compiler.instructions(page_operations, pages, "_PAGE_INDICES")
         counts[f"{name} gathered"] = compiler.instructions(page_operations, gathered, "_GATHER")

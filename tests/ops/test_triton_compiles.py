@@ -31,7 +31,7 @@ def instructions(tmp_path_factory) -> dict[str, dict[str, int]]:
 @pytest.mark.parametrize("target", ["sm80", "sm90", "gfx942"])
 def test_every_kernel_compiles(instructions, target):
     cases = [case for case in instructions if case.startswith(target)]
-    assert len(cases) == 11
+    assert len(cases) == 12
     assert all(instructions[case] for case in cases)
 
 
@@ -58,3 +58,10 @@ def test_keys_are_gathered_in_pieces_of_16_bytes(instructions, target):
     found = instructions[f"{target} gathered"]
     assert found["ld.global.v4.b32"] == 8
     assert found["st.global.v4.b32"] == 8
+
+
+@pytest.mark.parametrize("target", ["sm80", "sm90"])
+def test_partial_rows_are_read_in_pieces_of_16_bytes(instructions, target):
+    found = instructions[f"{target} merge by rows"]
+    assert found["ld.global.v4.b32"] == 1
+    assert found["st.global.v4.b32"] == 1

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from attnplug.ops.checks import check_merge
-from attnplug.ops.triton.kernels.merging import merge_kernel
+from attnplug.ops.triton.kernels.merging import merge_kernel, merge_rows_kernel
 from attnplug.ops.triton.launch import on_device_of, power_of_two
 
 _KERNEL: Any = merge_kernel
+_ROWS_KERNEL: Any = merge_rows_kernel
 
 # Partials per launch: the compiler unrolls the kernel's loops over them.
 _MAX_PARTIALS = 16
@@ -87,5 +88,29 @@ def _launch(
             head_size,
             rows,
             block_d,
+            num_warps=_NUM_WARPS,
+        )
+
+
+def rows_into(
+    outputs: torch.Tensor,
+    lses: torch.Tensor,
+    starts: torch.Tensor,
+    entries: torch.Tensor,
+    output: torch.Tensor,
+    output_lse: torch.Tensor | None,
+) -> None:
+    """`attnplug.ops.merge_rows` without its checks: one launch. The last dimension of each output is contiguous."""
+    tokens, (heads, head_size) = starts.shape[0] - 1, output.shape[1:]
+    if not tokens or not heads or not head_size:
+        return
+    block_d = power_of_two(head_size)
+    rows = min(max(_TILE // block_d, 1), power_of_two(heads))
+    lse = lses if output_lse is None else output_lse
+    with on_device_of(output):
+        _ROWS_KERNEL[(tokens, -(-heads // rows))](
+            *(outputs, lses, starts, entries, output, lse),
+            *(*outputs.stride()[:2], *lses.stride(), *output.stride()[:2], *lse.stride()),
+            *(heads, head_size, rows, block_d, output_lse is not None),
             num_warps=_NUM_WARPS,
         )

@@ -16,6 +16,7 @@ from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.interface.answers import declared
 from attnplug.core.interface.guarded import describe, guarded_call
+from attnplug.core.prefix_sharing import sharing_refusal
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.measured.comparisons import Measured
@@ -228,6 +229,20 @@ class Decision:
     def chosen(self) -> Candidate | None:
         """The candidate that was chosen."""
         return next((c for c in self.candidates if c.accepted and c.name == self.backend), None)
+
+    @property
+    def prefix_refusal(self) -> str | None:
+        """Why requests cannot read shared prefixes of the layer together; None if they can.
+
+        Raises:
+            NoBackendError, PluginError: as `get_backend_cls`.
+        """
+        return sharing_refusal(self.get_backend_cls(), self.spec, self.device, self.block_size)
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether requests may read shared prefixes of the layer together, in steps where that pays."""
+        return self.prefix_refusal is None
 
     @property
     def members(self) -> dict[Phase, str]:

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.engine_values import Ints
 from attnplug.runtime.batch.placeholders import PlaceholderMap
 from attnplug.runtime.batch.sharded_step import ShardedStep
@@ -57,13 +59,14 @@ def check_current(field: str, stamps: tuple[Stamp, ...]) -> None:
 
 
 class StepMetadata(dict[str, AttentionMetadata]):
-    """The metadata of a step by layer, and the stamps of its batch."""
+    """The metadata of a step by layer, the stamps of its batch, and the layers whose builder attends a prefix once."""
 
-    __slots__ = ("stamps",)
+    __slots__ = ("own_prefix", "stamps")
 
     def __init__(self, metadata: Mapping[str, AttentionMetadata], stamps: tuple[Stamp, ...]) -> None:
         super().__init__(metadata)
         self.stamps = stamps
+        self.own_prefix: set[str] = set()
 
 
 def check_same_step(metadata: Mapping[str, AttentionMetadata], stamps: tuple[Stamp, ...]) -> None:
@@ -80,6 +83,20 @@ class _Made(NamedTuple):
 
     fields: list[Any]
     versions: list[int]
+
+
+class HostRows(NamedTuple):
+    """The requests of a step on the host, of which the tables are views of the builder's own.
+
+    Args:
+        tables: int32 `[G, R, max_blocks]`.
+        computed: int64 `[R]`, computed tokens.
+        scheduled: int64 `[R]`, new tokens.
+    """
+
+    tables: npt.NDArray[np.int32]
+    computed: Ints
+    scheduled: Ints
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -104,6 +121,10 @@ class StepBatch:
             unknown, which counts as 0.
         kv_cache_specs: of each KV group, as given to the builder; empty if unknown.
         sharded: the keys on this rank, under context parallelism; None without.
+        host: the requests on the host, from which a runtime finds shared prefixes; None for a batch made by hand.
+        positions: int64 `[T]` on the host, the position of each token in its sequence: computed tokens, and for a draft
+            its depth in the tree. None for a batch made by hand.
+        trees: by request, the draft trees that the step verifies.
         stamps: the step of the builder, and the contents of a graph's buffers, that it belongs to; a runtime refuses
             it once they have changed. Empty for a batch made by hand.
         made: set by `sealed`.
@@ -123,6 +144,9 @@ class StepBatch:
     kv_cache_specs: tuple[KVCacheSpec, ...] = ()
     sharded: ShardedStep | None = None
     stamps: tuple[Stamp, ...] = ()
+    host: HostRows | None = None
+    positions: Ints | None = None
+    trees: Mapping[str, DraftTree] = dataclasses.field(default_factory=dict)
     made: _Made | None = None
 
     def sealed(self) -> Self:
@@ -170,7 +194,7 @@ _OF_COMMON = operator.attrgetter(
 )
 _OF_BATCH = operator.attrgetter(
     *("common_group", "block_tables", "slot_mappings", "num_slots", "cross_groups", "req_ids", "block_sizes"),
-    *("kv_cache_specs", "sharded"),
+    *("kv_cache_specs", "sharded", "host", "trees"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.runtime.batch.cascade import shared_prefix_lens
+from attnplug.runtime.batch.draft_trees import DraftTree, accepted_tokens, checked_trees
 from attnplug.runtime.batch.engine_values import (
     Counts,
     Ints,
@@ -129,6 +131,7 @@ class StepBatchBuilder(NotCopied):
         check_entries(count * most * width, most, own)
         pool = self.num_blocks, instance("one_pool", one_pool, bool)
         self._requests = RequestRows(groups, most, width, *pool, self.device)
+        self._trees: Mapping[str, DraftTree] = {}
         has = {"encoder_seq_lens": groups.cross, "mm_prefix_spans": mm_prefix, "logits_indices_padded": True}
         inputs = [name for name in has if has[name]]
         self._buffers = StepBuffers(
@@ -255,7 +258,12 @@ class StepBatchBuilder(NotCopied):
         self._buffers.serial.advance("swap_states")
         self._requests.swap(i, j)
 
-    def step(self, num_scheduled_tokens: Counts = 1, num_logits: Counts | None = None) -> StepBatch:
+    def step(
+        self,
+        num_scheduled_tokens: Counts = 1,
+        num_logits: Counts | None = None,
+        trees: Mapping[str, Sequence[int]] | None = None,
+    ) -> StepBatch:
         """The batch that runs the scheduled tokens of every request.
 
         Each request in flight is in the batch. One without scheduled tokens has a query of length 0 and no rows.
@@ -267,12 +275,16 @@ class StepBatchBuilder(NotCopied):
             num_logits: the tokens at each request's end whose logits are wanted, in the same form: 0 for a prompt
                 that later steps complete, 1 to draw a token, more to verify drafts. Their rows are the batch's
                 `logits_indices_padded`. None leaves it out; layers of fast prefill then compute all tokens.
+            trees: by request, the parent of each of its scheduled tokens, which are then a tree of drafts: -1 for a token
+                that follows the computed ones, else the number of an earlier token. Each token sees the computed ones,
+                its ancestors and itself. `StepBatch.positions` has the positions of all tokens.
 
         Raises:
             BatchError: a mapping names a request that is not in flight; a sequence has counts of another number of
                 requests; counts are negative; there are too many tokens; more logits than tokens are wanted; a
                 sequence is longer than max_model_len; a request has no pages for its tokens, or null blocks among
-                them; a multimodal span is split.
+                them; a multimodal span is split. A tree is of another size than its scheduled tokens, or has a
+                parent that is not before its node. Ranks share the tokens of a tree.
         """
         requests, names = self._requests, self.req_ids
         reqs = len(names)
@@ -283,6 +295,12 @@ class StepBatchBuilder(NotCopied):
         wanted = None if num_logits is None else counts_of("num_logits", num_logits, names)
         if wanted is not None:
             check_at_most("num_logits", wanted, scheduled, names, "scheduled tokens")
+        drafts = None if trees is None else checked_trees(trees, names, scheduled)
+        if drafts and (self.sharded_groups or self._mm_prefix is not None):
+            limit = "cannot be verified: " + (
+                "ranks share the tokens" if self.sharded_groups else "layers have mm_prefix"
+            )
+            raise BatchError("trees", sorted(drafts), limit, "verify drafts as a chain, without trees")
         if self._mm_prefix is not None and requests.placeholders:
             for row in requests.with_placeholders(scheduled):
                 tokens_of = int(computed[row]), int(scheduled[row])
@@ -294,6 +312,7 @@ class StepBatchBuilder(NotCopied):
             scheduled, lengths = scheduled[order], lengths[order]
             wanted = None if wanted is None else wanted[order]
         stepped, unwritten = requests.begin(scheduled, ordered), None
+        self._trees = drafts or {}
         tables, values = requests.tables[:, :reqs], dict[str, Ints]()
         shared = shared_prefix_lens(tables, self.block_sizes, computed, self._cascade_groups)
         if self.cross_groups:
@@ -314,22 +333,28 @@ class StepBatchBuilder(NotCopied):
             wanted=wanted,
             order=order,
             shared=shared,
+            trees=drafts,
         )
 
     def finish_step(self, accepted: Counts | None = None) -> None:
         """Count the last step's tokens as computed: all, or only the accepted speculative ones.
 
         If requests were added, removed or swapped since the step, `accepted` must be a mapping by request. A mapping
-        may leave out the requests that ran 0 tokens.
+        may leave out the requests that ran 0 tokens. For a request with a tree, it has the last node of the accepted
+        path, or -1 for none. `AttentionRuntime.keep_path` comes first, because the path's keys are among those of others.
 
         Raises:
             BatchError: no step was begun, counts of another number of requests, or more tokens are
-                accepted than scheduled.
+                accepted than scheduled. A tree has no node, or the keys of its path were not moved.
         """
         requests, names = self._requests, self.req_ids
         if requests.stepped is None:
             raise BatchError("step", None, "is required before finish_step, once for each")
         scheduled = counts = requests.scheduled[: len(names)]
+        if self._trees:
+            in_flight = {name: tree for name, tree in self._trees.items() if name in set(names)}
+            tokens = accepted_tokens(in_flight, accepted)
+            accepted = {**cast("Mapping[str, int]", accepted), **tokens}
         if accepted is not None:
             # A plain sequence is in the order of the step, which these requests no longer have.
             if not isinstance(accepted, (Mapping, int)) and requests.stepped != tuple(names):

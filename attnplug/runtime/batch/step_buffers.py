@@ -18,13 +18,14 @@ from attnplug.core.kv_cache_spec import MLAAttentionSpec
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.core.selection import Selection
 from attnplug.ops.buffers import StagingRing
+from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.engine_values import Ints
 from attnplug.runtime.batch.kv_groups import KVGroups
 from attnplug.runtime.batch.placeholders import MMPrefix, Span, map_placeholders
 from attnplug.runtime.batch.request_rows import RequestRows
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.staging import StepStaging
-from attnplug.runtime.batch.step_batch import StepBatch, StepSerial
+from attnplug.runtime.batch.step_batch import HostRows, StepBatch, StepSerial
 
 
 class SlotMappings(NotCopied):
@@ -157,6 +158,7 @@ class StepBuffers(NotCopied):
         wanted: Ints | None = None,
         order: Ints | None = None,
         shared: tuple[int, ...] = (),
+        trees: Mapping[str, DraftTree] | None = None,
     ) -> StepBatch:
         """The batch of a step.
 
@@ -175,6 +177,7 @@ class StepBuffers(NotCopied):
             wanted: of each request, the tokens at its end whose logits are wanted; None without.
             order: see StepBatch.
             shared: see StepBatch.
+            trees: see StepBatch; None without.
         """
         requests, groups, reqs = self._requests, self._requests.groups, len(names)
         staging: StepStaging = self._ring.acquire()
@@ -245,4 +248,10 @@ class StepBuffers(NotCopied):
         self._ring.release()
         own_groups = groups.cross, names, groups.block_sizes, maps, order, shared, groups.specs
         stamps = (self.serial.advance("step"),)
-        return StepBatch(common, first, tables, slots_sent, counts, *own_groups, sharded, stamps).sealed()
+        host = HostRows(requests.tables[:, :reqs], computed.copy(), scheduled)
+        places = positions.copy()
+        for name, tree in (trees or {}).items():
+            row = names.index(name)
+            places[starts[row] : starts[row + 1]] = computed[row] + tree.depths
+        parts = sharded, stamps, host, places, trees or {}
+        return StepBatch(common, first, tables, slots_sent, counts, *own_groups, *parts).sealed()

@@ -206,10 +206,11 @@ def build_attn_metadata(
 
     Raises:
         BatchError: the batch is out of date, or has another number of KV groups, or other cross groups; a draft step is
-            captured.
+            captured. A group of decoder tokens is to attend a draft tree, which only a runtime's forward does.
         BackendFaultError: a builder gave no metadata.
     """
     check_groups(batch, kv_cache_config)
+    _refuse_trees(builders, batch)
     if for_capture and draft_index is not None:
         remedy = "capture without it: the graph serves draft steps too"
         raise BatchError("draft_index", draft_index, "is not for captures", remedy)
@@ -250,8 +251,16 @@ def build_attn_metadata(
                 made = build_step(group, commons[where], draft_index, prefix)
             if not prefix:
                 built[twin] = made
+        if prefix:
+            metadata.own_prefix.update(group.layer_names)
         metadata.update(dict.fromkeys(group.layer_names, made))
     return metadata
+
+
+def _refuse_trees(builders: Sequence[AttentionGroup], batch: StepBatch) -> None:
+    if batch.trees and any(group.kv_cache_group_id not in batch.cross_groups for group in builders):
+        remedy = "begin the step by runtime.begin_step(batch), without metadata"
+        raise BatchError("batch.trees", sorted(batch.trees), "have no metadata of one builder", remedy)
 
 
 def _causal(group: AttentionGroup, batch: StepBatch) -> bool | None:

@@ -13,6 +13,7 @@ from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.batch.step_batch import StepBatch, check_same_step
 from attnplug.runtime.steps.attention_groups import AttentionGroup, build_attn_metadata, build_step
+from attnplug.runtime.steps.prefix_sharing import PrefixSharing, SharedStep
 
 
 class LayerStep(NamedTuple):
@@ -22,11 +23,13 @@ class LayerStep(NamedTuple):
         metadata: from the layer's builder; None for a layer of fast prefill in a step that wants no logits.
         tokens: the number of queries.
         keys: the number of keys that a call must pass; 0 if only the device has it.
+        shared: the calls of a step that reads prefixes together or verifies trees; None for a plain one.
     """
 
     metadata: AttentionMetadata | None
     tokens: int
     keys: int
+    shared: SharedStep | None = None
 
 
 def paged_steps(
@@ -35,6 +38,7 @@ def paged_steps(
     config: KVCacheConfig,
     metadata: Mapping[str, AttentionMetadata] | None,
     draft_index: int | None,
+    sharing: PrefixSharing,
 ) -> dict[str, LayerStep]:
     """The parts of the layers with pages.
 
@@ -44,16 +48,25 @@ def paged_steps(
         config: the KV groups.
         metadata: by layer, if it was already built.
         draft_index: of a draft step; None for others.
+        sharing: finds the prefixes that requests share. Draft steps and steps with `metadata` are plain.
 
     Raises:
-        BatchError: see `build_attn_metadata`; or a layer has no metadata, and its output would stay unwritten.
+        BatchError: see `build_attn_metadata`; or a layer has no metadata, and its output would stay unwritten. A layer
+            cannot verify the trees of the step.
     """
     # Builders of fast prefill never see a step without tokens.
     wanted = None if draft_index is not None else batch.common.num_logits_indices
     served = [group for group in groups if not (group.fast_prefill and wanted == 0)]
+    if batch.trees:
+        sharing.check_trees(batch, metadata is not None or draft_index is not None)
+        served = [group for group in served if group.kv_cache_group_id in batch.cross_groups]
+    shared: dict[str, SharedStep] = {}
     if metadata is None:
         built: Mapping[str, AttentionMetadata]
-        built = build_attn_metadata(served, batch, config, draft_index=draft_index)
+        built = own = build_attn_metadata(served, batch, config, draft_index=draft_index)
+        # A batch that was changed by hand may have other requests than its builder's tables.
+        if draft_index is None and batch.is_as_made:
+            shared = sharing.begin(batch, getattr(own, "own_prefix", ()))
     else:
         check_same_step(metadata, batch.stamps)
         built = _built(metadata, served)
@@ -62,7 +75,12 @@ def paged_steps(
         tokens, written = batch.common.num_actual_tokens, batch.num_slots[group.kv_cache_group_id]
         if group.fast_prefill and wanted is not None:
             tokens = wanted
-        steps.update({name: LayerStep(built.get(name), tokens, written) for name in group.layer_names})
+        steps.update(
+            {
+                name: LayerStep(built.get(name), tokens, written, shared.get(name))
+                for name in group.layer_names
+            }
+        )
     return steps
 
 

@@ -45,7 +45,7 @@ from attnplug.testing.conformance.numbers import (
     sparse_selections,
 )
 from attnplug.testing.conformance.process import lightness, process_memory, process_state
-from attnplug.testing.conformance.serving import context_parallel, gpu, runtimes, serving
+from attnplug.testing.conformance.serving import context_parallel, forests, gpu, runtimes, serving
 from attnplug.testing.conformance.target import Target, latent_dims, layer_fields
 
 GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
@@ -96,6 +96,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     merging.checks: True,
     context_parallel.checks: True,
     context_parallel.rank_checks: False,
+    forests.checks: False,
     runtimes.checks: True,
     gpu.checks: True,
     gpu.graph_checks: True,

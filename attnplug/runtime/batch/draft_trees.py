@@ -1,0 +1,106 @@
+"""Trees of draft tokens, which one step verifies: each node sees its ancestors, and no other node."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from attnplug.core.arguments import instance, integer, integers
+from attnplug.core.errors import BatchError
+from attnplug.runtime.batch.engine_values import Ints
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class DraftTree:
+    """The new tokens of one request, as a tree.
+
+    Args:
+        parents: int64 `[n]`, the node before each node; -1 for one that follows the computed tokens.
+        depths: int64 `[n]`, the nodes before each node on its path.
+        kept: the node whose path `AttentionRuntime.keep_path` has moved behind the computed tokens; None before.
+    """
+
+    parents: Ints
+    depths: Ints
+    kept: int | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of nodes."""
+        return int(self.parents.size)
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the first to `node`, itself included; empty for -1."""
+        found = []
+        while node >= 0:
+            found.append(node)
+            node = int(self.parents[node])
+        return found[::-1]
+
+    def paths(self) -> list[list[int]]:
+        """The path of each node."""
+        found: list[list[int]] = []
+        for node, parent in enumerate(self.parents.tolist()):
+            found.append([*(found[parent] if parent >= 0 else ()), node])
+        return found
+
+    def is_in_place(self, node: int) -> bool:
+        """Whether the path of `node` is the first nodes in their order, so that nothing need be moved."""
+        return int(self.depths[node]) == node if node >= 0 else True
+
+
+def checked_trees(
+    trees: Mapping[str, Sequence[int]], names: Collection[str], scheduled: Ints
+) -> dict[str, DraftTree]:
+    """The trees of a step by request.
+
+    Raises:
+        BatchError: no mapping of requests in flight to parents; a tree without nodes, or of another size than the
+            scheduled tokens; a parent that is not an earlier node.
+    """
+    instance("trees", trees, Mapping)  # type: ignore[type-abstract]
+    if unknown := trees.keys() - set(names):
+        raise BatchError("trees", sorted(unknown, key=str), "are not in flight")
+    made = {}
+    for name, count in zip(names, scheduled.tolist(), strict=True):
+        if name not in trees:
+            continue
+        field = f"trees[{name!r}]"
+        parents = integers(field, trees[name])
+        if len(parents) != count or not parents:
+            limit = f"nodes must be the {count} scheduled tokens of the request, at least one"
+            raise BatchError(field, len(parents), limit, "schedule one token for each node")
+        depths = np.zeros(count, dtype=np.int64)
+        for node, parent in enumerate(parents):
+            if not -1 <= parent < node:
+                limit = f"must be in -1 .. {node - 1}, the nodes before it"
+                raise BatchError(f"{field}[{node}]", parent, limit, "order nodes from the first level on")
+            depths[node] = depths[parent] + 1 if parent >= 0 else 0
+        made[name] = DraftTree(np.array(parents, dtype=np.int64), depths)
+    return made
+
+
+def accepted_tokens(trees: Mapping[str, DraftTree], accepted: object) -> dict[str, int]:
+    """The tokens that each request with a tree keeps, from the last node of its path; -1 keeps none.
+
+    Raises:
+        BatchError: no mapping; a tree without a node; a node that is not in its tree, or whose path was not moved.
+    """
+    if not isinstance(accepted, Mapping):
+        limit = "must be a mapping with a node for each tree: the step has trees"
+        raise BatchError("accepted", accepted, limit, "give the last node of each accepted path, or -1")
+    counts = {}
+    for name, tree in trees.items():
+        field = f"accepted[{name!r}]"
+        if name not in accepted:
+            raise BatchError(field, None, "must name a node of the request's tree", "give -1 for none")
+        node = integer(field, accepted[name])
+        if not -1 <= node < tree.size:
+            raise BatchError(field, node, f"must be in -1 .. {tree.size - 1}, the nodes of its tree")
+        if not tree.is_in_place(node) and tree.kept != node:
+            limit = "is a node whose keys are not behind the computed tokens"
+            raise BatchError(field, node, limit, "call runtime.keep_path(batch, accepted) first")
+        counts[name] = len(tree.path(node))
+    return counts

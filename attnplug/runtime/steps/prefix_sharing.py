@@ -1,0 +1,314 @@
+"""Steps whose requests read shared prefixes together, or verify trees of drafts: found, built and run by layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from attnplug._system.one_commit import NotCopied
+from attnplug.core.config import BuilderConfig
+from attnplug.core.errors import BatchError
+from attnplug.core.kv_cache_spec import CrossAttentionSpec
+from attnplug.core.metadata import AttentionMetadata
+from attnplug.core.prefix_sharing import sharing_refusal, tree_refusal
+from attnplug.ops.checks import pages_of
+from attnplug.ops.gather import slots_into
+from attnplug.ops.merging import rows_into
+from attnplug.registry.selection.decision import Decision
+from attnplug.runtime.batch.draft_trees import DraftTree
+from attnplug.runtime.batch.forest import Forest, Reach, find_forest, may_share, reach_of
+from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices, prices_of
+from attnplug.runtime.batch.step_batch import HostRows, StepBatch
+from attnplug.runtime.steps.attention_groups import AttentionGroup
+from attnplug.runtime.steps.forest_parts import (
+    Rows,
+    merge_lists,
+    node_rows,
+    piece_rows,
+    rest_rows,
+    to_device,
+)
+from attnplug.runtime.steps.runtime_layer import RuntimeLayer
+from attnplug.runtime.steps.twin_layers import TwinLayers, Twins
+
+
+class _Part(NamedTuple):
+    """One ordinary call: the twins, their metadata, the step's rows (None for all), and the slots of keys."""
+
+    twins: Twins
+    metadata: AttentionMetadata
+    rows: torch.Tensor | None
+    num_rows: int
+    slots: torch.Tensor | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class SharedStep:
+    """A step of some layers as ordinary calls, and the lists that merge their rows.
+
+    Args:
+        parts: the calls.
+        slots: int64, where the step's new keys are written.
+        starts: int32 `[T + 1]`, see `attnplug.ops.merge_rows`.
+        entries: int32, likewise.
+    """
+
+    parts: tuple[_Part, ...]
+    slots: torch.Tensor
+    starts: torch.Tensor
+    entries: torch.Tensor
+
+    def refuse_scales(self, layer_name: str, scales: Mapping[str, object]) -> None:
+        """BatchError for the quantisation of an output, which no merge of parts does."""
+        limit = f"of layer {layer_name} must be None: a step with trees merges outputs that are not quantised"
+        raise BatchError(next(iter(scales)), "given", limit, "quantise the output after attention")
+
+    def forward(
+        self,
+        layer: RuntimeLayer,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        output: torch.Tensor,
+        output_lse: torch.Tensor | None,
+    ) -> None:
+        """Write the new K and V, attend all parts, and merge them. Arguments as `AttentionRuntime.forward`."""
+        cache = layer.kv_cache
+        if key is not None and value is not None and cache is not None and layer.target is None:
+            layer.impl.update_kv_cache(layer, key, value, cache, self.slots)
+        count = sum(part.num_rows for part in self.parts)
+        outs = output.new_empty((count, *output.shape[1:]))
+        lses = torch.empty((count, outs.shape[1]), dtype=torch.float32, device=outs.device)
+        begin = 0
+        for part in self.parts:
+            rows = slice(begin, begin + part.num_rows)
+            begin += part.num_rows
+            own = query[: part.num_rows] if part.rows is None else query.index_select(0, part.rows)
+            keys: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+            pages = cache
+            if part.slots is not None and cache is not None:
+                keys, pages = _keys_of(layer, cache, part.slots), None
+            call = layer if part.slots is None else None, own, *keys, pages, part.metadata, outs[rows]
+            part.twins.impls[layer.name].attend(*call, output_lse=lses[rows])
+        if output.stride(-1) == 1:
+            rows_into(outs, lses, self.starts, self.entries, output, output_lse)
+            return
+        whole = torch.empty_like(output, memory_format=torch.contiguous_format)
+        rows_into(outs, lses, self.starts, self.entries, whole, output_lse)
+        tokens = self.starts.shape[0] - 1
+        output[:tokens] = whole[:tokens]
+
+
+def _keys_of(
+    layer: RuntimeLayer, cache: torch.Tensor, slots: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the slots, of the layer's dtype."""
+    k, v = pages_of(layer.impl.backend, cache, layer.spec)
+    dtype = getattr(torch, layer.spec.dtype)
+    pairs = ((k, layer._k_scale_float), (v, layer._v_scale_float))
+    key, value = (
+        slots_into(
+            pages, slots, torch.empty((slots.shape[0], *pages.shape[2:]), dtype=dtype, device=slots.device), s
+        )
+        for pages, s in pairs
+    )
+    return key, value
+
+
+class _Layers(NamedTuple):
+    """The layers of an attention group with one window, as they can share."""
+
+    group: AttentionGroup
+    names: tuple[str, ...]
+    left: int
+    chunk: int | None
+    prices: LayerPrices | None
+    refusal: str | None
+    tree_refusal: str | None
+    twins: TwinLayers
+
+
+class PrefixSharing(NotCopied):
+    """The layers of a runtime whose requests may read a prefix together, in the steps where that pays.
+
+    Args:
+        groups: the builders of the layers with pages.
+        layers: all layers by name.
+        decisions: of all layers.
+        config: the limits of a step.
+        device: of the layers.
+        prices: of all layers; True for those of each backend on the device, and False shares nothing.
+        sharded: layers whose tokens ranks share.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        layers: Mapping[str, RuntimeLayer],
+        decisions: Mapping[str, Decision],
+        config: BuilderConfig,
+        device: torch.device,
+        prices: SharingPrices | bool,
+        sharded: Collection[str] = (),
+    ) -> None:
+        self._device, self._config = device, config
+        self._layers: list[_Layers] = []
+        self.notes: tuple[str, ...] = ()
+        """Of the last step: for each group of layers, what was shared, or why nothing was."""
+        for group in groups:
+            by_window: dict[tuple[int, int | None, tuple[str | None, str | None]], list[str]] = {}
+            for name in group.layer_names:
+                spec = layers[name].spec
+                asked = group.backend, spec, decisions[name].device, group.kv_cache_spec.block_size
+                reason = _place_refusal(name in sharded, group.fast_prefill)
+                refusals = reason or sharing_refusal(*asked), reason or tree_refusal(*asked)
+                by_window.setdefault((spec.window[0], spec.chunk_size, refusals), []).append(name)
+            for (left, chunk, refusals), names in by_window.items():
+                heads = layers[names[0]].spec.num_heads
+                own = prices_of(device, group.backend.get_name()) if prices is True else prices
+                priced = LayerPrices.of(own, heads, group.kv_cache_spec) if own else None
+                twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
+                self._layers.append(_Layers(group, tuple(names), left, chunk, priced, *refusals, twins))
+
+    def close(self) -> None:
+        """Release the twins of the layers."""
+        self._layers.clear()
+
+    @property
+    def tree_refusal(self) -> str | None:
+        """The first layer that cannot verify trees, and why; None if all can. Cross attention sees no drafts."""
+        for each in self._layers:
+            if each.tree_refusal is not None and not isinstance(each.group.kv_cache_spec, CrossAttentionSpec):
+                return f"layer {each.names[0]}: {each.tree_refusal}"
+        return None
+
+    def check_trees(self, batch: StepBatch, is_given: bool) -> None:
+        """BatchError if a layer cannot verify the trees of a step, or the batch or its metadata `is_given` by hand."""
+        found = sorted(batch.trees)
+        if is_given or not batch.is_as_made:
+            limit = "cannot be verified in a draft step, with metadata, or by a batch that was changed"
+            raise BatchError(
+                "batch.trees", found, limit, "begin the step with the batch of step(trees=...) alone"
+            )
+        if self.tree_refusal is not None:
+            limit = f"cannot be verified by {self.tree_refusal}"
+            raise BatchError("batch.trees", found, limit, "verify drafts as a chain")
+
+    def begin(self, batch: StepBatch, own_prefix: Collection[str]) -> dict[str, SharedStep]:
+        """The shared steps by layer; the other layers run plainly.
+
+        Args:
+            batch: the step.
+            own_prefix: the layers whose builder attends a prefix by a kernel of its own.
+        """
+        host, notes, steps = batch.host, list[str](), dict[str, SharedStep]()
+        found: dict[tuple[object, ...], Forest | str] = {}
+        for each in self._layers:
+            at = each.group.kv_cache_group_id
+            if at in batch.cross_groups or host is None or not host.scheduled.any():
+                continue
+            where = f"KV group {at}, {each.group.backend.get_name()}"
+            trees = {batch.req_ids.index(name): tree for name, tree in batch.trees.items()}
+            forest: Forest | str
+            if each.names[0] in own_prefix:
+                forest = "the backend attends the prefix of all requests by its own kernel"
+            else:
+                key = at, each.left, each.chunk, each.prices, each.refusal
+                if key not in found:
+                    found[key] = self._find(batch, host, each, trees)
+                forest = found[key]
+            notes.append(_note(where, forest, len(trees)))
+            if trees or not isinstance(forest, str):
+                nodes = None if isinstance(forest, str) else forest
+                steps.update(dict.fromkeys(each.names, self._build(batch, host, each, nodes, trees)))
+        self.notes = tuple(notes)
+        return steps
+
+    def _find(
+        self, batch: StepBatch, host: HostRows, each: _Layers, trees: Mapping[int, DraftTree]
+    ) -> Forest | str:
+        """The nodes of a step that are worth their calls, or why there are none."""
+        if each.refusal is not None:
+            return each.refusal
+        if each.prices is None:
+            return "no prices of shared prefixes are known; give prefix_sharing=SharingPrices(...)"
+        at, prices = each.group.kv_cache_group_id, each.prices
+        table = host.tables[at]
+        is_plain = each.left < 0 and each.chunk is None
+        if table.shape[0] < 2 or (is_plain and not may_share(table)):
+            return "no blocks are shared"
+        size = batch.block_sizes[at]
+        reach = _reach(host, size, each, trees)
+        forest = find_forest(table, size, host.scheduled, reach, prices.saved)
+        if forest is None:
+            return "no shared blocks are worth a call of their own"
+        tokens = int(host.scheduled.sum())
+        plain = prices.plain(int((host.computed + host.scheduled).sum()))
+        saved = forest.saved - (tokens * prices.merge if prices.safety else 0)
+        if not prices.pays(saved, plain):
+            return f"shared blocks would save {saved * 1e6:.0f} us, too little for further calls"
+        return forest
+
+    def _build(
+        self,
+        batch: StepBatch,
+        host: HostRows,
+        each: _Layers,
+        forest: Forest | None,
+        trees: dict[int, DraftTree],
+    ) -> SharedStep:
+        at = each.group.kv_cache_group_id
+        table, size = host.tables[at], batch.block_sizes[at]
+        reach = _reach(host, size, each, trees)
+        is_tree = np.zeros(host.scheduled.size, dtype=bool)
+        is_tree[list(trees)] = True
+        kept = reach.first * is_tree if forest is None else forest.kept
+        nodes = [] if forest is None else forest.nodes
+        made: list[tuple[Twins, Rows]] = []
+        rest = rest_rows(host, table, size, kept, is_tree)
+        if rest.rows.size:
+            made.append((each.twins.rest(), rest))
+        pieces = piece_rows(host, table, size, nodes, kept, trees)
+        if pieces is not None:
+            made.append((each.twins.pieces(), pieces))
+        if trees:
+            rows = node_rows(host, table, size, reach.first, trees, each.left, each.chunk)
+            made.append((each.twins.nodes(), rows))
+        # Without trees the rest has all rows in their order.
+        parts = tuple(self._part(twins, rows, not trees and rows is rest) for twins, rows in made)
+        tokens = batch.common.num_actual_tokens
+        starts, entries = merge_lists([rows for _, rows in made], tokens)
+        sent = to_device(starts, self._device), to_device(entries, self._device)
+        return SharedStep(parts, batch.of_group(at)[1], *sent)
+
+    def _part(self, twins: Twins, rows: Rows, whole: bool) -> _Part:
+        slots = None if rows.slots is None else to_device(rows.slots, self._device)
+        taken = None if whole else to_device(rows.rows, self._device)
+        return _Part(twins, twins.build(rows), taken, int(rows.rows.size), slots)
+
+
+def _note(where: str, forest: Forest | str, trees: int) -> str:
+    where += f": trees of {trees} requests; " if trees else ": "
+    if isinstance(forest, str):
+        return f"{where}plain, {forest}"
+    readers = sum(node.readers.size for node in forest.nodes)
+    return f"{where}{len(forest.nodes)} shared prefixes with {readers} readers"
+
+
+def _place_refusal(is_sharded: bool, is_fast: bool) -> str | None:
+    if is_sharded:
+        return "context parallelism: a rank has a part of each prefix"
+    return "fast prefill: a step computes some rows only" if is_fast else None
+
+
+def _reach(host: HostRows, size: int, each: _Layers, trees: Mapping[int, DraftTree]) -> Reach:
+    if not trees:
+        return reach_of(host.computed, host.scheduled, size, each.left, each.chunk)
+    spans, is_tree = host.scheduled.copy(), np.zeros(host.scheduled.size, dtype=bool)
+    for request, tree in trees.items():
+        spans[request], is_tree[request] = int(tree.depths.max()) + 1, True
+    return reach_of(host.computed, spans, size, each.left, each.chunk, is_tree)
