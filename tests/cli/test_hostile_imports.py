@@ -83,7 +83,11 @@ def attnplug(tmp_path):
         kept = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
         home = {"PYTHONPATH": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
         # Each backend that doctor imports costs a process.
-        home |= {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flash_mla,flashinfer,triton"} if "doctor" in arguments else {}
+        home |= (
+            {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flash_mla,flashinfer,triton"}
+            if "doctor" in arguments
+            else {}
+        )
         child = subprocess.Popen(
             [sys.executable, "-m", "attnplug", *arguments],
             stdin=subprocess.DEVNULL,

@@ -128,7 +128,9 @@ COMMANDS = [
 )
 def test_no_command_prints_what_controls_a_terminal(command: list[str], hostile_site: Path) -> None:
     # Doctor starts a process for each backend, and those of kernel libraries print nothing of a plugin.
-    more = {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flash_mla,flashinfer,triton"} if command[0] == "doctor" else {}
+    more = (
+        {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flash_mla,flashinfer,triton"} if command[0] == "doctor" else {}
+    )
     text = run(hostile_site, *command, **more).decode()
     assert not (found := UNSAFE.search(text)), text[max(0, found.start() - 80) : found.end() + 40].encode()
 

@@ -250,7 +250,7 @@ def test_an_address_opens_the_answer_for_a_model(open_page: Any, models_data: An
     sentence = page.tab.locator("#sentence").inner_text()
     assert (
         sentence
-        == "On an H100 with a bfloat16 cache, deepseek-v3 runs on FLASH_ATTN_4 in prefill and FLASHINFER in decode."
+        == "On an H100 with a bfloat16 cache, deepseek-v3 runs on FLASH_ATTN_4 in prefill and FLASH_MLA in decode."
     )
     assert page.tab.get_by_role("img").count() == 2
     assert page.tab.locator("#overview").is_hidden()

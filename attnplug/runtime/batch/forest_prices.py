@@ -46,20 +46,13 @@ class SharingPrices:
         return cls(bandwidth=1.0, reread=1.0, products=1.0, calls=0.0, margin=0.0, safety=0.0)
 
 
-# Fitted to seven cells of TRITON on one H100 (32 heads over 8 of 128 elements, bfloat16): 43 to 1,689 us of plain time.
-# `calls` has the host's time of calls outside of a graph.
-_SM90 = SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=6e-5)
 # Fitted to ten cells of TORCH on one core of a CPU (8 heads over 2 of 64 elements, float32): 1.6 to 28 ms of plain time.
 _CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 
 
 def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     """The prices of a backend on a device; None if nobody has measured them, so that nothing is shared there."""
-    if device.type == "cpu":
-        return _CPU if backend == "TORCH" else None
-    if device.type == "cuda" and torch.version.hip is None and backend == "TRITON":
-        return _SM90 if torch.cuda.get_device_capability(device) == (9, 0) else None
-    return None
+    return _CPU if device.type == "cpu" and backend == "TORCH" else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

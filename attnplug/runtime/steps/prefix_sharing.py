@@ -92,8 +92,9 @@ class SharedStep:
             pages = cache
             if part.slots is not None and cache is not None:
                 keys, pages = _keys_of(layer, cache, part.slots), None
-            call = layer if part.slots is None else None, own, *keys, pages, part.metadata, outs[rows]
-            part.twins.impls[layer.name].attend(*call, output_lse=lses[rows])
+            key, value = keys
+            owner, impl = layer if part.slots is None else None, part.twins.impls[layer.name]
+            impl.attend(owner, own, key, value, pages, part.metadata, outs[rows], output_lse=lses[rows])
         if output.stride(-1) == 1:
             rows_into(outs, lses, self.starts, self.entries, output, output_lse)
             return

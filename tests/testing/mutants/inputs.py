@@ -235,7 +235,7 @@ scales("cache/scales-of-layer-fp8", FP8, "scales given to from_spec used", reads
 
 
 # The engine draws whether a case's scales are numbers or tensors: numbers in this one.
-@scales("cache/scales-of-tensors-fp8", FP8.replace("fp8", "fp8_e5m2"), "scales taken as 1")
+@scales("cache/scales-of-tensors-fp8", FP8.replace("fp8", "fp8_e4m3"), "scales taken as 1")
 def reads_numbers_only(right, self, layer, stored):
     """Takes a scale in a tensor for 1 where it reads and writes."""
     if layer is None and isinstance(self.tensors.k_scale, torch.Tensor) and stored.itemsize == 1:

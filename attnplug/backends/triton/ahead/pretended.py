@@ -133,6 +133,9 @@ class _OnHost(TorchFunctionMode):
         result = func(*args, **named)
         if asked is None or not isinstance(result, torch.Tensor):
             return result
+        if asked.type == "cuda" and func in _MOVES and result.data_ptr() == args[0].data_ptr():
+            # Memory of numpy may begin anywhere, and on a GPU each tensor of its own begins at whole 512 bytes.
+            result = result.clone()
         return result.as_subclass(PretendedTensor if asked.type == "cuda" else torch.Tensor)
 
 

@@ -128,7 +128,7 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
             *("correct/mixed-h4x2-d64-float32-b16-NHD", "correct/mixed-h4x[12]-d*-float32-b*-NHD"),
             *(f"batch/{name}-*" for name in ("alone", "order", "idle", "nobody", "pieces", "cross")),
             *(f"declared/feature-{name}" for name in ("direct_kv", "cross", "encoder", "invariance")),
-            *("invariance/*", *_correct("invariance_*")),
+            *("invariance/*", "forest/*", "tree/*", *_correct("invariance_*")),
             *("declared/phase-*", "declared/attn_type-*"),
         ),
         ("direct_kv", "cross", "encoder", "invariance"),
