@@ -8,6 +8,7 @@ import enum
 import functools
 import sys
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -109,6 +110,16 @@ def _from(names: Iterable[str], incomplete: str) -> list[str]:
 
 _choice = functools.partial(typer.Option, rich_help_panel="Which backends")
 
+ConfigPath: TypeAlias = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG",
+        help="A Hugging Face config.json, its folder, or a hub name whose file is in the local cache.",
+    ),
+]
+TensorParallel: TypeAlias = Annotated[
+    int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
+]
 DeviceText: TypeAlias = Annotated[
     str,
     typer.Option(

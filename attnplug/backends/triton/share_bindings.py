@@ -165,7 +165,8 @@ def bind_shares(
     merges = merge(32, 32, 4), merge(128, 32, 4), merge(1, 256, 1)
     if fixed:
         # One warp folds the splits of a row one after the other, whatever their number.
-        merges = merge(32, 64, 1), merge(32, 64, 1), merge(16, 128, 1)
+        few = merge(32, 64, 1)
+        merges = few, few, merge(16, 128, 1)
     plan = SharesPlan(
         tile=launch.block_n,
         programs=max(gpu.multiprocessors * launch.waves // spec.num_kv_heads, 1),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -17,6 +16,7 @@ from attnplug.cli.arguments import (
     AssumedVersions,
     BackendRules,
     BlockSize,
+    ConfigPath,
     DeviceText,
     KVCacheDtype,
     ModelDtype,
@@ -24,6 +24,7 @@ from attnplug.cli.arguments import (
     OptionTexts,
     PhaseChoice,
     Quiet,
+    TensorParallel,
     TunedFile,
     settings,
 )
@@ -61,21 +62,13 @@ _DTYPE_CODES = frozenset({"dtype", "kv_cache_dtype"})
 
 
 def select(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A Hugging Face config.json, its folder, or a hub name whose file is in the local cache.",
-        ),
-    ],
+    config: ConfigPath,
     device: DeviceText = "current",
     client: Annotated[
         Client,
         typer.Option("--for", help="The program that runs the model: an engine with pages, or transformers."),
     ] = Client.ENGINE,
-    tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
-    ] = 1,
+    tp: TensorParallel = 1,
     dtype: ModelDtype = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,

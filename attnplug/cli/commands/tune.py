@@ -15,10 +15,12 @@ import typer
 from attnplug.cli.arguments import (
     AsJson,
     BlockSize,
+    ConfigPath,
     DeviceText,
     KVCacheDtype,
     ModelDtype,
     Quiet,
+    TensorParallel,
     complete_backends,
 )
 from attnplug.cli.output.output import check_output, print_json
@@ -39,13 +41,7 @@ _out = functools.partial(typer.Option, rich_help_panel="Output")
 
 
 def tune(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A Hugging Face config.json, its folder, or a hub name whose file is in the local cache.",
-        ),
-    ],
+    config: ConfigPath,
     device: DeviceText = "current",
     workload: Annotated[
         str | None,
@@ -78,9 +74,7 @@ def tune(
             help="Stop after this time, such as 300s or 5m; a cell that has begun is finished.",
         ),
     ] = None,
-    tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
-    ] = 1,
+    tp: TensorParallel = 1,
     dtype: ModelDtype = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,

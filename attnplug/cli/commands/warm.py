@@ -11,11 +11,13 @@ import typer
 from attnplug.cli.arguments import (
     BackendRules,
     BlockSize,
+    ConfigPath,
     DeviceText,
     KVCacheDtype,
     ModelDtype,
     OptionTexts,
     Quiet,
+    TensorParallel,
     jobs_option,
 )
 from attnplug.cli.commands.matrix_compile import check_compiler
@@ -34,17 +36,9 @@ _BLOCKS = 4
 
 
 def warm(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG",
-            help="A Hugging Face config.json, its folder, or a hub name whose file is in the local cache.",
-        ),
-    ],
+    config: ConfigPath,
     device: DeviceText = "current",
-    tp: Annotated[
-        int, typer.Option("--tp", "--tensor-parallel-size", min=1, metavar="N", help="Tensor-parallel size.")
-    ] = 1,
+    tp: TensorParallel = 1,
     dtype: ModelDtype = None,
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,

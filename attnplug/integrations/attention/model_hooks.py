@@ -35,8 +35,9 @@ _ATTRIBUTE = "_attnplug"
 class LayerState:
     """The decision and bindings of one module; copies and pickles of it keep what it asks for, and its name.
 
-    `invariance` has the words of equal bits that set_attention was given. `is_own` says that the module computes attention by itself. `one_sequence` says that its running forward was
-    given one sequence of hidden states, and `calls_before` how many calls attnplug had served before it.
+    `invariance` has the words of equal bits that set_attention was given. `is_own` says that the module computes
+    attention by itself. `one_sequence` says that its running forward was given one sequence of hidden states, and
+    `calls_before` how many calls attnplug had served before it.
     """
 
     def __init__(self, name: str = "", invariance: tuple[str, ...] = ()) -> None:

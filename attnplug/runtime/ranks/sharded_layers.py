@@ -25,6 +25,7 @@ from attnplug.runtime.ranks.new_tokens import LEAST_QUERIES, NewLatents, NewToke
 from attnplug.runtime.ranks.rank_groups import ContextParallelGroup, check_same_plan
 from attnplug.runtime.steps.attention_groups import AttentionGroup
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
+from attnplug.runtime.steps.step_checks import refuse_output_scales
 
 # The memory of weighted sums, which such a step does not need.
 _OUTPUTS, _LSES = "weighted", "lses"
@@ -116,8 +117,7 @@ class ShardedLayers(NotCopied):
 
     def refuse_scales(self, layer_name: str, scales: Mapping[str, object]) -> None:
         """BatchError for the quantisation of an output, which no merge of partial results does."""
-        limit = f"of layer {layer_name} must be None: ranks merge outputs that are not quantised"
-        raise BatchError(next(iter(scales)), "given", limit, "quantise the output after attention")
+        refuse_output_scales(layer_name, scales, "ranks merge")
 
     def forward(
         self,

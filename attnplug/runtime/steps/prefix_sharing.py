@@ -33,6 +33,7 @@ from attnplug.runtime.steps.forest_parts import (
     to_device,
 )
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
+from attnplug.runtime.steps.step_checks import refuse_output_scales
 from attnplug.runtime.steps.twin_layers import TwinLayers, Twins
 
 
@@ -64,8 +65,7 @@ class SharedStep:
 
     def refuse_scales(self, layer_name: str, scales: Mapping[str, object]) -> None:
         """BatchError for the quantisation of an output, which no merge of parts does."""
-        limit = f"of layer {layer_name} must be None: a step with trees merges outputs that are not quantised"
-        raise BatchError(next(iter(scales)), "given", limit, "quantise the output after attention")
+        refuse_output_scales(layer_name, scales, "a step with trees merges")
 
     def forward(
         self,

@@ -366,3 +366,9 @@ def check_inputs(field: str, common: CommonAttentionMetadata, needed: NeededInpu
                 found = str(given.counts.device)
                 raise BatchError(f"{name}.device", found, f"must be {where}, like the step")
             given.check_size(common.num_actual_tokens)
+
+
+def refuse_output_scales(layer_name: str, scales: Mapping[str, object], merging: str) -> None:
+    """BatchError for scales of an output that is merged of parts; `merging` says by whom, such as "ranks merge"."""
+    limit = f"of layer {layer_name} must be None: {merging} outputs that are not quantised"
+    raise BatchError(next(iter(scales)), "given", limit, "quantise the output after attention")

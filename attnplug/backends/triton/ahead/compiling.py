@@ -30,7 +30,7 @@ _UNITS = 4
 def target_of(chip: Chip) -> GPUTarget:
     """The chip, as Triton's compiler takes it."""
     if chip.is_nvidia:
-        return GPUTarget("cuda", int(chip.arch.removeprefix("sm")), chip.warp_size)
+        return GPUTarget("cuda", chip.device_number, chip.warp_size)
     return GPUTarget("hip", chip.arch, chip.warp_size)
 
 

@@ -14,10 +14,10 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver, jit
 
 from attnplug.backends.triton.ahead.chips import CHIPS, Chip
+from attnplug.backends.triton.ahead.compiling import target_of
 from attnplug.backends.triton.ahead.forms import Form
 
 _LOCK = threading.Lock()
@@ -32,7 +32,7 @@ def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
     """
     # Caches of the host code, such as gpu_of's, tell devices apart by their number.
     place = list(CHIPS).index(chip.arch)
-    target = GPUTarget("cuda", chip.device_number, 32) if chip.is_nvidia else GPUTarget("hip", chip.arch, 64)
+    target = target_of(chip)
     found: dict[Form, None] = {}
 
     def note(
