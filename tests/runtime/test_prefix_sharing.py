@@ -19,8 +19,8 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.runtime import AttentionRuntime
 from attnplug.runtime.batch.forest_prices import SharingPrices
-from attnplug.runtime.steps import prefix_sharing
-from attnplug.runtime.steps.prefix_sharing import SharedStep
+from attnplug.runtime.steps import shared_step
+from attnplug.runtime.steps.shared_step import SharedStep
 
 FREE = SharingPrices.free()
 PARTS: Any = {"get_impl_cls": TorchBackend.get_impl_cls, "get_builder_cls": TorchBackend.get_builder_cls}
@@ -273,13 +273,13 @@ def test_the_lse_of_a_layer_that_asks_for_it_is_that_of_all_keys(monkeypatch: py
 def test_mistakes_of_a_forest_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that a stranger reads too, a level that is lost, and own tokens that are left out."""
     Counted(monkeypatch)
-    right = prefix_sharing.merge_lists
+    right = shared_step.merge_lists
 
     def lost(parts: Any, tokens: int) -> Any:
         starts, entries = right(parts, tokens)
         return starts, entries[::-1].copy()
 
-    monkeypatch.setattr(prefix_sharing, "merge_lists", lost)
+    monkeypatch.setattr(shared_step, "merge_lists", lost)
     with pytest.raises(AssertionError):
         forest_of(shares(FULL))
 

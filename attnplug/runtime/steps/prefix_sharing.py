@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,111 +12,17 @@ from attnplug._system.one_commit import NotCopied
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
-from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.prefix_sharing import sharing_refusal, tree_refusal
-from attnplug.ops.checks import pages_of
-from attnplug.ops.gather import slots_into
-from attnplug.ops.merging import rows_into
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.forest import Forest, Reach, find_forest, may_share, reach_of
 from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices, prices_of
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.steps.attention_groups import AttentionGroup
-from attnplug.runtime.steps.forest_parts import (
-    Rows,
-    merge_lists,
-    node_rows,
-    piece_rows,
-    rest_rows,
-    to_device,
-)
+from attnplug.runtime.steps.forest_parts import Rows, node_paths, piece_rows, rest_rows
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
-from attnplug.runtime.steps.step_checks import refuse_output_scales
+from attnplug.runtime.steps.shared_step import SharedStep, shared_step
 from attnplug.runtime.steps.twin_layers import TwinLayers, Twins
-
-
-class _Part(NamedTuple):
-    """One ordinary call: the twins, their metadata, the step's rows (None for all), and the slots of keys."""
-
-    twins: Twins
-    metadata: AttentionMetadata
-    rows: torch.Tensor | None
-    num_rows: int
-    slots: torch.Tensor | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SharedStep:
-    """A step of some layers as ordinary calls, and the lists that merge their rows.
-
-    Args:
-        parts: the calls.
-        slots: int64, where the step's new keys are written.
-        starts: int32 `[T + 1]`, see `attnplug.ops.merge_rows`.
-        entries: int32, likewise.
-    """
-
-    parts: tuple[_Part, ...]
-    slots: torch.Tensor
-    starts: torch.Tensor
-    entries: torch.Tensor
-
-    def refuse_scales(self, layer_name: str, scales: Mapping[str, object]) -> None:
-        """BatchError for the quantisation of an output, which no merge of parts does."""
-        refuse_output_scales(layer_name, scales, "a step with trees merges")
-
-    def forward(
-        self,
-        layer: RuntimeLayer,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-    ) -> None:
-        """Write the new K and V, attend all parts, and merge them. Arguments as `AttentionRuntime.forward`."""
-        cache = layer.kv_cache
-        if key is not None and value is not None and cache is not None and layer.target is None:
-            layer.impl.update_kv_cache(layer, key, value, cache, self.slots)
-        count = sum(part.num_rows for part in self.parts)
-        outs = output.new_empty((count, *output.shape[1:]))
-        lses = torch.empty((count, outs.shape[1]), dtype=torch.float32, device=outs.device)
-        begin = 0
-        for part in self.parts:
-            rows = slice(begin, begin + part.num_rows)
-            begin += part.num_rows
-            own = query[: part.num_rows] if part.rows is None else query.index_select(0, part.rows)
-            keys: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-            pages = cache
-            if part.slots is not None and cache is not None:
-                keys, pages = _keys_of(layer, cache, part.slots), None
-            key, value = keys
-            owner, impl = layer if part.slots is None else None, part.twins.impls[layer.name]
-            impl.attend(owner, own, key, value, pages, part.metadata, outs[rows], output_lse=lses[rows])
-        if output.stride(-1) == 1:
-            rows_into(outs, lses, self.starts, self.entries, output, output_lse)
-            return
-        whole = torch.empty_like(output, memory_format=torch.contiguous_format)
-        rows_into(outs, lses, self.starts, self.entries, whole, output_lse)
-        tokens = self.starts.shape[0] - 1
-        output[:tokens] = whole[:tokens]
-
-
-def _keys_of(
-    layer: RuntimeLayer, cache: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the slots, of the layer's dtype."""
-    k, v = pages_of(layer.impl.backend, cache, layer.spec)
-    dtype = getattr(torch, layer.spec.dtype)
-    pairs = ((k, layer._k_scale_float), (v, layer._v_scale_float))
-    key, value = (
-        slots_into(
-            pages, slots, torch.empty((slots.shape[0], *pages.shape[2:]), dtype=dtype, device=slots.device), s
-        )
-        for pages, s in pairs
-    )
-    return key, value
 
 
 class _Layers(NamedTuple):
@@ -269,27 +174,17 @@ class PrefixSharing(NotCopied):
         is_tree[list(trees)] = True
         kept = reach.first * is_tree if forest is None else forest.kept
         nodes = [] if forest is None else forest.nodes
-        made: list[tuple[Twins, Rows]] = []
-        rest = rest_rows(host, table, size, kept, is_tree)
+        calls: list[tuple[Twins, Rows]] = []
+        rest = rest_rows(host, size, kept, is_tree)
         if rest.rows.size:
-            made.append((each.twins.rest(), rest))
+            calls.append((each.twins.rest(), rest))
         pieces = piece_rows(host, table, size, nodes, kept, trees)
         if pieces is not None:
-            made.append((each.twins.pieces(), pieces))
+            calls.append((each.twins.pieces(), pieces))
+        paths = None
         if trees:
-            rows = node_rows(host, table, size, reach.first, trees, each.left, each.chunk)
-            made.append((each.twins.nodes(), rows))
-        # Without trees the rest has all rows in their order.
-        parts = tuple(self._part(twins, rows, not trees and rows is rest) for twins, rows in made)
-        tokens = batch.common.num_actual_tokens
-        starts, entries = merge_lists([rows for _, rows in made], tokens)
-        sent = to_device(starts, self._device), to_device(entries, self._device)
-        return SharedStep(parts, batch.of_group(at)[1], *sent)
-
-    def _part(self, twins: Twins, rows: Rows, whole: bool) -> _Part:
-        slots = None if rows.slots is None else to_device(rows.slots, self._device)
-        taken = None if whole else to_device(rows.rows, self._device)
-        return _Part(twins, twins.build(rows), taken, int(rows.rows.size), slots)
+            paths = node_paths(host, table, size, reach.first, trees, each.left, each.chunk)
+        return shared_step(calls, paths, *batch.of_group(at), batch.common.num_actual_tokens)
 
 
 def _note(where: str, forest: Forest | str, trees: int) -> str:
