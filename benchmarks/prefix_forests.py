@@ -23,7 +23,15 @@ from installed import versions
 
 import attnplug
 from attnplug.core import BuilderConfig
-from attnplug.runtime import AttentionRuntime, ModelPlan, SharingPrices, StepBatch
+from attnplug.runtime import (
+    AttentionRuntime,
+    GraphState,
+    ModelPlan,
+    SharedGraph,
+    SharedGraphs,
+    SharingPrices,
+    StepBatch,
+)
 from attnplug.runtime.batch.forest import find_forest, may_share, reach_of
 
 REQUESTS, BLOCKS, SIZE = 256, 2000, 16
@@ -110,6 +118,7 @@ class Steps:
         tokens: of all pages.
         requests: the most of a step.
         rows: the most new tokens of a step.
+        longest: tokens of the longest request.
     """
 
     def __init__(
@@ -121,6 +130,7 @@ class Steps:
         tokens: int,
         requests: int,
         rows: int,
+        longest: int,
     ) -> None:
         query_heads, kv_heads, size = heads
         dtype = "bfloat16" if device != "cpu" else "float32"
@@ -129,7 +139,13 @@ class Steps:
         self.plan: ModelPlan = attnplug.plan(
             dict.fromkeys(self.names, spec), device, num_blocks=tokens // SIZE + 1, backend=backend
         )
-        self.config = BuilderConfig(max_num_seqs=requests, max_num_batched_tokens=max(rows, 64))
+        self.longest = longest
+        self.config = BuilderConfig(
+            max_num_seqs=requests,
+            max_num_batched_tokens=max(rows, 64),
+            max_model_len=longest,
+            cudagraph_batch_sizes=(requests,),
+        )
         self.device = device
         generator = torch.Generator(device).manual_seed(0)
         first = AttentionRuntime(self.plan, config=self.config, debug=False, prefix_sharing=False)
@@ -151,8 +167,14 @@ class Steps:
         if self.device != "cpu":
             torch.cuda.synchronize()
 
-    def time(self, runtime: AttentionRuntime, batch_of: Callable[[], StepBatch]) -> dict[str, float]:
-        """Microseconds of a layer: `step` with the host's part, and `device` of the layers alone, by a graph."""
+    def time(
+        self,
+        runtime: AttentionRuntime,
+        batch_of: Callable[[], StepBatch],
+        parents: list[int] | None = None,
+        query_len: int = 1,
+    ) -> dict[str, float]:
+        """Microseconds of a layer: `step` with the host's part, `graph` of a replay with it, and `device` of the replay alone."""
 
         def layers() -> None:
             for name in self.names:
@@ -167,13 +189,38 @@ class Steps:
         self.wait()
         count, found = len(self.names), dict[str, float]()
         found["step"] = min(self._rounds(step, 4)) / count
-        if self.device != "cpu":
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+        if self.device == "cpu":
+            return found
+        state = GraphState(runtime, self.longest, query_len)
+        shared, graph = SharedGraphs(runtime, state), torch.cuda.CUDAGraph()
+        key: SharedGraph | None = None
+        requests = self.config.max_num_seqs
+        if (runtime.step_notes and "plain" not in runtime.step_notes[0]) or parents is not None:
+            with shared.capture(requests, parents):
                 layers()
+                with torch.cuda.graph(graph):
+                    layers()
+            key = shared.prepare(batch_of())
+            if key is None:
+                return found
+        else:
+            with state.capture(requests, query_len):
+                layers()
+                with torch.cuda.graph(graph):
+                    layers()
+        buffers = state.get_graph_input_buffers(requests, query_len)
+
+        def replay() -> None:
+            if key is None:
+                state.prepare_graph_input_buffers(buffers, batch_of())
+            else:
+                shared.prepare(batch_of())
             graph.replay()
-            self.wait()
-            found["device"] = min(self._rounds(graph.replay, 4)) / count
+
+        replay()
+        self.wait()
+        found["graph"] = min(self._rounds(replay, 4)) / count
+        found["device"] = min(self._rounds(graph.replay, 4)) / count
         return found
 
     def _rounds(self, call: Callable[[], None], steps: int, rounds: int = 4) -> list[float]:
@@ -197,7 +244,8 @@ def shared_step(cell: Cell, device: str, backend: str | None, layers: int) -> di
     blocks = (
         up(cell.common) + sum(up(keys) for keys, _ in cell.prompts) + sum(up(own) + 2 for own in cell.own)
     )
-    steps = Steps(cell.heads, layers, device, backend, (blocks + 1) * SIZE, requests, requests)
+    most = cell.common + max(keys for keys, _ in cell.prompts) + max(cell.own) + 2
+    steps = Steps(cell.heads, layers, device, backend, (blocks + 1) * SIZE, requests, requests, most)
     common = steps.first.block_pool.allocate(cell.common // SIZE) if cell.common else []
     tables, own = [], iter(cell.own)
     for keys, readers in cell.prompts:
@@ -208,10 +256,9 @@ def shared_step(cell: Cell, device: str, backend: str | None, layers: int) -> di
             tables.append(([*common, *prompt, *rest], tokens))
     found: dict[str, object] = {}
     outputs = {}
-    longest = max(tokens for _, tokens in tables) + 1
     for name, prices in (("plain", False), ("shared", SharingPrices.free()), ("ruled", True)):
         with steps.runtime(prices) as runtime:
-            builder = runtime.step_batch_builder(longest)
+            builder = runtime.step_batch_builder(steps.longest)
             for index, (held, tokens) in enumerate(tables):
                 builder.add_request(str(index), [held], tokens)
             times = steps.time(runtime, lambda: builder.step(1))  # noqa: B023
@@ -226,9 +273,8 @@ def tree_step(
     trees: int, nodes: int, context: int, device: str, backend: str | None, layers: int
 ) -> dict[str, object]:
     """Trees of drafts beside chains of as many: microseconds of a layer."""
-    steps = Steps(
-        (32, 8, 128), layers, device, backend, trees * (context + nodes + 2 * SIZE), trees, trees * nodes
-    )
+    sizes = trees * (context + nodes + 2 * SIZE), trees, trees * nodes, context + nodes
+    steps = Steps((32, 8, 128), layers, device, backend, *sizes)
     parents = [(node - 2) // 2 if node > 1 else -1 for node in range(nodes)]
     held = [steps.first.block_pool.allocate(-(-(context + nodes) // SIZE)) for _ in range(trees)]
     found: dict[str, object] = {}
@@ -238,7 +284,8 @@ def tree_step(
             for index, blocks in enumerate(held):
                 builder.add_request(str(index), [blocks], context)
             given = {str(index): parents for index in range(trees)} if name == "tree" else None
-            times = steps.time(runtime, lambda: builder.step(nodes, trees=given))  # noqa: B023
+            tree = parents if given else None
+            times = steps.time(runtime, lambda: builder.step(nodes, trees=given), tree, nodes)  # noqa: B023
             found |= {f"{name} {kind}": round(value, 2) for kind, value in times.items()}
     return found
 

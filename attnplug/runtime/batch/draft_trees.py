@@ -77,6 +77,22 @@ class DraftTree:
         return int(self.depths[node]) == node if node >= 0 else True
 
 
+def checked_shape(field: str, parents: Sequence[int]) -> TreeShape:
+    """The shape of a tree with these parents.
+
+    Raises:
+        BatchError: no node, or a parent that is not an earlier node.
+    """
+    found = tuple(integers(field, parents))
+    if not found:
+        raise BatchError(field, (), "must have at least one node")
+    for node, parent in enumerate(found):
+        if not -1 <= parent < node:
+            limit = f"must be in -1 .. {node - 1}, the nodes before it"
+            raise BatchError(f"{field}[{node}]", parent, limit, "order nodes from the first level on")
+    return shape_of(found)
+
+
 def checked_trees(
     trees: Mapping[str, Sequence[int]], names: Collection[str], scheduled: Ints
 ) -> dict[str, DraftTree]:
@@ -98,11 +114,7 @@ def checked_trees(
         if len(parents) != count or not parents:
             limit = f"nodes must be the {count} scheduled tokens of the request, at least one"
             raise BatchError(field, len(parents), limit, "schedule one token for each node")
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node:
-                limit = f"must be in -1 .. {node - 1}, the nodes before it"
-                raise BatchError(f"{field}[{node}]", parent, limit, "order nodes from the first level on")
-        made[name] = DraftTree(shape_of(tuple(parents)))
+        made[name] = DraftTree(checked_shape(field, parents))
     return made
 
 

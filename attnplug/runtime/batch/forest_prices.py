@@ -18,12 +18,14 @@ class SharingPrices:
         bandwidth: bytes of keys and values that attention reads in a second.
         reread: the part of a read that each reader of the same block costs, because caches have it. At most 1.
         products: operations in a second of the call that attends the prefixes.
-        calls: seconds that a layer's two further calls and its merge take in any case, the host's included.
+        calls: seconds that a layer's two further calls and its merge take in any case.
         margin: the part of a step's plain time that must be saved at least.
         safety: the times by which savings must exceed `calls` and `margin`; 0 shares each block that two requests read.
+        host: seconds that the host takes for a layer whose prefixes are shared. Where a plain layer takes the device less, the
+            device would wait for the host, so only graphs share.
 
     Raises:
-        SpecError: a number that is not positive; `margin`, `calls` and `safety` may be 0.
+        SpecError: a number that is not positive; `margin`, `calls`, `safety` and `host` may be 0.
     """
 
     bandwidth: float
@@ -32,6 +34,7 @@ class SharingPrices:
     calls: float
     margin: float = 0.02
     safety: float = 2.0
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -50,9 +53,21 @@ class SharingPrices:
 _CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 
 
+# Fitted to 52 cells of TRITON on an H200 and of a sketch on an H100 (benchmarks/prefix_forests.py), by the device's name.
+_TRITON = {
+    "H200": SharingPrices(bandwidth=4.58e12, reread=0.74, products=7e14, calls=2e-5, host=3.5e-4),
+    "H100": SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=2e-5, host=3.5e-4),
+}
+
+
 def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     """The prices of a backend on a device; None if nobody has measured them, so that nothing is shared there."""
-    return _CPU if device.type == "cpu" and backend == "TORCH" else None
+    if device.type == "cpu":
+        return _CPU if backend == "TORCH" else None
+    if device.type != "cuda" or backend != "TRITON":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((prices for card, prices in _TRITON.items() if card in name), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +82,7 @@ class LayerPrices:
         calls: of the further calls.
         margin: see SharingPrices.
         safety: see SharingPrices.
+        host: see SharingPrices.
     """
 
     key_read: float
@@ -76,6 +92,7 @@ class LayerPrices:
     calls: float
     margin: float
     safety: float
+    host: float
 
     @classmethod
     def of(cls, prices: SharingPrices, num_heads: int, cache: KVCacheSpec) -> LayerPrices:
@@ -90,6 +107,7 @@ class LayerPrices:
             prices.calls,
             prices.margin,
             prices.safety,
+            prices.host,
         )
 
     def saved(self, readers: int, rows: int, keys: int) -> float:
@@ -104,6 +122,8 @@ class LayerPrices:
         """The seconds of a plain step whose requests read `keys` tokens in all."""
         return self.reread * keys * self.key_read
 
-    def pays(self, saved: float, plain: float) -> bool:
-        """Whether the savings of all nodes are worth the further calls of a step."""
-        return saved > 0 and saved >= self.safety * max(self.calls, self.margin * plain)
+    def pays(self, saved: float, plain: float, by_graph: bool = False) -> bool:
+        """Whether the savings of all nodes are worth the further calls of a step, without the host's time in a graph."""
+        if saved <= 0 or (plain < self.host and not by_graph):
+            return False
+        return saved >= self.safety * max(self.calls, self.margin * plain)

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     """One ordinary batch on the host: its requests, and the rows of the step that are their queries.
 
     Args:
-        rows: int64 `[n]`, rows of the step in the order of the requests.
+        rows: int64 `[n]`, rows of the step in the order of the requests; -1 for padding.
         counts: int64 `[r]`, queries of each request.
         lengths: int64 `[r]`, tokens of each request.
         table: int32 `[r, blocks]`; for the rest of requests int64 `[r, 2]`, the row of the step's table and the first of its
@@ -39,7 +39,8 @@ class Rows(NamedTuple):
     def arrays(self) -> tuple[npt.NDArray[Any], ...]:
         """What the device needs: query starts, lengths, the table, and the rows."""
         starts = starts_of(self.counts)
-        return starts.astype(np.int32), self.lengths.astype(np.int32), self.table, self.rows
+        rows = np.maximum(self.rows, 0)
+        return starts.astype(np.int32), self.lengths.astype(np.int32), self.table, rows
 
     def common(
         self,
@@ -48,6 +49,8 @@ class Rows(NamedTuple):
         size: int,
         step_table: torch.Tensor,
         causal: bool,
+        cut: torch.Tensor | None = None,
+        longest: int | None = None,
     ) -> CommonAttentionMetadata:
         """The batch for a builder, which writes nothing.
 
@@ -57,11 +60,17 @@ class Rows(NamedTuple):
             size: tokens of a block.
             step_table: int32 `[R, max_blocks]`, of the step on the device.
             causal: of the layers.
+            cut: where the table of the rest is written; None for a new tensor.
+            longest: tokens of the longest request that a graph serves, for its capture; None for a step.
         """
         starts, lens, table, _ = sent
         lengths, count = self.lengths.astype(np.int32), int(self.rows.size)
+        if longest is not None:
+            # Values that builders derive from lengths must fit each replay.
+            lengths = np.full_like(lengths, longest)
         if self.is_rest:
-            table = _cut(step_table, table, width_of(self.lengths, size))
+            width = width_of(self.lengths, size) if cut is None else cut.shape[1]
+            table = _cut(step_table, table, width, cut)
         keys: dict[str, Any] = {}
         if not causal:
             keys = {"encoder_seq_lens": lens, "encoder_seq_lens_cpu": lengths}
@@ -76,6 +85,7 @@ class Rows(NamedTuple):
             block_table_tensor=table,
             slot_mapping=no_slots[:count],
             seq_lens_host=lengths,
+            seq_lens_host_exact=longest is None,
             causal=causal,
             **keys,
         )
@@ -87,28 +97,44 @@ def width_of(lengths: Ints, size: int) -> int:
     return max(1 << (blocks - 1).bit_length(), 16) if blocks else 16
 
 
-def _cut(table: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+def _cut(
+    table: torch.Tensor, places: torch.Tensor, width: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """The blocks `[r, width]` of rows of a table from a column on; those past the table are any."""
     rows, first = places[:, :1], places[:, 1:]
     columns = (first + torch.arange(width, device=table.device)).clamp_(max=table.shape[1] - 1)
-    return table[rows, columns]
+    found = table[rows, columns]
+    return found if out is None else out.copy_(found)
 
 
-def to_device(arrays: Sequence[npt.NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
-    """The arrays on a device by one copy, without waiting for it; on a CPU their own memory."""
-    if device.type == "cpu":
+def to_device(
+    arrays: Sequence[npt.NDArray[Any]], device: torch.device, into: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """The arrays on a device by one copy, without waiting for it; on a CPU their own memory.
+
+    Args:
+        arrays: int32 or int64.
+        device: where to.
+        into: uint8, the memory of what a graph reads, for arrays that always have the same shapes; None for new memory.
+    """
+    if device.type == "cpu" and into is None:
         return [torch.from_numpy(each) for each in arrays]
-    # Each begins at a multiple of 16 bytes, as kernels read it.
-    begins = np.cumsum([0, *(-(-each.nbytes // 16) * 16 for each in arrays)]).tolist()
-    staged = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=True)
-    bytes_of = staged.numpy()
+    begins = begins_of(arrays)
+    staged = torch.empty(begins[-1], dtype=torch.uint8, pin_memory=device.type != "cpu")
+    held = staged.numpy()
     for each, begin in zip(arrays, begins, strict=False):
-        bytes_of[begin : begin + each.nbytes] = each.reshape(-1).view(np.uint8)
-    sent = staged.to(device, non_blocking=True)
+        held[begin : begin + each.nbytes] = np.ascontiguousarray(each).reshape(-1).view(np.uint8)
+    sent = staged.to(device, non_blocking=True) if into is None else into.copy_(staged, non_blocking=True)
     return [
         sent[begin : begin + each.nbytes].view(_DTYPES[each.dtype]).view(each.shape)
         for each, begin in zip(arrays, begins, strict=False)
     ]
+
+
+def begins_of(arrays: Sequence[npt.NDArray[Any]]) -> list[int]:
+    """Where each array begins, and the end: multiples of 16 bytes, as kernels read them."""
+    begins: list[int] = np.cumsum([0, *(-(-each.nbytes // 16) * 16 for each in arrays)]).tolist()
+    return begins
 
 
 _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
@@ -235,7 +261,39 @@ def _within(places: Ints, shape: TreeShape, context: int, lows: Ints, border: in
 
 
 def merge_lists(owned: Sequence[Ints], tokens: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """For `merge_rows`, of the rows of all parts: where the list of each of the step's rows begins, and the lists."""
+    """For `merge_rows`, of the rows of all parts: where the list of each of the step's rows begins, and the lists.
+
+    Rows of padding, -1, come last, and are in no list.
+    """
     owners = np.concatenate(owned)
-    starts = starts_of(np.bincount(owners, minlength=tokens))
-    return starts.astype(np.int32), np.argsort(owners, kind="stable").astype(np.int32)
+    starts = starts_of(np.bincount(owners[owners >= 0], minlength=tokens))
+    order = np.argsort(np.where(owners < 0, tokens, owners), kind="stable")
+    return starts.astype(np.int32), order.astype(np.int32)
+
+
+def uniform_pieces(pieces: Rows | None, most: int, each: int, width: int) -> Rows | None:
+    """The pieces as `most` requests of `each` rows, the last of which are padding; None if they are more.
+
+    A piece with more rows is several requests, and one with fewer has rows of padding.
+
+    Args:
+        pieces: from `piece_rows`; None for padding alone.
+        most: requests.
+        each: rows of each.
+        width: columns of the table.
+    """
+    rows, lengths = np.full((most, each), -1, dtype=np.int64), np.ones(most, dtype=np.int64)
+    table = np.zeros((most, width), dtype=np.int32)
+    if pieces is not None:
+        needed = -(-pieces.counts // each)
+        if int(needed.sum()) > most:
+            return None
+        starts, line = starts_of(pieces.counts), 0
+        for piece, (begin, end) in enumerate(zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)):
+            for first in range(begin, end, each):
+                last = min(first + each, end)
+                rows[line, : last - first], lengths[line] = pieces.rows[first:last], pieces.lengths[piece]
+                columns = min(width, pieces.table.shape[1])
+                table[line, :columns] = pieces.table[piece, :columns]
+                line += 1
+    return Rows(rows.reshape(-1), np.full(most, each, dtype=np.int64), lengths, table)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +19,13 @@ from attnplug.runtime.batch.forest import Forest, Reach, find_forest, may_share,
 from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices, prices_of
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.steps.attention_groups import AttentionGroup
-from attnplug.runtime.steps.forest_parts import Rows, node_paths, piece_rows, rest_rows
+from attnplug.runtime.steps.forest_parts import Paths, Rows, node_paths, piece_rows, rest_rows
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 from attnplug.runtime.steps.shared_step import SharedStep, shared_step
 from attnplug.runtime.steps.twin_layers import TwinLayers, Twins
 
 
-class _Layers(NamedTuple):
+class SharingLayers(NamedTuple):
     """The layers of an attention group with one window, as they can share."""
 
     group: AttentionGroup
@@ -62,7 +62,8 @@ class PrefixSharing(NotCopied):
         sharded: Collection[str] = (),
     ) -> None:
         self._device, self._config = device, config
-        self._layers: list[_Layers] = []
+        self.layers: list[SharingLayers] = []
+        """By attention group and window."""
         self.notes: tuple[str, ...] = ()
         """Of the last step: for each group of layers, what was shared, or why nothing was."""
         for group in groups:
@@ -78,16 +79,16 @@ class PrefixSharing(NotCopied):
                 own = prices_of(device, group.backend.get_name()) if prices is True else prices
                 priced = LayerPrices.of(own, heads, group.kv_cache_spec) if own else None
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
-                self._layers.append(_Layers(group, tuple(names), left, chunk, priced, *refusals, twins))
+                self.layers.append(SharingLayers(group, tuple(names), left, chunk, priced, *refusals, twins))
 
     def close(self) -> None:
         """Release the twins of the layers."""
-        self._layers.clear()
+        self.layers.clear()
 
     @property
     def tree_refusal(self) -> str | None:
         """The first layer that cannot verify trees, and why; None if all can. Cross attention sees no drafts."""
-        for each in self._layers:
+        for each in self.layers:
             if each.tree_refusal is not None and not isinstance(each.group.kv_cache_spec, CrossAttentionSpec):
                 return f"layer {each.names[0]}: {each.tree_refusal}"
         return None
@@ -111,31 +112,47 @@ class PrefixSharing(NotCopied):
             batch: the step.
             own_prefix: the layers whose builder attends a prefix by a kernel of its own.
         """
-        host, notes, steps = batch.host, list[str](), dict[str, SharedStep]()
-        found: dict[tuple[object, ...], Forest | str] = {}
-        for each in self._layers:
+        notes, steps = list[str](), dict[str, SharedStep]()
+        trees = trees_of(batch)
+        for each, forest in self.forests(batch, own_prefix):
             at = each.group.kv_cache_group_id
-            if at in batch.cross_groups or host is None or not host.scheduled.any():
-                continue
-            where = f"KV group {at}, {each.group.backend.get_name()}"
-            trees = {batch.req_ids.index(name): tree for name, tree in batch.trees.items()}
-            forest: Forest | str
-            if each.names[0] in own_prefix:
-                forest = "the backend attends the prefix of all requests by its own kernel"
-            else:
-                key = at, each.left, each.chunk, each.prices, each.refusal
-                if key not in found:
-                    found[key] = self._find(batch, host, each, trees)
-                forest = found[key]
-            notes.append(_note(where, forest, len(trees)))
-            if trees or not isinstance(forest, str):
+            notes.append(_note(f"KV group {at}, {each.group.backend.get_name()}", forest, len(trees)))
+            if batch.host is not None and (trees or not isinstance(forest, str)):
                 nodes = None if isinstance(forest, str) else forest
-                steps.update(dict.fromkeys(each.names, self._build(batch, host, each, nodes, trees)))
+                calls, paths = parts_of(batch, batch.host, each, nodes)
+                made = shared_step(calls, paths, *batch.of_group(at), batch.common.num_actual_tokens)
+                steps.update(dict.fromkeys(each.names, made))
         self.notes = tuple(notes)
         return steps
 
+    def forests(
+        self, batch: StepBatch, own_prefix: Collection[str] = (), by_graph: bool = False
+    ) -> Iterator[tuple[SharingLayers, Forest | str]]:
+        """The layers with the prefixes that they share in a step, or why they share none; arguments as `begin`.
+
+        `by_graph` leaves the host's time out of the price.
+        """
+        host, trees = batch.host, trees_of(batch)
+        found: dict[tuple[object, ...], Forest | str] = {}
+        for each in self.layers:
+            at = each.group.kv_cache_group_id
+            if at in batch.cross_groups or host is None or not host.scheduled.any():
+                continue
+            if each.names[0] in own_prefix:
+                yield each, "the backend attends the prefix of all requests by its own kernel"
+                continue
+            key = at, each.left, each.chunk, each.prices, each.refusal
+            if key not in found:
+                found[key] = self._find(batch, host, each, trees, by_graph)
+            yield each, found[key]
+
     def _find(
-        self, batch: StepBatch, host: HostRows, each: _Layers, trees: Mapping[int, DraftTree]
+        self,
+        batch: StepBatch,
+        host: HostRows,
+        each: SharingLayers,
+        trees: Mapping[int, DraftTree],
+        by_graph: bool,
     ) -> Forest | str:
         """The nodes of a step that are worth their calls, or why there are none."""
         if each.refusal is not None:
@@ -155,36 +172,51 @@ class PrefixSharing(NotCopied):
         tokens = int(host.scheduled.sum())
         plain = prices.plain(int((host.computed + host.scheduled).sum()))
         saved = forest.saved - (tokens * prices.merge if prices.safety else 0)
-        if not prices.pays(saved, plain):
+        if not by_graph and plain < prices.host:
+            took = (
+                f"{plain * 1e6:.0f} us of the device for a layer is less than the host takes for shared ones"
+            )
+            return f"{took}; graphs share such steps"
+        if not prices.pays(saved, plain, by_graph):
             return f"shared blocks would save {saved * 1e6:.0f} us, too little for further calls"
         return forest
 
-    def _build(
-        self,
-        batch: StepBatch,
-        host: HostRows,
-        each: _Layers,
-        forest: Forest | None,
-        trees: dict[int, DraftTree],
-    ) -> SharedStep:
-        at = each.group.kv_cache_group_id
-        table, size = host.tables[at], batch.block_sizes[at]
-        reach = _reach(host, size, each, trees)
-        is_tree = np.zeros(host.scheduled.size, dtype=bool)
-        is_tree[list(trees)] = True
-        kept = reach.first * is_tree if forest is None else forest.kept
-        nodes = [] if forest is None else forest.nodes
-        calls: list[tuple[Twins, Rows]] = []
-        rest = rest_rows(host, size, kept, is_tree)
-        if rest.rows.size:
-            calls.append((each.twins.rest(), rest))
-        pieces = piece_rows(host, table, size, nodes, kept, trees)
-        if pieces is not None:
-            calls.append((each.twins.pieces(), pieces))
-        paths = None
-        if trees:
-            paths = node_paths(host, table, size, reach.first, trees, each.left, each.chunk)
-        return shared_step(calls, paths, *batch.of_group(at), batch.common.num_actual_tokens)
+
+def trees_of(batch: StepBatch) -> dict[int, DraftTree]:
+    """The trees of a step by the index of their request, in the step's order."""
+    if not batch.trees:
+        return {}
+    return {at: batch.trees[name] for at, name in enumerate(batch.req_ids) if name in batch.trees}
+
+
+def parts_of(
+    batch: StepBatch, host: HostRows, each: SharingLayers, forest: Forest | None
+) -> tuple[list[tuple[Twins, Rows]], Paths | None]:
+    """The ordinary batches of a step, and the paths of its trees.
+
+    Args:
+        batch: the step.
+        host: its requests.
+        each: the layers.
+        forest: the prefixes that are shared; None for trees alone.
+    """
+    at, trees = each.group.kv_cache_group_id, trees_of(batch)
+    table, size = host.tables[at], batch.block_sizes[at]
+    reach = _reach(host, size, each, trees)
+    is_tree = np.zeros(host.scheduled.size, dtype=bool)
+    is_tree[list(trees)] = True
+    kept = reach.first * is_tree if forest is None else forest.kept
+    nodes = [] if forest is None else forest.nodes
+    calls: list[tuple[Twins, Rows]] = []
+    rest = rest_rows(host, size, kept, is_tree)
+    if rest.rows.size:
+        calls.append((each.twins.rest(), rest))
+    pieces = piece_rows(host, table, size, nodes, kept, trees)
+    if pieces is not None:
+        calls.append((each.twins.pieces(), pieces))
+    if not trees:
+        return calls, None
+    return calls, node_paths(host, table, size, reach.first, trees, each.left, each.chunk)
 
 
 def _note(where: str, forest: Forest | str, trees: int) -> str:
@@ -201,7 +233,7 @@ def _place_refusal(is_sharded: bool, is_fast: bool) -> str | None:
     return "fast prefill: a step computes some rows only" if is_fast else None
 
 
-def _reach(host: HostRows, size: int, each: _Layers, trees: Mapping[int, DraftTree]) -> Reach:
+def _reach(host: HostRows, size: int, each: SharingLayers, trees: Mapping[int, DraftTree]) -> Reach:
     if not trees:
         return reach_of(host.computed, host.scheduled, size, each.left, each.chunk)
     spans, is_tree = host.scheduled.copy(), np.zeros(host.scheduled.size, dtype=bool)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug.core.metadata import AttentionMetadata
@@ -109,12 +110,26 @@ class SharedStep:
         output[:tokens] = whole[:tokens]
 
 
+class Held(NamedTuple):
+    """What the graph of a shared step reads, in memory that stays.
+
+    Args:
+        numbers: uint8, of all lists and lengths.
+        cut: int32 `[R, max_blocks]`, the table of the rest.
+    """
+
+    numbers: torch.Tensor
+    cut: torch.Tensor
+
+
 def shared_step(
     calls: Sequence[tuple[Twins, Rows]],
     paths: Paths | None,
     table: torch.Tensor,
     slots: torch.Tensor,
     tokens: int,
+    held: Held | None = None,
+    longest: int | None = None,
 ) -> SharedStep:
     """The step of these ordinary batches and paths, whose numbers go to the device by one copy.
 
@@ -124,12 +139,12 @@ def shared_step(
         table: int32 `[R, max_blocks]`, of the step on the device.
         slots: int64, where the step's new keys are written.
         tokens: of the step.
+        held: of a graph, whose steps have arrays of the same shapes; None for a step without.
+        longest: tokens of the longest request that a graph serves, for its capture; None for a step.
     """
-    owned = [rows.rows for _, rows in calls] + ([] if paths is None else [paths.rows])
-    arrays = [*merge_lists(owned, tokens), *([] if paths is None else paths)]
-    for _, rows in calls:
-        arrays += rows.arrays()
-    sent = iter(to_device(arrays, table.device))
+    sent = iter(
+        to_device(arrays_of(calls, paths, tokens), table.device, None if held is None else held.numbers)
+    )
     starts, entries = next(sent), next(sent)
     last: tuple[PathPart, ...] = ()
     if paths is not None:
@@ -138,12 +153,20 @@ def shared_step(
     parts = list[CallPart | PathPart]()
     for twins, rows in calls:
         given = [next(sent) for _ in rows.arrays()]
-        parts.append(
-            CallPart(
-                twins, twins.build(rows, given, table), _unless_first(rows.rows, given[-1]), rows.rows.size
-            )
-        )
+        metadata = twins.build(rows, given, table, None if held is None else held.cut, longest)
+        parts.append(CallPart(twins, metadata, _unless_first(rows.rows, given[-1]), rows.rows.size))
     return SharedStep((*parts, *last), slots, starts, entries)
+
+
+def arrays_of(
+    calls: Sequence[tuple[Twins, Rows]], paths: Paths | None, tokens: int
+) -> list[npt.NDArray[Any]]:
+    """What the device needs of a step: the lists of the merge, the paths, and each batch."""
+    owned = [rows.rows for _, rows in calls] + ([] if paths is None else [paths.rows])
+    found = [*merge_lists(owned, tokens), *([] if paths is None else paths)]
+    for _, rows in calls:
+        found += rows.arrays()
+    return found
 
 
 def _unless_first(rows: Ints, on_device: torch.Tensor) -> torch.Tensor | None:

@@ -68,13 +68,21 @@ class Twins:
         )
 
     def build(
-        self, rows: Rows, sent: Sequence[torch.Tensor], step_table: torch.Tensor, *, for_capture: bool = False
+        self,
+        rows: Rows,
+        sent: Sequence[torch.Tensor],
+        step_table: torch.Tensor,
+        cut: torch.Tensor | None = None,
+        longest: int | None = None,
     ) -> AttentionMetadata:
-        """The metadata of one part of a step; arguments as `Rows.common`."""
-        common = rows.common(sent, self._no_slots, self._size, step_table, self.is_causal)
-        method = "build_for_cudagraph_capture" if for_capture else "build"
+        """The metadata of one part of a step, or with `longest` of its capture; arguments as `Rows.common`."""
+        form = self._size, step_table, self.is_causal, cut, longest
+        common = rows.common(sent, self._no_slots, *form)
+        method = "build" if longest is None else "build_for_cudagraph_capture"
         found = (
-            self.builder.build_for_cudagraph_capture(common) if for_capture else self.builder.build(0, common)
+            self.builder.build(0, common)
+            if longest is None
+            else self.builder.build_for_cudagraph_capture(common)
         )
         made: AttentionMetadata = checked_metadata(self.backend, method, found)
         return made
