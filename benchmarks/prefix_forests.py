@@ -7,6 +7,7 @@ each block shared that two requests read, and by the prices of the backend. `--r
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime as dt
 import json
@@ -23,6 +24,7 @@ from installed import versions
 
 import attnplug
 from attnplug.core import BuilderConfig
+from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.runtime import (
     AttentionRuntime,
     GraphState,
@@ -33,6 +35,7 @@ from attnplug.runtime import (
     StepBatch,
 )
 from attnplug.runtime.batch.forest import find_forest, may_share, reach_of
+from attnplug.runtime.batch.forest_prices import LayerPrices, prices_of
 
 REQUESTS, BLOCKS, SIZE = 256, 2000, 16
 
@@ -192,35 +195,34 @@ class Steps:
         if self.device == "cpu":
             return found
         state = GraphState(runtime, self.longest, query_len)
-        shared, graph = SharedGraphs(runtime, state), torch.cuda.CUDAGraph()
-        key: SharedGraph | None = None
-        requests = self.config.max_num_seqs
-        if (runtime.step_notes and "plain" not in runtime.step_notes[0]) or parents is not None:
-            with shared.capture(requests, parents):
+        shared, requests = SharedGraphs(runtime, state), self.config.max_num_seqs
+        graphs: dict[SharedGraph | None, torch.cuda.CUDAGraph] = {}
+
+        def capture(step: contextlib.AbstractContextManager[object], key: SharedGraph | None) -> None:
+            graphs[key] = torch.cuda.CUDAGraph()
+            with step:
                 layers()
-                with torch.cuda.graph(graph):
+                with torch.cuda.graph(graphs[key]):
                     layers()
-            key = shared.prepare(batch_of())
-            if key is None:
-                return found
-        else:
-            with state.capture(requests, query_len):
-                layers()
-                with torch.cuda.graph(graph):
-                    layers()
+
+        capture(state.capture(requests, query_len), None)
+        if runtime.prefix_sharing.layers[0].prices is not None or parents is not None:
+            nodes = None if parents is None else tuple(parents)
+            capture(shared.capture(requests, parents), SharedGraph(requests, nodes))
         buffers = state.get_graph_input_buffers(requests, query_len)
 
         def replay() -> None:
-            if key is None:
-                state.prepare_graph_input_buffers(buffers, batch_of())
-            else:
-                shared.prepare(batch_of())
-            graph.replay()
+            batch = batch_of()
+            key = shared.prepare(batch) if len(graphs) > 1 else None
+            if key is None and parents is None:
+                state.prepare_graph_input_buffers(buffers, batch)
+            graphs[key].replay()
 
         replay()
         self.wait()
+        used = shared.prepare(batch_of()) if len(graphs) > 1 else None
         found["graph"] = min(self._rounds(replay, 4)) / count
-        found["device"] = min(self._rounds(graph.replay, 4)) / count
+        found["device"] = min(self._rounds(graphs[used].replay, 4)) / count
         return found
 
     def _rounds(self, call: Callable[[], None], steps: int, rounds: int = 4) -> list[float]:
@@ -234,7 +236,9 @@ class Steps:
         return [each / steps for each in _times(run, rounds)]
 
 
-def shared_step(cell: Cell, device: str, backend: str | None, layers: int) -> dict[str, object]:
+def shared_step(
+    cell: Cell, device: str, backend: str | None, layers: int, only_ruled: bool = False
+) -> dict[str, object]:
     """One cell: microseconds of a layer, and the notes."""
 
     def up(tokens: int) -> int:
@@ -256,17 +260,60 @@ def shared_step(cell: Cell, device: str, backend: str | None, layers: int) -> di
             tables.append(([*common, *prompt, *rest], tokens))
     found: dict[str, object] = {}
     outputs = {}
-    for name, prices in (("plain", False), ("shared", SharingPrices.free()), ("ruled", True)):
+    kinds: dict[str, SharingPrices | bool] = {"plain": False, "shared": SharingPrices.free(), "ruled": True}
+    if only_ruled:
+        del kinds["shared"]
+    for name, prices in kinds.items():
         with steps.runtime(prices) as runtime:
             builder = runtime.step_batch_builder(steps.longest)
             for index, (held, tokens) in enumerate(tables):
                 builder.add_request(str(index), [held], tokens)
             times = steps.time(runtime, lambda: builder.step(1))  # noqa: B023
-            outputs[name] = runtime.forward(steps.names[-1], *steps.given).float()
             found |= {f"{name} {kind}": round(value, 2) for kind, value in times.items()}
+            runtime.begin_step(builder.step(1))
+            outputs[name] = runtime.forward(steps.names[-1], *steps.given).float()
             found[f"{name} note"] = runtime.step_notes[0] if runtime.step_notes else ""
-    difference = max(float((outputs["plain"] - outputs[name]).abs().max()) for name in ("shared", "ruled"))
+    difference = max(float((outputs["plain"] - outputs[name]).abs().max()) for name in kinds)
     return found | {"difference": difference}
+
+
+def layers_of(cell: Cell, most: int) -> int:
+    """The layers of a step, at most 64 GB of pages."""
+    tokens = cell.common + sum(keys for keys, _ in cell.prompts) + sum(cell.own)
+    _, kv_heads, size = cell.heads
+    return max(min(most, int(64e9 / (4 * kv_heads * size * tokens))), 4)
+
+
+def would_share(cell: Cell, device: str, backend: str | None, layers: int) -> bool:
+    """Whether a graph of the cell's step shares prefixes by the prices of the backend on the device."""
+    query_heads, kv_heads, size = cell.heads
+    spec = attnplug.LayerSpec(num_heads=query_heads, num_kv_heads=kv_heads, head_size=size)
+    found = prices_of(torch.device(device), backend or str(attnplug.select(spec, device).backend))
+    cache = kv_cache_spec_for(spec, SIZE)
+    if found is None or cache is None:
+        return False
+    prices = LayerPrices.of(found, query_heads, cache)
+    tables, count = list[tuple[list[int], int]](), 1
+
+    def blocks(number: int) -> list[int]:
+        nonlocal count
+        count += number
+        return list(range(count - number, count))
+
+    common, own = blocks(cell.common // SIZE), iter(cell.own)
+    for keys, readers in cell.prompts:
+        prompt = blocks(keys // SIZE)
+        for _ in range(readers):
+            tokens = (len(common) + len(prompt)) * SIZE + next(own)
+            tables.append(([*common, *prompt, *blocks(tokens // SIZE + 1)], tokens))
+    table = np.zeros((len(tables), max(len(held) for held, _ in tables)), dtype=np.int32)
+    for row, (held, _) in zip(table, tables, strict=True):
+        row[: len(held)] = held
+    computed, new = np.array([tokens for _, tokens in tables]), np.ones(len(tables), dtype=np.int64)
+    forest = find_forest(table, SIZE, new, reach_of(computed, new, SIZE), prices.saved)
+    saved = 0.0 if forest is None else forest.saved - new.size * prices.merge
+    plain = prices.plain(int((computed + 1).sum()))
+    return prices.pays(saved, plain) and not prices.waits(plain, layers)
 
 
 def tree_step(
@@ -311,10 +358,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first batch that is drawn")
     parser.add_argument("--seconds", type=float, default=400.0, help="draw no further batch after this time")
     parser.add_argument("--only", default="", help="cells whose name has this text")
+    parser.add_argument(
+        "--only-shared", action="store_true", help="cells in which the prices share something"
+    )
     parser.add_argument("--trees", action="store_true", help="trees of 64 drafts too")
     parser.add_argument("--json", type=pathlib.Path, help="write all figures here")
     options = parser.parse_args()
     begin = time.monotonic()
+
+    def write() -> None:
+        if options.json:
+            options.json.write_text(json.dumps(found, indent=1) + "\n")
+
     found: dict[str, object] = {"finding, us": dict(_finding())}
     print(found)
     if options.device:
@@ -332,6 +387,7 @@ def main() -> None:
                 key = f"{trees} trees of {nodes} after {context}"
                 steps[key] = tree_step(trees, nodes, context, *given)
                 print(key, steps[key], flush=True)
+        plain = 0
         cells = {
             **NAMED,
             **{f"drawn {seed}": drawn(seed) for seed in range(options.seed, options.seed + options.random)},
@@ -341,11 +397,16 @@ def main() -> None:
                 continue
             if time.monotonic() - begin > options.seconds:
                 break
-            cell_times = shared_step(cell, *given)
+            most = layers_of(cell, options.layers)
+            if options.only_shared and not would_share(cell, options.device, options.backend, most):
+                plain += 1
+                continue
+            cell_times = shared_step(cell, options.device, options.backend, most, options.only_shared)
             print(name, cell_times, flush=True)
-            steps[name] = {**dataclasses.asdict(cell), **cell_times}
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+            steps[name] = {**dataclasses.asdict(cell), "layers": most, **cell_times}
+            write()
+        found["drawn and plain by the prices"] = plain
+    write()
 
 
 if __name__ == "__main__":

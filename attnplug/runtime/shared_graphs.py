@@ -19,9 +19,17 @@ from attnplug.runtime.batch.draft_trees import TreeShape, checked_shape
 from attnplug.runtime.batch.forest import Forest
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.graph_state import GraphState
-from attnplug.runtime.steps.forest_parts import Paths, Rows, begins_of, rest_rows, uniform_pieces, width_of
+from attnplug.runtime.steps.forest_parts import (
+    Paths,
+    Rows,
+    begins_of,
+    piece_rows,
+    rest_rows,
+    uniform_pieces,
+    width_of,
+)
 from attnplug.runtime.steps.graph_buffers import GraphInputBuffers
-from attnplug.runtime.steps.prefix_sharing import SharingLayers, parts_of
+from attnplug.runtime.steps.prefix_sharing import SharingLayers, note_of, parts_of
 from attnplug.runtime.steps.shared_step import Held, SharedStep, arrays_of, shared_step
 from attnplug.runtime.steps.twin_layers import Twins
 
@@ -124,11 +132,12 @@ class SharedGraphs(NotCopied):
         buffers = self._state.get_graph_input_buffers(key.batch_size, query_len)
         found: list[tuple[SharingLayers, list[tuple[Twins, Rows]], Paths | None]] = []
         shares = bool(batch.trees)
-        held = self._held[key]
+        held, notes = self._held[key], list[str]()
         for each, forest in self._runtime.prefix_sharing.forests(batch, by_graph=True):
             if each.names[0] not in held:
                 continue
             shares = shares or isinstance(forest, Forest)
+            notes.append(note_of(each, forest, len(batch.trees)))
             # Each tree has a piece of its own, so that the rows of all are in order.
             nodes = forest if isinstance(forest, Forest) and shape is None else None
             calls, paths = self._parts(key, shape, each, buffers, batch, nodes)
@@ -144,6 +153,7 @@ class SharedGraphs(NotCopied):
             step = self._step(calls, paths, each, buffers, held[each.names[0]], None)
             steps.update(dict.fromkeys(each.names, step))
         self._runtime.share_step(steps)
+        self._runtime.prefix_sharing.notes = tuple(notes)
         return key
 
     def _key(self, batch: StepBatch) -> SharedGraph | None:
@@ -198,11 +208,13 @@ class SharedGraphs(NotCopied):
         size, width = each.group.kv_cache_spec.block_size, buffers.block_tables.shape[2]
         kept = np.zeros(count, dtype=np.int64)
         pieces, paths = None, None
-        if batch is not None and batch.host is not None and (forest is not None or shape is not None):
-            calls, paths = parts_of(batch, batch.host, each, forest)
-            pieces = next((rows for _, rows in calls if not rows.is_rest), None)
-        if forest is not None:
-            kept[: forest.kept.size] = forest.kept
+        if batch is not None and batch.host is not None:
+            if forest is not None:
+                kept[: forest.kept.size] = forest.kept
+                table = batch.host.tables[each.group.kv_cache_group_id]
+                pieces = piece_rows(batch.host, table, size, forest.nodes, kept, {})
+            elif shape is not None:
+                ((_, pieces),), paths = parts_of(batch, batch.host, each, None)
         if shape is None:
             made = uniform_pieces(pieces, max(count // 4, 2), self._rows, width)
             if made is None:

@@ -81,7 +81,7 @@ def test_replays_of_one_graph_serve_any_forest(kind: str) -> None:
         plain.begin_step(batches[1])
         expected = plain.forward("0", *given)
         torch.testing.assert_close(output[:count], expected[:count], rtol=2e-2, atol=4e-3)
-    assert shared >= 8
+    assert shared >= 5
 
 
 @pytest.mark.parametrize("kind", LAYERS)

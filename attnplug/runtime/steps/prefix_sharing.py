@@ -116,7 +116,7 @@ class PrefixSharing(NotCopied):
         trees = trees_of(batch)
         for each, forest in self.forests(batch, own_prefix):
             at = each.group.kv_cache_group_id
-            notes.append(_note(f"KV group {at}, {each.group.backend.get_name()}", forest, len(trees)))
+            notes.append(note_of(each, forest, len(trees)))
             if batch.host is not None and (trees or not isinstance(forest, str)):
                 nodes = None if isinstance(forest, str) else forest
                 calls, paths = parts_of(batch, batch.host, each, nodes)
@@ -172,12 +172,9 @@ class PrefixSharing(NotCopied):
         tokens = int(host.scheduled.sum())
         plain = prices.plain(int((host.computed + host.scheduled).sum()))
         saved = forest.saved - (tokens * prices.merge if prices.safety else 0)
-        if not by_graph and plain < prices.host:
-            took = (
-                f"{plain * 1e6:.0f} us of the device for a layer is less than the host takes for shared ones"
-            )
-            return f"{took}; graphs share such steps"
-        if not prices.pays(saved, plain, by_graph):
+        if prices.waits(plain, len(each.names) if by_graph else 0):
+            return f"a plain layer takes {plain * 1e6:.0f} us, and the host more for shared prefixes"
+        if not prices.pays(saved, plain):
             return f"shared blocks would save {saved * 1e6:.0f} us, too little for further calls"
         return forest
 
@@ -219,7 +216,9 @@ def parts_of(
     return calls, node_paths(host, table, size, reach.first, trees, each.left, each.chunk)
 
 
-def _note(where: str, forest: Forest | str, trees: int) -> str:
+def note_of(each: SharingLayers, forest: Forest | str, trees: int) -> str:
+    """What layers share in a step, or why nothing; `trees` is the number of requests with one."""
+    where = f"KV group {each.group.kv_cache_group_id}, {each.group.backend.get_name()}"
     where += f": trees of {trees} requests; " if trees else ": "
     if isinstance(forest, str):
         return f"{where}plain, {forest}"

@@ -113,6 +113,8 @@ class TwinLayers:
 
     def pieces(self) -> Twins:
         """Of shared blocks."""
+        if "pieces" in self._made:
+            return self._made["pieces"]
         group, names, layers, decisions = self._given
         cache, device = group.kv_cache_spec, decisions[names[0]].device
 
