@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -311,3 +312,29 @@ def test_a_decision_says_whether_a_layer_can_share(spec: LayerSpec, reason: str 
     decision = attnplug.select(spec, "cpu")
     assert decision.prefix_refusal == reason
     assert decision.shares_prefixes is (reason is None)
+
+
+def test_a_step_whose_layers_the_host_would_hold_up_is_plain() -> None:
+    """Outside of graphs the host takes longer for shared prefixes than the device for plain ones."""
+    free = SharingPrices.free()
+    model = shares(FULL, dataclasses.replace(free, safety=1e-9, host=1e9))
+    forest_of(model)
+    assert "and the host more for shared prefixes" in model.runtime.step_notes[0]
+
+
+def test_prefixes_below_the_one_that_all_requests_share_are_worth_more_than_a_kernel_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = Counted(monkeypatch)
+    monkeypatch.setattr(TorchMetadataBuilder, "use_cascade_attention", lambda *_, **__: True)
+    model = shares(FULL)
+    model.add("stem")
+    model.step(stem=17)
+    for name in ("a", "b"):
+        model.add(name, prefix=("stem", 16))
+        model.step(**{name: 64})
+        for each in ("1", "2"):
+            model.add(name + each, prefix=(name, 80))
+    model.step(**dict.fromkeys(model.requests, 1))
+    assert counted.parts[-1] == 2
+    assert "3 shared prefixes with" in model.runtime.step_notes[0]

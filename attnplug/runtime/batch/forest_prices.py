@@ -22,7 +22,7 @@ class SharingPrices:
         margin: the part of a step's plain time that must be saved at least.
         safety: the times by which savings must exceed `calls` and `margin`; 0 shares each block that two requests read.
         host: seconds that the host takes for a layer whose prefixes are shared. Where a plain layer takes the device less, the
-            device would wait for the host. A graph takes eight times as long for all its layers.
+            device would wait for the host. A graph takes twelve times as long for all its layers.
 
     Raises:
         SpecError: a number that is not positive; `margin`, `calls`, `safety` and `host` may be 0.
@@ -70,7 +70,7 @@ def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     return next((prices for card, prices in _TRITON.items() if card in name), None)
 
 
-_HOST_OF_GRAPH = 8
+_HOST_OF_GRAPH = 12
 """The layers outside of a graph whose host time a graph takes for all its layers."""
 
 

@@ -138,13 +138,15 @@ class PrefixSharing(NotCopied):
             at = each.group.kv_cache_group_id
             if at in batch.cross_groups or host is None or not host.scheduled.any():
                 continue
-            if each.names[0] in own_prefix:
-                yield each, "the backend attends the prefix of all requests by its own kernel"
-                continue
             key = at, each.left, each.chunk, each.prices, each.refusal
             if key not in found:
                 found[key] = self._find(batch, host, each, trees, by_graph)
-            yield each, found[key]
+            forest = found[key]
+            if each.names[0] in own_prefix and (
+                isinstance(forest, str) or forest.saved < _BETTER * _saved_by_own(batch, host, each)
+            ):
+                forest = "the backend attends the prefix of all requests by its own kernel"
+            yield each, forest
 
     def _find(
         self,
@@ -164,19 +166,31 @@ class PrefixSharing(NotCopied):
         is_plain = each.left < 0 and each.chunk is None
         if table.shape[0] < 2 or (is_plain and not may_share(table)):
             return "no blocks are shared"
+        plain = prices.plain(int((host.computed + host.scheduled).sum()))
+        if prices.waits(plain, len(each.names) if by_graph else 0):
+            return f"a plain layer takes {plain * 1e6:.0f} us, and the host more for shared prefixes"
         size = batch.block_sizes[at]
         reach = _reach(host, size, each, trees)
         forest = find_forest(table, size, host.scheduled, reach, prices.saved)
         if forest is None:
             return "no shared blocks are worth a call of their own"
         tokens = int(host.scheduled.sum())
-        plain = prices.plain(int((host.computed + host.scheduled).sum()))
         saved = forest.saved - (tokens * prices.merge if prices.safety else 0)
-        if prices.waits(plain, len(each.names) if by_graph else 0):
-            return f"a plain layer takes {plain * 1e6:.0f} us, and the host more for shared prefixes"
         if not prices.pays(saved, plain):
             return f"shared blocks would save {saved * 1e6:.0f} us, too little for further calls"
         return forest
+
+
+_BETTER = 1.5
+"""The savings of all shared prefixes, over those of the one prefix that a backend's own kernel attends, that are worth calls."""
+
+
+def _saved_by_own(batch: StepBatch, host: HostRows, each: SharingLayers) -> float:
+    """The seconds that a kernel saves which attends the prefix of all requests once."""
+    if each.prices is None:
+        return 0.0
+    shared = int(batch.shared_prefix_lens[each.group.kv_cache_group_id])
+    return each.prices.saved(host.scheduled.size, int(host.scheduled.sum()), shared)
 
 
 def trees_of(batch: StepBatch) -> dict[int, DraftTree]:
