@@ -32,20 +32,22 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 151936,
     "max_position_embeddings": 40960,
 }
+PROMPT = 16384
+"""Tokens of a system prompt: without graphs, shorter ones are read faster than the host launches a layer."""
 SMALL = {**SHAPE, "hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "vocab_size": 512} | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
 
 
-def model_of(layers: int, is_small: bool, device: str) -> Qwen3ForCausalLM:
+def model_of(layers: int, is_small: bool, device: str, dtype: str) -> Qwen3ForCausalLM:
     """A model with random weights, large enough that greedy tokens differ."""
     config = Qwen3Config(
         **(SMALL if is_small else SHAPE), num_hidden_layers=layers, tie_word_embeddings=False
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.float32 if is_small else torch.bfloat16)
+        model = Qwen3ForCausalLM._from_config(config, dtype=getattr(torch, dtype))
     for name, weight in model.named_parameters():
         if weight.dim() > 1:
             torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5 if "embed" not in name else 1.0)
@@ -78,7 +80,7 @@ def serve(engine: Engine, prompts: list[list[int]], tokens: int) -> dict[str, An
 def shared(model: Qwen3ForCausalLM, scale: int, tokens: int) -> dict[str, Any]:
     """128 requests on 8 prompts: with shared reads and without, in one process."""
     draw, vocabulary = random.Random(0), model.config.vocab_size
-    system = [[draw.randrange(vocabulary) for _ in range(4096 // scale)] for _ in range(8)]
+    system = [[draw.randrange(vocabulary) for _ in range(PROMPT // scale)] for _ in range(8)]
     prompts = [
         [*system[index % 8], *(draw.randrange(vocabulary) for _ in range(128 // scale))]
         for index in range(128)
@@ -87,7 +89,7 @@ def shared(model: Qwen3ForCausalLM, scale: int, tokens: int) -> dict[str, Any]:
     for name in ("shared", "plain"):
         engine = Engine(
             model,
-            num_blocks=(8 * 4096 + 128 * (256 + tokens)) // 16 + 512,
+            num_blocks=(8 * PROMPT + 128 * (256 + tokens)) // 16 + 512,
             block_size=16,
             max_num_seqs=128,
             max_num_batched_tokens=8192,
@@ -135,17 +137,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a small model on the CPU")
     parser.add_argument("--layers", type=int, default=36, help="of the model (default: 36)")
+    parser.add_argument("--dtype", default="bfloat16", help="of the weights (default: bfloat16)")
     parser.add_argument("--tokens", type=int, default=64, help="to draw for each request (default: 64)")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     options = parser.parse_args()
     device, scale = ("cpu", 16) if options.small else ("cuda", 1)
-    model = model_of(options.layers, options.small, device)
+    model = model_of(options.layers, options.small, device, "float32" if options.small else options.dtype)
     with torch.inference_mode():
         found = {
             "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             "versions": versions("attnplug", "torch", "triton", "transformers"),
             "date": str(dt.date.today()),
             "layers": options.layers,
+            "dtype": str(model.dtype),
             "shared": shared(model, scale, options.tokens),
             "trees": trees(model, scale, options.tokens),
         }

@@ -22,7 +22,7 @@ class SharingPrices:
         margin: the part of a step's plain time that must be saved at least.
         safety: the times by which savings must exceed `calls` and `margin`; 0 shares each block that two requests read.
         host: seconds that the host takes for a layer whose prefixes are shared. Where a plain layer takes the device less, the
-            device would wait for the host. A graph takes twelve times as long for all its layers.
+            device would wait for the host. A graph takes four times as long for all its layers.
 
     Raises:
         SpecError: a number that is not positive; `margin`, `calls`, `safety` and `host` may be 0.
@@ -53,10 +53,11 @@ class SharingPrices:
 _CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 
 
+# The host's time is that of an engine without graphs, which waits for it in each layer.
 # Fitted to 52 cells of TRITON on an H200 and of a sketch on an H100 (benchmarks/prefix_forests.py), by the device's name.
 _TRITON = {
-    "H200": SharingPrices(bandwidth=4.58e12, reread=0.74, products=7e14, calls=2e-5, host=3.5e-4),
-    "H100": SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=2e-5, host=3.5e-4),
+    "H200": SharingPrices(bandwidth=4.58e12, reread=0.74, products=7e14, calls=2e-5, margin=0.05, host=1e-3),
+    "H100": SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=2e-5, margin=0.05, host=1e-3),
 }
 
 
@@ -70,7 +71,7 @@ def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     return next((prices for card, prices in _TRITON.items() if card in name), None)
 
 
-_HOST_OF_GRAPH = 12
+_HOST_OF_GRAPH = 4
 """The layers outside of a graph whose host time a graph takes for all its layers."""
 
 
