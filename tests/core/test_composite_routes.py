@@ -88,6 +88,15 @@ def test_a_mixed_step_with_a_longer_request_is_cut(calls):
     assert attended(routed(), ([1, 6], [21, 9])) == [3] + [1] * 6
 
 
+def test_a_mixed_step_whose_parts_have_one_member_is_not_cut(calls):
+    assert attended(routed(((SHORT, TWO),)), ([1, 1, 3], [9, 9, 9])) == [2] * 5
+    assert [call[:2] for call in calls] == [(2.0, "write"), (2.0, "attend")]
+    made = routed(((SHORT, THREE),), ONE, ONE)
+    calls.clear()
+    assert attended(made, ([1, 1, 5], [9, 9, 9])) == [1] * 7
+    assert len(calls) == 2
+
+
 def test_the_decoding_half_writes_for_all_members(calls):
     attended(routed(), ([4, 4], [9, 9]))
     assert [call[:2] for call in calls] == [(2.0, "write"), (3.0, "attend")]
@@ -168,7 +177,7 @@ def test_members_have_places_and_the_phases_of_their_steps():
     assert routed().served_phases() == {
         Phase.PREFILL: (None,),
         Phase.DECODE: (Phase.DECODE,),
-        "third": (Phase.PREFILL, Phase.DECODE),
+        "third": (None,),
     }
     assert composite_backend(ONE, TWO).served_phases() == {
         Phase.PREFILL: (Phase.PREFILL,),
@@ -181,9 +190,9 @@ def test_a_member_is_validated_in_each_phase_that_it_serves():
     cpu = Device("cpu")
     assert composite_backend(ONE, decodes).validate_configuration(SPEC, cpu) == []
     (reason,) = composite_backend(ONE, decodes, ((SHORT, decodes),)).validate_configuration(SPEC, cpu)
-    assert "prefill on DECODES" in str(reason)
+    assert "all steps on DECODES" in str(reason)
     (reason,) = composite_backend(ONE, decodes, ((MIXED_STEP, decodes),)).validate_configuration(SPEC, cpu)
-    assert "mixed steps on DECODES" in str(reason)
+    assert "all steps on DECODES" in str(reason)
 
 
 def test_a_third_member_must_share_the_cache():

@@ -77,6 +77,11 @@ def test_a_range_has_the_steps_within_its_limits_and_no_others(steps, data):
             "mixed requests 17..34 keys ..4096",
             "mixed steps with 17 to 34 requests and at most 4096 tokens in the longest request",
         ),
+        (
+            StepRange(StepKind.PREFILL, query=(2, 9), requests=(1, 3), rows=(4, None)),
+            "prefill query 2..9 requests ..3 rows 4..",
+            "prefills with 2 to 9 tokens in the longest query, at most 3 requests and at least 4 tokens",
+        ),
         (StepRange(StepKind.DECODE, rows=(5, None)), "decode rows 5..", "decodes with at least 5 tokens"),
     ],
 )

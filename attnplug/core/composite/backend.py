@@ -74,8 +74,11 @@ class CompositeBackend(AttentionBackend):
         found[Phase.PREFILL][Phase.PREFILL] = found[Phase.DECODE][Phase.DECODE] = None
         for steps, place in cls.places():
             found[place][_PHASE[steps.kind]] = None
-        # A member that serves both phases together serves each of them.
-        return {place: (None,) if None in phases else tuple(phases) for place, phases in found.items()}
+        # A member that serves both phases has mixed steps too: they are cut only between two members.
+        return {
+            place: (None,) if None in phases or len(phases) > 1 else tuple(phases)
+            for place, phases in found.items()
+        }
 
     @classmethod
     def _place(cls, member: type[AttentionBackend], kind: StepKind) -> str:
@@ -194,7 +197,7 @@ class CompositeBackend(AttentionBackend):
         for place, phases in cls.served_phases().items():
             for own in phases:
                 if phase is None or own in (None, phase):
-                    who = f"{own or 'mixed steps'} on {answer(members[place], 'get_name')}"
+                    who = f"{own or 'all steps'} on {answer(members[place], 'get_name')}"
                     for reason in answer(members[place], "validate_configuration", spec, device, own):
                         causes.setdefault((reason.code, reason.field), {})[who] = reason
         reasons = [said_by(found) for found in causes.values()]

@@ -60,7 +60,8 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
             for place, backend in self.backend.members().items()
         }
         """The builder of each place of `CompositeBackend.members`."""
-        self.router = Router(self.backend.places())
+        is_one = self.backend.prefill is self.backend.decode
+        self.router = Router(self.backend.places(), Phase.DECODE if is_one else Phase.PREFILL)
         self._is_cross = isinstance(kv_cache_spec, CrossAttentionSpec)
         # By phase, the last answer to use_cascade_attention of the member that serves its part; a build that was not
         # asked about gives it all.

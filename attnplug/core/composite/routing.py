@@ -23,10 +23,11 @@ class Router:
 
     Args:
         places: ranges of steps, each with the place of the member that serves it; see `CompositeBackend.places`.
+        prefill: the place of the member that serves all other prefills.
     """
 
-    def __init__(self, places: Sequence[tuple[StepRange, str]]) -> None:
-        self._places = tuple(places)
+    def __init__(self, places: Sequence[tuple[StepRange, str]], prefill: str = Phase.PREFILL) -> None:
+        self._places, self._prefill = tuple(places), prefill
 
     def place_of(self, sizes: StepSizes) -> str | None:
         """The place of the member that a range gives a step to; None where no range has it."""
@@ -35,7 +36,9 @@ class Router:
     def split(
         self, common: CommonAttentionMetadata, threshold: int, is_cross: bool, *, cut: bool = False
     ) -> StepSplit:
-        """The parts of a step with the places of their members; a mixed step in a range is one part.
+        """The parts of a step with the places of their members.
+
+        A mixed step in a range is one part, and so is one whose two parts have one member.
 
         Args:
             common: the step, decodes first.
@@ -60,12 +63,12 @@ class Router:
                 return StepSplit(0, 0, None, common, prefill_place=whole)
         # A threshold of 1 gives the longest query without a look at the lengths.
         decoded = 1 if threshold == 1 else int(common.query_start_loc_cpu[: reqs + 1].diff().max())
+        decoding = self._decoding(decoded, reqs, tokens, keys)
+        prefilling = self._prefilling(longest, rest, others, keys)
+        if decoding == prefilling and tokens and not cut:
+            return StepSplit(0, 0, None, common, prefill_place=decoding)
         split = split_at(common, reqs, tokens, is_cross, longest=decoded)
-        return dataclasses.replace(
-            split,
-            decode_place=self._decoding(decoded, reqs, tokens, keys),
-            prefill_place=self._prefilling(longest, rest, others, keys),
-        )
+        return dataclasses.replace(split, decode_place=decoding, prefill_place=prefilling)
 
     def cut_places(self, query_lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, str, str]:
         """The number of decodes of a step that is cut, and the places of the members of both parts."""
@@ -81,4 +84,4 @@ class Router:
         return self.place_of(StepSizes(kind, query, requests, rows, keys)) or Phase.DECODE
 
     def _prefilling(self, query: int, requests: int, rows: int, keys: int) -> str:
-        return self.place_of(StepSizes(StepKind.PREFILL, query, requests, rows, keys)) or Phase.PREFILL
+        return self.place_of(StepSizes(StepKind.PREFILL, query, requests, rows, keys)) or self._prefill

@@ -8,8 +8,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
+from collections.abc import Mapping
 from typing import Any, Self, TypeAlias
 
+from attnplug._system.json_files import typed
 from attnplug.core.errors import SpecError
 
 Limits: TypeAlias = tuple[int, int | None]
@@ -134,7 +136,10 @@ class StepRange:
     def words(self) -> str:
         """The steps in words: "prefills with at most 256 tokens in the longest query"."""
         limits = [f"{_amount(*value)} {_WORDS[name]}" for name, value in self._limited()]
-        return f"{_PLURAL[self.kind]}{' with ' if limits else ''}{' and '.join(limits)}"
+        if not limits:
+            return _PLURAL[self.kind]
+        *most, last = limits
+        return f"{_PLURAL[self.kind]} with {', '.join(most)}{' and ' if most else ''}{last}"
 
     def _limited(self) -> list[tuple[str, Limits]]:
         return [(name, value) for name in _QUANTITIES if (value := getattr(self, name)) != _ANY]
@@ -170,12 +175,21 @@ class StepPriority:
 
     Args:
         steps: the range.
-        priority: 1 to 999, on the scale of `get_priority`. Prefills and decodes compare it with the priority of the
+        priority: 0 to 999, on the scale of `get_priority`. Prefills and decodes compare it with the priority of the
             other backends in that phase, and mixed steps with the mean of a pair's priorities.
+
+    Raises:
+        SpecError: an argument of another type, or a priority that is out of range.
     """
 
     steps: StepRange
     priority: int
+
+    def __post_init__(self) -> None:
+        if type(self.steps) is not StepRange:
+            raise SpecError("steps", self.steps, "must be a StepRange")
+        if type(self.priority) is not int or not 0 <= self.priority <= 999:
+            raise SpecError("priority", self.priority, "must be an integer from 0 to 999")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -191,6 +205,12 @@ class StepChoice:
     steps: StepRange
     backend: str
     why: str
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """The choice that `to_dict` wrote; LookupError, TypeError or ValueError for damaged data."""
+        texts = [typed(data, name, str) for name in ("steps", "backend", "why")]
+        return cls(StepRange.parse(texts[0]), *texts[1:])
 
     def __str__(self) -> str:
         return f"{self.steps.words}: {self.backend}, {self.why}"

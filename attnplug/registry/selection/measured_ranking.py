@@ -66,7 +66,7 @@ def rank_by_tables(
                 notes.append(f"{table.name} has no times of this layer: not used")
             continue
         others = table.other_versions(here=is_here(placement.device), assumed=assumed)
-        applying = _TableForLayer(table, layer[placement.phase], placement, others, notes)
+        applying = TableForLayer(table, layer[placement.phase], placement, others, notes)
         found = _ranked(applying, order, pages)
         applying.note_stale()
         if found is not None:
@@ -74,7 +74,7 @@ def rank_by_tables(
     return Ranked(order, notes=tuple(notes))
 
 
-def _ranked(applying: _TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
+def _ranked(applying: TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
     """The order by one table; None if it says nothing about the default. Backends that failed come last, with times or without."""
     runs: dict[int, Offer] = {}
     default, others, failed = None, [], []
@@ -131,7 +131,7 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
         if layer is None or composite.chosen is None or alone.chosen is None:
             continue
         others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
-        applying = _TableForLayer(table, layer[None], placement, others, [])
+        applying = TableForLayer(table, layer[None], placement, others, [])
         pair = applying.run_of(composite.chosen, composite.pages)
         one = applying.run_of(alone.chosen, alone.pages)
         if pair is not None and pair.failed and (one is None or not one.failed):
@@ -151,7 +151,7 @@ def _words(device: Any) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class _TableForLayer:
+class TableForLayer:
     """Finds the rows of one table that apply to a layer, and notes why others do not."""
 
     table: TunedTable
