@@ -87,7 +87,7 @@ def test_a_range_has_the_steps_within_its_limits_and_no_others(steps, data):
 )
 def test_a_range_is_said_in_text_and_in_words(steps, text, words):
     assert (str(steps), steps.words) == (text, words)
-    assert str(StepChoice(steps, "A", "by priority")) == f"{words}: A, by priority"
+    assert str(StepChoice(steps, "A", "by priority")) == f"{words} run on A: by priority"
 
 
 @pytest.mark.parametrize(

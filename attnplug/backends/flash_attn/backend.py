@@ -204,7 +204,7 @@ class FlashAttn4Backend(FlashAttnBackend):
             return ()
         fewest = -(-_MULTIPROCESSORS // spec.num_kv_heads)
         requests = (fewest + 1, 2 * fewest)
-        steps = StepRange(StepKind.MIXED, query=(1, 1024), requests=requests, rows=(1, 1280), keys=(1, 4096))
+        steps = StepRange(StepKind.MIXED, requests=requests, rows=(1, 1280), keys=(1, 4096))
         return (StepPriority(steps, 250),)
 
     @classmethod

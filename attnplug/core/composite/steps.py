@@ -213,7 +213,7 @@ class StepChoice:
         return cls(StepRange.parse(texts[0]), *texts[1:])
 
     def __str__(self) -> str:
-        return f"{self.steps.words}: {self.backend}, {self.why}"
+        return f"{self.steps.words} run on {self.backend}: {self.why}"
 
     def to_dict(self) -> dict[str, str]:
         """A JSON object with every field."""

@@ -41,8 +41,8 @@ def _check_name(target: Target) -> None:
     with error_context("get_name()"):
         name: object = target.backend.get_name()
     family: object = target.backend.family
-    # Only attnplug's own composites have a name of two parts.
-    pattern = rf"{_NAME}\+{_NAME}" if issubclass(target.backend, CompositeBackend) else _NAME
+    # Only attnplug's own composites have a name of several parts.
+    pattern = rf"{_NAME}(\+{_NAME})+" if issubclass(target.backend, CompositeBackend) else _NAME
     if not isinstance(name, str) or not re.fullmatch(pattern, name):
         raise ConformanceError(
             f"get_name() is {name!r}; a name has letters, digits and _ . - and begins with a letter"
