@@ -338,6 +338,9 @@ def _composed(
     # Prompts and decodes of two backends have other bits, so a row depends on the member that computes it. With
     # routes, that member depends on the other requests too.
     lost = {"rows", "batch"} if routes else {"rows"}
+    kept = tuple(word for word in in_each(*of_each("supported_invariances", every)) if word not in lost)
+    if routes and not kept:
+        served &= ~Feature.INVARIANCE
     attributes: dict[str, Any] = {
         "decode": decode,
         "routes": routes,
@@ -350,9 +353,7 @@ def _composed(
         ),
         "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
         "supported_sparse_kinds": in_each(*of_each("supported_sparse_kinds", every)),
-        "supported_invariances": tuple(
-            word for word in in_each(*of_each("supported_invariances", every)) if word not in lost
-        ),
+        "supported_invariances": kept,
         "serves_dense": all(of_each("serves_dense", every)),
     }
     if any(map(depends_on_capability, every)):
