@@ -63,6 +63,17 @@ def test_a_range_has_the_steps_within_its_limits_and_no_others(steps, data):
     assert not steps.has(StepSizes(other, **inside))
 
 
+@given(ranges(), ranges(), st.tuples(*[st.integers(1, 900)] * 4))
+def test_a_range_covers_those_whose_steps_it_has(one, other, numbers):
+    assert one.covers(one)
+    if one.covers(other):
+        sizes = StepSizes(other.kind, *numbers)
+        assert one.has(sizes) or not other.has(sizes)
+    wider = StepRange(one.kind)
+    assert wider.covers(one)
+    assert one == wider or not one.covers(wider)
+
+
 @pytest.mark.parametrize(
     ("steps", "text", "words"),
     [

@@ -109,6 +109,16 @@ class StepRange:
                 return False
         return True
 
+    def covers(self, other: StepRange) -> bool:
+        """Whether it has all steps of another range."""
+        if other.kind is not self.kind:
+            return False
+        for name in _QUANTITIES:
+            (least, most), (low, high) = getattr(self, name), getattr(other, name)
+            if low < least or (most is not None and (high is None or high > most)):
+                return False
+        return True
+
     @classmethod
     def parse(cls, text: str) -> Self:
         """The range that `str` wrote, such as "prefill query ..256".

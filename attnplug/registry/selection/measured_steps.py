@@ -128,6 +128,8 @@ class _Reader:
             ratio = f"measured {gain:.2f}x faster than {default.backend} at {shape}"
             choice = StepChoice(steps, candidate.name, f"{ratio} in {self.table.name}")
             # Of overlapping ranges the one with the larger gain decides.
+            if any(each.choice.steps.covers(steps) for each in self.found):
+                continue
             self.found.append(MeasuredStep(choice, candidate))
 
     def _ranges(

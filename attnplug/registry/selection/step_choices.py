@@ -6,7 +6,7 @@ Measured times decide, where a table has them, and else the priorities that back
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.composite.steps import StepChoice, StepKind, StepPriority, StepRange
@@ -69,7 +69,7 @@ class _Ranked:
 
     def rank(self, steps: StepRange) -> int:
         """Its rank for a range: that of a declared range around it, or its priority in the phase."""
-        around = (each.priority for each in self.declared if _is_within(steps, each.steps))
+        around = (each.priority for each in self.declared if each.steps.covers(steps))
         return next(around, self.drafts if steps.kind is StepKind.DRAFT else self.priority)
 
 
@@ -122,7 +122,7 @@ def _best(ranked: Sequence[_Ranked], steps: StepRange, decisions: Decisions) -> 
 
 
 def _declares(ranked: _Ranked, steps: StepRange) -> bool:
-    return any(_is_within(steps, each.steps) for each in ranked.declared)
+    return any(each.steps.covers(steps) for each in ranked.declared)
 
 
 def _ranked(plugins: PluginSet, decision: Decision, decisions: Decisions) -> Iterator[_Ranked]:
@@ -142,18 +142,3 @@ def _ranked(plugins: PluginSet, decision: Decision, decisions: Decisions) -> Ite
         on_prefill, _ = guarded_call(declared, backend, "drafts_on_prefill")
         drafts = min(own, in_prefill.get(candidate.name, own)) if on_prefill else own
         yield _Ranked(candidate, own, ranges, drafts)
-
-
-def _is_within(steps: StepRange, other: StepRange) -> bool:
-    """Whether `other` has all steps of a range."""
-    if steps.kind is not other.kind:
-        return False
-    pairs = zip(_limits(steps), _limits(other), strict=True)
-    return all(
-        low >= least and (most is None or (high is not None and high <= most))
-        for (low, high), (least, most) in pairs
-    )
-
-
-def _limits(steps: StepRange) -> Iterable[tuple[int, int | None]]:
-    return steps.query, steps.requests, steps.rows, steps.keys

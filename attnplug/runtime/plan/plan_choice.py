@@ -235,7 +235,8 @@ class _Layer:
         # A row's bits would depend on the other requests of its step.
         if self.both.spec.invariance or self.both.spec.mla is not None:
             return pair
-        decisions = {None: self.both, **self.by_phase}
+        decisions: dict[Phase | None, Decision] = {None: self.both}
+        decisions.update((phase, decision) for phase, decision in self.by_phase.items())
         kept: list[Step] = []
         best, notes = pair, list[str]()
         for step in step_choices(self.registry.plugins, decisions, pair, tables):

@@ -1,0 +1,58 @@
+"""Serves random mixed steps on TORCH and TRITON with routes; prints the backends that ran. The oracle checks each layer."""
+
+from __future__ import annotations
+
+import random
+
+from model_layers import layer
+from served_model import ServedModel
+
+from attnplug.core import BuilderConfig
+from attnplug.core.impl import AttentionImpl
+
+NAME = "TORCH+TRITON[prefill query ..7 on TRITON; draft on TORCH; mixed requests ..3 rows ..14 on TRITON]"
+
+
+def main() -> None:
+    specs = {
+        "full": layer(dtype="float32", head_size=16),
+        "window": layer(dtype="float32", head_size=16, sliding_window=9),
+    }
+    model = ServedModel(
+        specs,
+        config=BuilderConfig(max_num_seqs=8, max_num_batched_tokens=128, num_speculative_tokens=2),
+        backend=NAME,
+    )
+    ran: set[str] = set()
+    for each in model.runtime.layers.values():
+        for impl in each.impl.members.values():  # type: ignore[attr-defined]
+            impl.attend = _noted(impl, ran)
+    draw, done = random.Random(5), dict.fromkeys("abcd", 0)
+    for name in done:
+        model.add(name)
+    for _ in range(12):
+        scheduled = {}
+        for name in draw.sample(sorted(done), draw.randint(1, 4)):
+            count = draw.choice([1, 1, 3, 6, 9])
+            if done[name] + count > 60:
+                model.remove(name)
+                model.add(name)
+                done[name] = 0
+            scheduled[name] = count
+            done[name] += count
+        model.step(**scheduled)
+    print(*sorted(ran))
+
+
+def _noted(impl: AttentionImpl, ran: set[str]):
+    right = impl.attend
+
+    def attend(*args, **kwargs):
+        ran.add(impl.backend.get_name())
+        return right(*args, **kwargs)
+
+    return attend
+
+
+if __name__ == "__main__":
+    main()
