@@ -21,7 +21,6 @@ from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer, declared, serving_class
-from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import (
@@ -51,6 +50,8 @@ class CompositeBackend(AttentionBackend):
     """Serves prefills and extends."""
     decode: ClassVar[type[AttentionBackend]]
     """Serves decodes, and writes the KV cache in both phases."""
+    is_latent: ClassVar[bool] = False
+    """Whether its members decode latents; see `latents`."""
     routes: ClassVar[Routes] = ()
     """Ranges of steps, each with the member that serves them; the first that has a step decides."""
 
@@ -94,14 +95,13 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
-        """With latent attention, the decoding member with the other for its expanded prefill."""
-        decode = serving_class(cls.decode, spec)
-        # A latent layer has one decoding impl, so a composite with routes is asked itself, and refuses it.
-        if spec.mla is None or spec.sparse is not None or cls.routes:
+        """With latent attention, the decoding members with the prefilling half for their expanded prefill."""
+        if spec.mla is None or spec.sparse is not None or cls.is_latent:
             return cls
-        if not issubclass(decode, MLADecodeBackend):
-            return cls
-        return decode.with_prefill(serving_class(cls.prefill, spec.expanded()))
+        # Imported late, because it imports this module.
+        from attnplug.core.composite.latents import latent_class
+
+        return latent_class(cls, spec) or cls
 
     @classmethod
     def get_impl_cls(cls) -> type[CompositeImpl]:
@@ -330,6 +330,30 @@ def _composed(
     every = members_of(prefill, decode, routes)
     pair = (prefill, decode)
     name = "+".join(answer(each, "get_name") for each in (*pair, *every[len(set(pair)) :]))
+    attributes = declared_by(every, routes)
+    served: Feature = attributes["features"]
+    attributes |= {
+        "decode": decode,
+        "supported_phases": tuple(
+            phase
+            for phase, each in zip((Phase.PREFILL, Phase.DECODE), pair, strict=True)
+            if phase in declared(each, "supported_phases")
+        ),
+        "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
+    }
+    doc = "Prefills on {prefill} and decodes on {decode}."
+    if routes:
+        doc += " " + " ".join(
+            f"{steps.words.capitalize()} run on {answer(each, 'get_name')}." for steps, each in routes
+        )
+    made: type[CompositeBackend]
+    made = make_pair(_composed, *pair, CompositeBackend, name, doc, routes, **attributes)
+    made.Options = composite_options(name, made.members())
+    return made
+
+
+def declared_by(every: Sequence[type[AttentionBackend]], routes: Routes) -> dict[str, Any]:
+    """The attributes of a composite of some members, but those of its halves: what all of them declare."""
     dtypes = (
         [bare_dtype_name(each, "supported_dtypes") for each in found]
         for found in of_each("supported_dtypes", every)
@@ -342,16 +366,10 @@ def _composed(
     if routes and not kept:
         served &= ~Feature.INVARIANCE
     attributes: dict[str, Any] = {
-        "decode": decode,
         "routes": routes,
         "supported_dtypes": in_each(*dtypes),
         "supported_kv_cache_dtypes": in_each(*map(stored_dtypes, every)),
-        "supported_phases": tuple(
-            phase
-            for phase, each in zip((Phase.PREFILL, Phase.DECODE), pair, strict=True)
-            if phase in declared(each, "supported_phases")
-        ),
-        "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
+        "features": served,
         "supported_sparse_kinds": in_each(*of_each("supported_sparse_kinds", every)),
         "supported_invariances": kept,
         "serves_dense": all(of_each("serves_dense", every)),
@@ -362,12 +380,4 @@ def _composed(
             return cls._both_answer("supports_compute_capability", capability)
 
         attributes["supports_compute_capability"] = classmethod(supports)
-    doc = "Prefills on {prefill} and decodes on {decode}."
-    if routes:
-        doc += " " + " ".join(
-            f"{steps.words.capitalize()} run on {answer(each, 'get_name')}." for steps, each in routes
-        )
-    made: type[CompositeBackend]
-    made = make_pair(_composed, *pair, CompositeBackend, name, doc, routes, **attributes)
-    made.Options = composite_options(name, made.members())
-    return made
+    return attributes
