@@ -22,6 +22,7 @@ from typing import Any
 
 import attnplug
 from attnplug.core import LayerSpec, MLADims, Phase
+from attnplug.core.composite.steps import StepKind, StepSizes
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import resolve_device
 from attnplug.registry.measured.step_shapes import StepShape
@@ -34,6 +35,8 @@ PHASES, STEPS = "one backend a phase", "the step chooses"
 _SHORT = 384
 _DIRECT = {"FlashAttention 4": "FLASH_ATTN_4", "FlashInfer": "FLASHINFER"}
 _DRAFTS = 8
+_LATENT_LAYERS = 61
+"""Of DeepSeek-V3."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +140,12 @@ def _of_tune(data: Mapping[str, Any]) -> Iterator[RecordedCell]:
 
 
 def _of_latents(data: Mapping[str, Any]) -> Iterator[RecordedCell]:
+    # One build serves all layers of a step. Where none was measured it counts nothing.
+    builds = {row["backend"]: row["build_us"] / _LATENT_LAYERS for row in reversed(data.get("host", ()))}
     for cell in data["cells"]:
         stored = {"kv_cache_dtype": "fp8"} if cell["stored"] == "fp8" else {}
         spec = latent_layer(cell["heads"], dtype=cell["dtype"], block_size=cell["page"], **stored)
-        us = {name: value for name, value in cell["us"].items() if name.isupper()}
+        us = {name: value + builds.get(name, 0.0) for name, value in cell["us"].items() if name.isupper()}
         lens = (cell["queries"],) * cell["requests"], (cell["length"],) * cell["requests"]
         yield RecordedCell(cell["cell"], spec, *lens, us, cell["queries"] > 1)
 
@@ -193,7 +198,10 @@ def choice(decision: Decision, cell: RecordedCell, *, by_step: bool) -> str:
     if members[Phase.PREFILL] == members[Phase.DECODE] and not decision.steps:
         return members[Phase.DECODE]
     if cell.spec.mla is not None:
-        return members[Phase.DECODE]
+        kind = StepKind.DECODE if max(lens) == 1 else StepKind.DRAFT
+        sizes = StepSizes(kind, max(lens), len(lens), sum(lens), max(cell.seq_lens))
+        routed = (step.backend for step in decision.steps if by_step and step.steps.has(sizes))
+        return next(routed, members[Phase.DECODE])
     if by_step and decision.steps:
         served = expected_members(decision.get_backend_cls(), cell.threshold, lens, max(cell.seq_lens))
         return "+".join(name for name, _ in reversed(served))

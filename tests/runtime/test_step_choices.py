@@ -13,10 +13,11 @@ from graph_backends import GraphBuilder, GraphImpl, graph_backend
 from graph_models import FULL, LONGEST, config, state_of
 from served_model import ServedModel
 
-from attnplug import Device, Phase, plan
+from attnplug import Device, LayerSpec, Phase, plan
 from attnplug.core import AttentionCGSupport
 from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.errors import PolicyError
+from attnplug.registry import get_registry
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import TimedRow, TunedLayer, TunedTable
 from attnplug.registry.plugins.installed import BackendVersions
@@ -426,3 +427,27 @@ def test_warm_up_runs_steps_on_both_sides_of_each_limit():
     made = served()
     lengths = {shape.query_len for shape in step_shapes(made.runtime, made.runtime.layers["0"])}
     assert {12, 13} <= lengths
+
+
+def test_latents_are_decoded_by_another_backend_where_it_ranks_higher():
+    from attnplug.core import MLADims
+
+    dims = MLADims(
+        q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    found = {}
+    for heads in (16, 64, 128):
+        spec = LayerSpec(num_heads=heads, num_kv_heads=1, head_size=dims.latent_size, mla=dims)
+        made = plan({"l": spec}, "h100", assume_installed="all")
+        decision = made.decisions["l"]
+        found[heads] = decision.backend, [f"{each.steps} on {each.backend}" for each in decision.steps]
+        back = ModelPlan.from_json(made.to_json(), get_registry())
+        assert back.decisions["l"].backend_cls is decision.backend_cls
+    assert found == {
+        16: ("FLASH_ATTN_4+TRITON", []),
+        64: ("FLASH_ATTN_4+FLASH_MLA+TRITON", ["decode requests ..2 on TRITON"]),
+        128: ("FLASH_ATTN_4+FLASH_MLA", []),
+    }
+    # Ranks that share latents decode each row by one impl.
+    shared = plan({"l": spec.replace(num_heads=64, needs_lse=True)}, "h100", assume_installed="all")
+    assert shared.decisions["l"].steps == ()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
-from attnplug.core.composite.steps import join_routes
+from attnplug.core.composite.steps import StepKind, join_routes
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
 from attnplug.core.reasons import Reason
@@ -232,14 +232,19 @@ class _Layer:
 
     def _by_step(self, pair: Decision, tables: Tables) -> Decision:
         """A pair with the ranges of steps that another backend serves better on the same KV cache."""
-        # A row's bits would depend on the other requests of its step.
-        if self.both.spec.invariance or self.both.spec.mla is not None:
+        # A row's bits would depend on the other requests of its step. Ranks that share latents decode each row by one
+        # impl, and they alone ask latents for LSE.
+        latents, spec = self.both.spec.mla is not None, self.both.spec
+        if spec.invariance or (latents and (spec.sparse is not None or spec.needs_lse)):
             return pair
         decisions: dict[Phase | None, Decision] = {None: self.both}
         decisions.update((phase, decision) for phase, decision in self.by_phase.items())
         kept: list[Step] = []
         best, notes = pair, list[str]()
         for step in step_choices(self.registry.plugins, decisions, pair, tables):
+            # Prefills of latents are expanded, by the prefilling half of all members.
+            if latents and step.choice.steps.kind not in (StepKind.DECODE, StepKind.DRAFT):
+                continue
             steps = [*kept, step]
             routes = ((each.choice.steps, unambiguous(self.registry, each.candidate)) for each in steps)
             halves = "+".join(self._best(phase) for phase in (Phase.PREFILL, Phase.DECODE))
