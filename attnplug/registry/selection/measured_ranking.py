@@ -55,6 +55,8 @@ def rank_by_tables(
     notes: list[str] = []
     key = layer_key(placement.spec)
     for table in tables.tables:
+        if tables.borrowed:
+            return _borrowed(table, order, pages, placement, assumed)
         if not table.is_for(placement.device):
             if tables.asked:
                 theirs, ours = _words(table.device), _words(placement.device)
@@ -72,6 +74,30 @@ def rank_by_tables(
         if found is not None:
             return dataclasses.replace(found, notes=tuple(notes)) if notes else found
     return Ranked(order, notes=tuple(notes))
+
+
+BORROWED_GAIN = 1.15
+"""A ratio of another GPU counts above it: equal kernels have other shares of bandwidth and of arithmetic there."""
+
+
+def _borrowed(
+    table: TunedTable, order: list[Offer], pages: Sequence[Pages], placement: Placement, assumed: Assumed
+) -> Ranked:
+    """The order by times of another GPU, where the first beats the default by far; else that of priorities."""
+    layer = table.times.get(layer_key(placement.spec))
+    if layer is None:
+        return Ranked(order)
+    others = table.other_versions(here=is_here(placement.device), assumed=assumed)
+    # Rows that do not apply say nothing, because nobody named this table.
+    found = _ranked(TableForLayer(table, layer[placement.phase], placement, others, []), order, pages)
+    if found is None or found.measured is None or found.measured.is_default:
+        return Ranked(order)
+    ratio = found.measured.ratio
+    if ratio < BORROWED_GAIN:
+        return Ranked(order)
+    theirs, ours = _words(table.device), _words(placement.device)
+    why = f"{table.name} has times of {theirs}: used on {ours}, because the ratio {ratio:.2f} is above {BORROWED_GAIN}"
+    return dataclasses.replace(found, notes=(why,))
 
 
 def _ranked(applying: TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
