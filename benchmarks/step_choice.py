@@ -115,16 +115,19 @@ def plan_of(
     return attnplug.plan({"layer": spec}, device, tuned=tuned, **rules, **asked).decisions["layer"]
 
 
-def contenders_of(cell: Measured, device: Device, decision: Decision) -> dict[str, Contender]:
+def contenders_of(
+    cell: Measured, device: Device, decision: Decision, names: Sequence[str] | None
+) -> dict[str, Contender]:
     """The accepted backends, the pair in a mixed step, and the chosen composite, by the names that jobs have."""
     registry = get_registry()
-    found = {each.offer.name: each for each in contenders(registry, device, cell.spec, cell.phase, None)}
+    accepted = contenders(registry, device, cell.spec, cell.phase, None)
+    found = {each.offer.name: each for each in accepted if names is None or each.offer.name in names}
     pages = next(iter(found.values())).pages if found else None
     pair = "+".join(dict.fromkeys(decision.members.values()))
-    names = [pair] if cell.phase is None else []
+    composites = [pair] if cell.phase is None else []
     if decision.steps:
-        names.append(str(decision.full_name))
-    for name in names:
+        composites.append(str(decision.full_name))
+    for name in composites:
         for offer in registry.plugins.find(name)[:1] if name not in found else ():
             found[name] = Contender(offer, subject_of(offer, device), decision.pages or pages)
     return found
@@ -141,7 +144,7 @@ def measure(
     jobs: list[Job] = []
     for index, cell in enumerate(pending):
         decision = plan_of(cell.spec, device, options.composite)
-        found = contenders_of(cell, device, decision)
+        found = contenders_of(cell, device, decision, options.backends and options.backends.split(","))
         backends = tuple((name, each.offer.distribution) for name, each in found.items())
         default = backends[0][0] if backends else None
         jobs += [
@@ -160,7 +163,8 @@ def measure(
 
 
 def _events(jobs: Sequence[Job], device: Device) -> Iterator[Mapping[str, Any]]:
-    yield from run_jobs(device, jobs, seconds=120.0)
+    # A library may compile for minutes.
+    yield from run_jobs(device, jobs, seconds=300.0)
 
 
 def _entry(cell: Measured, decision: Decision, found: Mapping[str, Contender]) -> dict[str, Any]:
@@ -304,6 +308,9 @@ def main() -> int:
         "--json", type=Path, required=True, help="the file of the cells, which a later call continues"
     )
     parser.add_argument("--layers", type=int, default=32, help="layers that share a build; latents have 61")
+    parser.add_argument(
+        "--backends", help="measure only these beside the composite, such as TRITON,FLASH_ATTN_4"
+    )
     parser.add_argument("--composite", help="use this composite instead of the plan's")
     parser.add_argument("--tiny", action="store_true", help="small cells, for a CPU")
     parser.add_argument("--report", action="store_true", help="measure nothing")
