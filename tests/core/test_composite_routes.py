@@ -23,7 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_batches import KV_SPEC, batch
 
-from attnplug.core import AttentionCGSupport, BuilderConfig, Device, Phase, composite_backend
+from attnplug.core import (
+    AttentionCGSupport,
+    BuilderConfig,
+    Device,
+    LayerSpec,
+    MLADims,
+    Phase,
+    composite_backend,
+)
 from attnplug.core.composite.pair import class_of, reference_of
 from attnplug.core.composite.steps import StepKind, StepRange
 from attnplug.core.errors import BatchError, SpecError
@@ -333,3 +341,48 @@ def test_a_step_with_a_shared_prefix_is_cut_and_its_members_are_asked_about_thei
     assert (built.decode.prefix, built.prefill.prefix) == (8, 8)
     assert built.prefill_place == "third"
     assert made.build(0, common).decode is None
+
+
+# Latent attention
+
+
+DIMS = MLADims(q_lora_rank=None, kv_lora_rank=512, qk_nope_head_dim=64, qk_rope_head_dim=64, v_head_dim=64)
+LATENTS = LayerSpec(num_heads=4, num_kv_heads=1, head_size=DIMS.latent_size, mla=DIMS)
+
+
+def of_latents(*routes):
+    from attnplug.backends.flash_mla import FlashMLABackend
+    from attnplug.backends.torch_native import TorchBackend
+    from attnplug.backends.triton import TritonBackend
+
+    given = tuple((steps, TritonBackend) for steps in routes)
+    return composite_backend(TorchBackend, FlashMLABackend, given)
+
+
+def test_latents_have_a_class_whose_members_decode_and_prefill_with_one_half():
+    made = of_latents(FEW, DRAFT)
+    serving = made.for_layer(LATENTS)
+    assert serving is made.for_layer(LATENTS)
+    assert serving is not made
+    assert (serving.is_latent, serving.get_name()) == (True, made.get_name())
+    assert serving.for_layer(LATENTS) is serving
+    names = {place: each.get_name() for place, each in serving.members().items()}
+    assert names == {"prefill": "TORCH+FLASH_MLA", "decode": "TORCH+FLASH_MLA", "third": "TORCH+TRITON"}
+    assert {each.prefill.get_name() for each in serving.members().values()} == {"TORCH"}
+    assert serving.get_supported_kernel_block_sizes(LATENTS, Device("cuda", (9, 0))) == (64,)
+    assert serving.validate_configuration(LATENTS, Device("cuda", (9, 0))) == []
+    assert class_of(pickle.loads(pickle.dumps(reference_of(serving)))) is serving
+
+
+def test_without_routes_latents_have_the_decoding_half_bound_to_the_other():
+    serving = of_latents().for_layer(LATENTS)
+    assert serving.get_name() == "TORCH+FLASH_MLA"
+    assert not hasattr(serving, "is_latent")
+
+
+@pytest.mark.parametrize("steps", [SHORT, MIXED_STEP])
+def test_ranges_of_prefills_of_latents_are_refused_with_the_reason(steps):
+    made = of_latents(FEW, steps)
+    assert made.for_layer(LATENTS) is made
+    reasons = made.validate_configuration(LATENTS, Device("cuda", (9, 0)))
+    assert any("MLA not supported" in str(each) for each in reasons)
