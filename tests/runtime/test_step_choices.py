@@ -125,7 +125,11 @@ def test_a_range_whose_backend_shares_no_cache_is_noted_with_the_reason():
 
 def test_a_wrong_answer_about_ranges_changes_nothing():
     wrong = backend("W", get_priority=lambda *asked: 30, get_step_priorities=lambda *asked: [SHORT])
-    assert decided(*three()[:2], wrong)[0].steps == ()
+    decision, made = decided(*three()[:2], wrong)
+    assert decision.steps == ()
+    (note,) = made.notes
+    assert "from get_step_priorities, which must be a tuple or list of StepPriority" in note
+    assert note.endswith("; ignored")
 
 
 # Names with routes

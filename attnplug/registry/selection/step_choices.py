@@ -13,6 +13,7 @@ from attnplug.core.composite.steps import StepChoice, StepKind, StepPriority, St
 from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.interface.guarded import guarded_call
 from attnplug.core.spec import Phase
+from attnplug.registry.selection.gates import blame
 from attnplug.registry.selection.measured_steps import measured_steps
 
 if TYPE_CHECKING:
@@ -37,8 +38,16 @@ class Step:
     candidate: Candidate
 
 
-def step_choices(plugins: PluginSet, decisions: Decisions, pair: Decision, tables: Tables) -> list[Step]:
-    """The choices for ranges of steps, the first that has a step counts.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Steps:
+    """The choices for ranges of steps, the first that has a step counts; and a note for each fault of a backend."""
+
+    found: tuple[Step, ...]
+    notes: tuple[str, ...]
+
+
+def step_choices(plugins: PluginSet, decisions: Decisions, pair: Decision, tables: Tables) -> Steps:
+    """The choices for ranges of steps of a layer.
 
     Args:
         plugins: have the classes of candidates.
@@ -48,13 +57,14 @@ def step_choices(plugins: PluginSet, decisions: Decisions, pair: Decision, table
     """
     measured = measured_steps(decisions, pair, tables)
     found = [Step(each.choice, each.candidate) for each in measured.found]
+    faults: dict[str, None] = {}
     # Times of steps in a range count more than a declaration.
     found += (
         each
-        for each in _by_priority(plugins, decisions)
+        for each in _by_priority(plugins, decisions, faults)
         if not any(each.choice.steps.has(sizes) for sizes in measured.seen)
     )
-    return found
+    return Steps(tuple(found), tuple(faults))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,14 +83,14 @@ class _Ranked:
         return next(around, self.drafts if steps.kind is StepKind.DRAFT else self.priority)
 
 
-def _by_priority(plugins: PluginSet, decisions: Decisions) -> list[Step]:
+def _by_priority(plugins: PluginSet, decisions: Decisions, faults: dict[str, None]) -> list[Step]:
     found: list[tuple[int, Step]] = []
     for kind in (StepKind.DRAFT, StepKind.DECODE, StepKind.PREFILL, StepKind.MIXED):
         decision = decisions[_PHASES[kind]]
         # A rule or a plugin that ranks was asked about the whole phase.
         if decision.rule is not None or decision.ranked_by:
             continue
-        ranked = list(_ranked(plugins, decision, decisions))
+        ranked = list(_ranked(plugins, decision, decisions, faults))
         ranges = dict.fromkeys(
             each.steps for one in ranked for each in one.declared if each.steps.kind is kind
         )
@@ -125,7 +135,9 @@ def _declares(ranked: _Ranked, steps: StepRange) -> bool:
     return any(each.steps.covers(steps) for each in ranked.declared)
 
 
-def _ranked(plugins: PluginSet, decision: Decision, decisions: Decisions) -> Iterator[_Ranked]:
+def _ranked(
+    plugins: PluginSet, decision: Decision, decisions: Decisions, faults: dict[str, None]
+) -> Iterator[_Ranked]:
     in_prefill = {each.name: each.priority or 0 for each in decisions[Phase.PREFILL].candidates}
     for candidate in decision.candidates:
         offer = plugins.offer_of(candidate) if candidate.accepted else None
@@ -137,6 +149,7 @@ def _ranked(plugins: PluginSet, decision: Decision, decisions: Decisions) -> Ite
         asked = decision.spec, decision.device
         ranges, error = guarded_call(answer, backend, "get_step_priorities", *asked)
         if error is not None:
+            faults[f"{blame(backend, error, 'get_step_priorities')}; ignored"] = None
             ranges = ()
         own = candidate.priority or 0
         on_prefill, _ = guarded_call(declared, backend, "drafts_on_prefill")

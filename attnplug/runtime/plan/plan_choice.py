@@ -240,8 +240,9 @@ class _Layer:
         decisions: dict[Phase | None, Decision] = {None: self.both}
         decisions.update((phase, decision) for phase, decision in self.by_phase.items())
         kept: list[Step] = []
-        best, notes = pair, list[str]()
-        for step in step_choices(self.registry.plugins, decisions, pair, tables):
+        choices = step_choices(self.registry.plugins, decisions, pair, tables)
+        best, notes = pair, [*choices.notes]
+        for step in choices.found:
             # Prefills of latents are expanded, by the prefilling half of all members.
             if latents and step.choice.steps.kind not in (StepKind.DECODE, StepKind.DRAFT):
                 continue
