@@ -49,6 +49,8 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, config, device)
+        # Computed once, because a build is part of every step.
+        self._backends = self.backend.members()
         self.members: dict[str, AttentionMetadataBuilder[Any]] = {
             place: make_builder(
                 backend,
@@ -57,7 +59,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
                 dataclasses.replace(config, layers=MemberLayers(config.layers, place)),
                 device,
             )
-            for place, backend in self.backend.members().items()
+            for place, backend in self._backends.items()
         }
         """The builder of each place of `CompositeBackend.members`."""
         is_one = self.backend.prefill is self.backend.decode
@@ -90,7 +92,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         builder = self.members[place]
         level = builder.get_cudagraph_support(self.config, self.kv_cache_spec)
         # A member that only decodes may refuse queries of several tokens.
-        takes_any = Phase.PREFILL in map(str, self.backend.members()[place].supported_phases)
+        takes_any = Phase.PREFILL in map(str, self._backends[place].supported_phases)
         return takes_any and (
             builder.reorder_batch_threshold is None or level >= AttentionCGSupport.UNIFORM_BATCH
         )
@@ -157,9 +159,8 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         level = prefilling.get_cudagraph_support(self.config, self.kv_cache_spec)
         if split.prefill and (split.decode or level < AttentionCGSupport.UNIFORM_BATCH):
             limit = f"is past the {self.reorder_batch_threshold} of a decode"
-            members = self.backend.members()
-            who = f"{members[split.prefill_place].get_name()} captures {level.name}"
-            where = members[split.decode_place].get_name()
+            who = f"{self._backends[split.prefill_place].get_name()} captures {level.name}"
+            where = self._backends[split.decode_place].get_name()
             raise BatchError("max_query_len", common.max_query_len, f"{limit} on {where}, and {who}")
         made = self._built("build_for_cudagraph_capture", split, (common,), (common,))
         return self._joined(common, split, *made)
@@ -205,9 +206,7 @@ class CompositeMetadataBuilder(AttentionMetadataBuilder[CompositeMetadata]):
         return [
             None
             if part is None
-            else checked_metadata(
-                self.backend.members()[place], method, getattr(self.members[place], method)(*given)
-            )
+            else checked_metadata(self._backends[place], method, getattr(self.members[place], method)(*given))
             for part, place, given in asked
         ]
 

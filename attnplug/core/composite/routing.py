@@ -28,6 +28,8 @@ class Router:
 
     def __init__(self, places: Sequence[tuple[StepRange, str]], prefill: str = Phase.PREFILL) -> None:
         self._places, self._prefill = tuple(places), prefill
+        # Most steps are of a kind that no range has, and a build is part of every step.
+        self._kinds = frozenset(steps.kind for steps, _ in self._places)
 
     def place_of(self, sizes: StepSizes) -> str | None:
         """The place of the member that a range gives a step to; None where no range has it."""
@@ -56,7 +58,7 @@ class Router:
             return StepSplit(reqs, tokens, common, None, decode_place=place)
         if not reqs:
             return StepSplit(0, 0, None, common, prefill_place=self._prefilling(longest, rest, others, keys))
-        if tokens and not cut:
+        if tokens and not cut and StepKind.MIXED in self._kinds:
             sizes = StepSizes(StepKind.MIXED, longest, reqs + rest, tokens + others, keys)
             whole = self.place_of(sizes)
             if whole is not None:
@@ -81,7 +83,11 @@ class Router:
 
     def _decoding(self, query: int, requests: int, rows: int, keys: int) -> str:
         kind = StepKind.DECODE if query <= 1 else StepKind.DRAFT
+        if kind not in self._kinds:
+            return Phase.DECODE
         return self.place_of(StepSizes(kind, query, requests, rows, keys)) or Phase.DECODE
 
     def _prefilling(self, query: int, requests: int, rows: int, keys: int) -> str:
+        if StepKind.PREFILL not in self._kinds:
+            return self._prefill
         return self.place_of(StepSizes(StepKind.PREFILL, query, requests, rows, keys)) or self._prefill
