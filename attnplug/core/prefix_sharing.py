@@ -37,18 +37,6 @@ def rest_spec(spec: LayerSpec) -> LayerSpec:
     return spec.replace(needs_lse=True)
 
 
-def node_spec(spec: LayerSpec) -> LayerSpec:
-    """The layer of the nodes of a draft tree, whose keys come with the call: those of a node and its ancestors."""
-    return spec.replace(
-        direct_kv=True,
-        needs_lse=True,
-        kv_cache_dtype="auto",
-        block_size=None,
-        window=(-1, -1),
-        chunk_size=None,
-    )
-
-
 def piece_spec(
     backend: type[AttentionBackend], spec: LayerSpec, device: Device, block_size: int | None = None
 ) -> LayerSpec | None:
@@ -96,8 +84,6 @@ def tree_refusal(
         return reason
     if kv_format(spec.resolved_kv_cache_dtype).codec is not None:
         return f"kv_cache_dtype {spec.kv_cache_dtype}: its rows are not copied between blocks"
-    if reasons := backend.validate_configuration(node_spec(spec), device):
-        return f"nodes of a tree are refused: {reasons[0]}"
     return None
 
 

@@ -123,21 +123,23 @@ def rows_into(
     if kernels is not None:
         kernels.rows_into(outputs, lses, starts, entries, output, output_lse)
         return
-    rows, count = starts.shape[0] - 1, entries.shape[0]
-    each = torch.arange(rows, device=starts.device)
-    owners = torch.repeat_interleave(each, starts.diff(), output_size=count)
+    rows = starts.shape[0] - 1
+    # Entries past all lists, which pad the lists of a graph, go to one more row.
+    owners = torch.searchsorted(
+        starts[1:], torch.arange(entries.shape[0], dtype=torch.int32, device=starts.device), right=True
+    )
     lse = lses[entries]
-    top = torch.full((rows, lses.shape[1]), -torch.inf, device=lses.device)
+    top = torch.full((rows + 1, lses.shape[1]), -torch.inf, device=lses.device)
     top.scatter_reduce_(0, owners[:, None].expand_as(lse), lse, "amax")
     pivot = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(lse - pivot[owners])
     total = torch.zeros_like(top).index_add_(0, owners, weights)
     # A partial that saw nothing may hold NaN, and NaN times a weight of 0 is NaN.
     parts = torch.where(weights[..., None] > 0, outputs[entries].float(), 0.0) * weights[..., None]
-    merged = torch.zeros((rows, *outputs.shape[1:]), device=outputs.device).index_add_(0, owners, parts)
-    output[:rows] = merged / torch.where(total == 0, 1.0, total)[..., None]
+    merged = torch.zeros((rows + 1, *outputs.shape[1:]), device=outputs.device).index_add_(0, owners, parts)
+    output[:rows] = (merged / torch.where(total == 0, 1.0, total)[..., None])[:rows]
     if output_lse is not None:
-        output_lse[:rows] = torch.where(total == 0, -torch.inf, pivot + total.log())
+        output_lse[:rows] = torch.where(total == 0, -torch.inf, pivot + total.log())[:rows]
 
 
 def merge(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from attnplug.runtime.ranks.rank_groups import RankWatch as RankWatch
     from attnplug.runtime.ranks.rank_groups import check_same_plan as check_same_plan
     from attnplug.runtime.ranks.rank_groups import context_parallel as context_parallel
+    from attnplug.runtime.shared_graphs import SharedGraph as SharedGraph
+    from attnplug.runtime.shared_graphs import SharedGraphs as SharedGraphs
     from attnplug.runtime.steps.attention_groups import AttentionGroup as AttentionGroup
     from attnplug.runtime.steps.attention_groups import WorkspaceUser as WorkspaceUser
     from attnplug.runtime.steps.attention_groups import build_attn_metadata as build_attn_metadata
@@ -59,6 +61,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "plan.budget": "MemoryBudget blocks_needed bytes_per_block fit_kv_cache parse_memory",
         "steps.graph_buffers": "GraphInputBuffers",
         "graph_state": "GraphState",
+        "shared_graphs": "SharedGraph SharedGraphs",
         "plan.grouping": (
             "KVCacheLayoutType get_kv_cache_layout get_kv_cache_spec group_kv_caches is_valid_kv_cache_layout "
             "num_padding_layers set_kv_cache_layout unify_page_sizes with_num_blocks"

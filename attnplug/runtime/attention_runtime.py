@@ -68,6 +68,7 @@ from attnplug.runtime.steps.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
     from attnplug.runtime.ranks.sharded_layers import ShardedLayers
+    from attnplug.runtime.steps.shared_step import SharedStep
 
 
 class AttentionRuntime(NotCopied):
@@ -172,7 +173,8 @@ class AttentionRuntime(NotCopied):
         if not isinstance(prefix_sharing, SharingPrices):
             instance("prefix_sharing", prefix_sharing, bool, SpecError)
         own = self.attention_groups, self.layers, plan.decisions, self.config, self._home
-        self._sharing = PrefixSharing(*own, prefix_sharing, sharded)
+        self.prefix_sharing = PrefixSharing(*own, prefix_sharing, sharded)
+        """The layers whose requests may read a prefix together."""
         # Layers run one after another, so all builders of the runtime can use one workspace.
         share_workspace(
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
@@ -272,12 +274,12 @@ class AttentionRuntime(NotCopied):
     @property
     def step_notes(self) -> tuple[str, ...]:
         """The prefixes that requests read together in the last step with pages, or why none: for each group of layers."""
-        return self._sharing.notes
+        return self.prefix_sharing.notes
 
     @property
     def tree_refusal(self) -> str | None:
         """Why steps cannot verify trees of drafts: the first layer that refuses, and its reason; None if they can."""
-        return self._sharing.tree_refusal
+        return self.prefix_sharing.tree_refusal
 
     def warm_up(self) -> WarmUpReport:
         """Let the backends compile the kernels of the plan's steps; see `warm_up`.
@@ -336,7 +338,7 @@ class AttentionRuntime(NotCopied):
             check_inputs("batch.common", batch.common, self.needed_inputs)
             if self._sharded is not None and metadata is None:
                 batch = self._sharded.with_parts(batch)
-            given = self.kv_cache_config, metadata, draft_index, self._sharing
+            given = self.kv_cache_config, metadata, draft_index, self.prefix_sharing
             step |= paged_steps(self.attention_groups, batch, *given)
             if self._sharded is not None:
                 self._sharded.begin(batch, draft_index)
@@ -470,6 +472,10 @@ class AttentionRuntime(NotCopied):
         self._check_open()
         keep_paths(batch, accepted, self.attention_groups, self.layers, self.device)
 
+    def share_step(self, shared: Mapping[str, SharedStep]) -> None:
+        """Let layers of the active step run in these parts, as a graph does; `SharedGraphs` calls it."""
+        self._step |= {name: self._step[name]._replace(shared=step) for name, step in shared.items()}
+
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
         self._step, self._given, self._stamps = {}, (None, None), ()
@@ -483,7 +489,7 @@ class AttentionRuntime(NotCopied):
         self.kv_caches.clear()
         self.attention_groups.clear()
         self._direct_groups.clear()
-        self._sharing.close()
+        self.prefix_sharing.close()
         self._sharded = None
         for layer in self.layers.values():
             layer.kv_cache, layer.cache_memory = None, NO_CACHES

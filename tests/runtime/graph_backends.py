@@ -81,8 +81,11 @@ class GraphImpl(AttentionImpl[GraphMetadata]):
             seen &= axis <= places[:, None]
         if spec.window[0] >= 0:
             seen &= axis >= places[:, None] - spec.window[0]
-        weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1).nan_to_num()
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        weights = scores.softmax(-1).nan_to_num()
         output[: rows.shape[0]] = torch.einsum("thl,tlhd->thd", weights, values)
+        if (lse := asked.get("output_lse")) is not None:
+            lse[: rows.shape[0]] = scores.logsumexp(-1)
         return output
 
 
@@ -92,5 +95,5 @@ def graph_backend(
     """A backend whose builder declares `level`."""
     builder = type("DeclaringBuilder", (GraphBuilder,), {"cudagraph_support": level})
     doors = {"get_impl_cls": lambda: GraphImpl, "get_builder_cls": lambda: builder}
-    features = Feature.SLIDING_WINDOW | Feature.CROSS | Feature.NON_CAUSAL
+    features = attributes.pop("features", Feature.SLIDING_WINDOW | Feature.CROSS | Feature.NON_CAUSAL)
     return backend(name, priority, features=features, **doors, **attributes)

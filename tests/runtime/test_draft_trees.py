@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from model_layers import layer
@@ -14,6 +16,7 @@ from served_model import ServedModel
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.core.errors import BatchError
 from attnplug.runtime import GraphState, StepBatch, StepBatchBuilder
+from attnplug.runtime.batch.draft_trees import DraftTree, TreeShape
 from attnplug.runtime.batch.forest_prices import SharingPrices
 from attnplug.runtime.steps import forest_parts, prefix_sharing
 from attnplug.testing import assert_close, attention_oracle, stored_values, tolerance
@@ -91,7 +94,7 @@ class TreeModel(ServedModel):
                 values.append(stored[1])
                 lengths.append(known[0].shape[0])
                 continue
-            for node, path in enumerate(batch.trees[req_id].paths()):
+            for node, path in enumerate(paths_of(batch.trees[req_id].shape)):
                 places = [*range(request.computed), *(request.computed + each for each in path)]
                 queries.append(query[node : node + 1])
                 keys.append(stored[0][places])
@@ -102,6 +105,13 @@ class TreeModel(ServedModel):
         key, value = (torch.cat(each) for each in zip(*given, strict=True))
         found = self.runtime.forward(name, torch.cat(queries), key, value)
         assert_close(found, expected, tolerance(spec).output, name)
+
+
+def paths_of(shape: TreeShape) -> list[list[int]]:
+    found = list[list[int]]()
+    for node, parent in enumerate(shape.parents.tolist()):
+        found.append([*(found[parent] if parent >= 0 else ()), node])
+    return found
 
 
 def random_tree(rng: random.Random, size: int) -> list[int]:
@@ -272,19 +282,16 @@ def test_quantised_outputs_of_a_tree_are_refused() -> None:
 # Mistakes that the oracle must see
 
 
-def siblings(tree: Any) -> list[list[int]]:
-    return [list(range(node + 1)) for node in range(tree.size)]
+def siblings(shape: TreeShape) -> list[list[int]]:
+    return [list(range(node + 1)) for node in range(shape.parents.size)]
 
 
-def without_self(tree: Any) -> list[list[int]]:
-    return [path[:-1] or path for path in PATHS(tree)]
+def without_self(shape: TreeShape) -> list[list[int]]:
+    return [path[:-1] or path for path in paths_of(shape)]
 
 
-def without_parents(tree: Any) -> list[list[int]]:
-    return [path[-1:] for path in PATHS(tree)]
-
-
-PATHS = forest_parts.DraftTree.paths
+def without_parents(shape: TreeShape) -> list[list[int]]:
+    return [path[-1:] for path in paths_of(shape)]
 
 
 @pytest.mark.parametrize("mistake", [siblings, without_self, without_parents])
@@ -292,14 +299,17 @@ def test_a_wrong_path_is_seen(mistake: Any, monkeypatch: pytest.MonkeyPatch) -> 
     model = TreeModel(FULL)
     model.add("a")
     model.step(a=20)
-    right = forest_parts.node_rows
+    right = forest_parts.node_paths
 
     def wrong(host: Any, table: Any, size: int, first: Any, trees: Any, *window: Any) -> Any:
-        with monkeypatch.context() as patched:
-            patched.setattr(forest_parts.DraftTree, "paths", mistake)
-            return right(host, table, size, first, trees, *window)
+        changed = {}
+        for request, tree in trees.items():
+            paths = mistake(tree.shape)
+            members, counts = np.array([*itertools.chain(*paths)]), np.array([*map(len, paths)])
+            changed[request] = DraftTree(tree.shape._replace(members=members, counts=counts))
+        return right(host, table, size, first, changed, *window)
 
-    monkeypatch.setattr(prefix_sharing, "node_rows", wrong)
+    monkeypatch.setattr(prefix_sharing, "node_paths", wrong)
     with pytest.raises(AssertionError):
         model.verify({"a": TREE}, {"a": 0})
 

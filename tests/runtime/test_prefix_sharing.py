@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -19,8 +20,8 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.runtime import AttentionRuntime
 from attnplug.runtime.batch.forest_prices import SharingPrices
-from attnplug.runtime.steps import prefix_sharing
-from attnplug.runtime.steps.prefix_sharing import SharedStep
+from attnplug.runtime.steps import shared_step
+from attnplug.runtime.steps.shared_step import SharedStep
 
 FREE = SharingPrices.free()
 PARTS: Any = {"get_impl_cls": TorchBackend.get_impl_cls, "get_builder_cls": TorchBackend.get_builder_cls}
@@ -273,13 +274,13 @@ def test_the_lse_of_a_layer_that_asks_for_it_is_that_of_all_keys(monkeypatch: py
 def test_mistakes_of_a_forest_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that a stranger reads too, a level that is lost, and own tokens that are left out."""
     Counted(monkeypatch)
-    right = prefix_sharing.merge_lists
+    right = shared_step.merge_lists
 
     def lost(parts: Any, tokens: int) -> Any:
         starts, entries = right(parts, tokens)
         return starts, entries[::-1].copy()
 
-    monkeypatch.setattr(prefix_sharing, "merge_lists", lost)
+    monkeypatch.setattr(shared_step, "merge_lists", lost)
     with pytest.raises(AssertionError):
         forest_of(shares(FULL))
 
@@ -311,3 +312,29 @@ def test_a_decision_says_whether_a_layer_can_share(spec: LayerSpec, reason: str 
     decision = attnplug.select(spec, "cpu")
     assert decision.prefix_refusal == reason
     assert decision.shares_prefixes is (reason is None)
+
+
+def test_a_step_whose_layers_the_host_would_hold_up_is_plain() -> None:
+    """Outside of graphs the host takes longer for shared prefixes than the device for plain ones."""
+    free = SharingPrices.free()
+    model = shares(FULL, dataclasses.replace(free, safety=1e-9, host=1e9))
+    forest_of(model)
+    assert "and the host more for shared prefixes" in model.runtime.step_notes[0]
+
+
+def test_prefixes_below_the_one_that_all_requests_share_are_worth_more_than_a_kernel_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted = Counted(monkeypatch)
+    monkeypatch.setattr(TorchMetadataBuilder, "use_cascade_attention", lambda *_, **__: True)
+    model = shares(FULL)
+    model.add("stem")
+    model.step(stem=17)
+    for name in ("a", "b"):
+        model.add(name, prefix=("stem", 16))
+        model.step(**{name: 64})
+        for each in ("1", "2"):
+            model.add(name + each, prefix=(name, 80))
+    model.step(**dict.fromkeys(model.requests, 1))
+    assert counted.parts[-1] == 2
+    assert "3 shared prefixes with" in model.runtime.step_notes[0]

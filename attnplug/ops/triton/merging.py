@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from attnplug.ops.checks import check_merge
 from attnplug.ops.triton.kernels.merging import merge_kernel, merge_rows_kernel
-from attnplug.ops.triton.launch import on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 _KERNEL: Any = merge_kernel
 _ROWS_KERNEL: Any = merge_rows_kernel
@@ -104,13 +105,31 @@ def rows_into(
     tokens, (heads, head_size) = starts.shape[0] - 1, output.shape[1:]
     if not tokens or not heads or not head_size:
         return
+    lse = lses if output_lse is None else output_lse
+    strides = *outputs.stride()[:2], *lses.stride(), *output.stride()[:2], *lse.stride()
+    dtypes = outputs.dtype, output.dtype
+    rows, bound = _bound_rows(strides, dtypes, heads, head_size, output_lse is not None)
+    with on_device_of(output):
+        bound((tokens, -(-heads // rows)), outputs, lses, starts, entries, output, lse)
+
+
+@functools.lru_cache(maxsize=256)
+def _bound_rows(
+    strides: tuple[int, ...], dtypes: tuple[torch.dtype, ...], heads: int, head_size: int, has_lse: bool
+) -> tuple[int, BoundKernel]:
+    # Cached, because layers have one form.
     block_d = power_of_two(head_size)
     rows = min(max(_TILE // block_d, 1), power_of_two(heads))
-    lse = lses if output_lse is None else output_lse
-    with on_device_of(output):
-        _ROWS_KERNEL[(tokens, -(-heads // rows))](
-            *(outputs, lses, starts, entries, output, lse),
-            *(*outputs.stride()[:2], *lses.stride(), *output.stride()[:2], *lse.stride()),
-            *(heads, head_size, rows, block_d, output_lse is not None),
-            num_warps=_NUM_WARPS,
-        )
+    names = [
+        "part_token",
+        "part_head",
+        "lse_token",
+        "lse_head",
+        "out_token",
+        "out_head",
+        "out_lse_token",
+        "out_lse_head",
+    ]
+    sizes = {"HEADS": heads, "D": head_size, "ROWS": rows, "BLOCK_D": block_d, "HAS_LSE": has_lse}
+    values = dict(zip(names, strides, strict=True)) | sizes
+    return rows, BoundKernel(_ROWS_KERNEL, 6, values, num_warps=_NUM_WARPS)

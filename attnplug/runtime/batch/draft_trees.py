@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,43 +15,82 @@ from attnplug.core.errors import BatchError
 from attnplug.runtime.batch.engine_values import Ints
 
 
+class TreeShape(NamedTuple):
+    """What the parents of a tree say.
+
+    Args:
+        parents: int64 `[n]`, the node before each node; -1 for one that follows the computed tokens.
+        depths: int64 `[n]`, the nodes before each node on its path.
+        members: int64, the nodes of each node's path from the first to itself, one path after the other.
+        counts: int64 `[n]`, the nodes of each path.
+    """
+
+    parents: Ints
+    depths: Ints
+    members: Ints
+    counts: Ints
+
+
+@functools.lru_cache(maxsize=256)
+def shape_of(parents: tuple[int, ...]) -> TreeShape:
+    """The shape of a tree whose parents come before their nodes; engines have few shapes, so they are kept."""
+    paths = list[list[int]]()
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+    counts = np.array([len(path) for path in paths], dtype=np.int64)
+    members = np.array([*itertools.chain(*paths)], dtype=np.int64)
+    return TreeShape(np.array(parents, dtype=np.int64), counts - 1, members, counts)
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class DraftTree:
     """The new tokens of one request, as a tree.
 
     Args:
-        parents: int64 `[n]`, the node before each node; -1 for one that follows the computed tokens.
-        depths: int64 `[n]`, the nodes before each node on its path.
+        shape: of the tree.
         kept: the node whose path `AttentionRuntime.keep_path` has moved behind the computed tokens; None before.
     """
 
-    parents: Ints
-    depths: Ints
+    shape: TreeShape
     kept: int | None = None
+
+    @property
+    def depths(self) -> Ints:
+        """int64 `[n]`, the nodes before each node on its path."""
+        return self.shape.depths
 
     @property
     def size(self) -> int:
         """The number of nodes."""
-        return int(self.parents.size)
+        return int(self.shape.parents.size)
 
     def path(self, node: int) -> list[int]:
         """The nodes from the first to `node`, itself included; empty for -1."""
         found = []
         while node >= 0:
             found.append(node)
-            node = int(self.parents[node])
+            node = int(self.shape.parents[node])
         return found[::-1]
-
-    def paths(self) -> list[list[int]]:
-        """The path of each node."""
-        found: list[list[int]] = []
-        for node, parent in enumerate(self.parents.tolist()):
-            found.append([*(found[parent] if parent >= 0 else ()), node])
-        return found
 
     def is_in_place(self, node: int) -> bool:
         """Whether the path of `node` is the first nodes in their order, so that nothing need be moved."""
         return int(self.depths[node]) == node if node >= 0 else True
+
+
+def checked_shape(field: str, parents: Sequence[int]) -> TreeShape:
+    """The shape of a tree with these parents.
+
+    Raises:
+        BatchError: no node, or a parent that is not an earlier node.
+    """
+    found = tuple(integers(field, parents))
+    if not found:
+        raise BatchError(field, (), "must have at least one node")
+    for node, parent in enumerate(found):
+        if not -1 <= parent < node:
+            limit = f"must be in -1 .. {node - 1}, the nodes before it"
+            raise BatchError(f"{field}[{node}]", parent, limit, "order nodes from the first level on")
+    return shape_of(found)
 
 
 def checked_trees(
@@ -72,13 +114,7 @@ def checked_trees(
         if len(parents) != count or not parents:
             limit = f"nodes must be the {count} scheduled tokens of the request, at least one"
             raise BatchError(field, len(parents), limit, "schedule one token for each node")
-        depths = np.zeros(count, dtype=np.int64)
-        for node, parent in enumerate(parents):
-            if not -1 <= parent < node:
-                limit = f"must be in -1 .. {node - 1}, the nodes before it"
-                raise BatchError(f"{field}[{node}]", parent, limit, "order nodes from the first level on")
-            depths[node] = depths[parent] + 1 if parent >= 0 else 0
-        made[name] = DraftTree(np.array(parents, dtype=np.int64), depths)
+        made[name] = DraftTree(checked_shape(field, parents))
     return made
 
 

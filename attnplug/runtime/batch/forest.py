@@ -126,9 +126,11 @@ def find_forest(table: _Table, size: int, scheduled: Ints, reach: Reach, saves: 
     nodes, total = list[Node](), 0.0
     first, end = reach
     stack = [(readers, at, at, 0) for readers, at in _roots(table, first, end)]
+    # Most steps with shared prefixes are decodes, whose rows need no sum.
+    one_row = bool((scheduled == 1).all())
     while stack:
         readers, begin, at, level = stack.pop()
-        rows, limits = int(scheduled[readers].sum()), end[readers]
+        rows, limits = readers.size if one_row else int(scheduled[readers].sum()), end[readers]
         # No prefix of these requests is longer, so most of them are given up before their blocks are read.
         if saves(readers.size, rows, int(limits.max() - begin) * size) <= 0:
             continue
@@ -163,6 +165,10 @@ def _alike(blocks: _Table, readers: Ints) -> list[Ints]:
     first = blocks[0]
     if (blocks == first).all():
         return [] if first == _NULL_BLOCK else [readers]
+    alike = np.sort(blocks)
+    # The readers of a prompt mostly differ behind it.
+    if not (alike[1:] == alike[:-1]).any():
+        return []
     order = np.argsort(blocks, kind="stable")
     ordered = blocks[order]
     starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1], [True])))

@@ -18,12 +18,14 @@ class SharingPrices:
         bandwidth: bytes of keys and values that attention reads in a second.
         reread: the part of a read that each reader of the same block costs, because caches have it. At most 1.
         products: operations in a second of the call that attends the prefixes.
-        calls: seconds that a layer's two further calls and its merge take in any case, the host's included.
+        calls: seconds that a layer's two further calls and its merge take in any case.
         margin: the part of a step's plain time that must be saved at least.
         safety: the times by which savings must exceed `calls` and `margin`; 0 shares each block that two requests read.
+        host: seconds that the host takes for a layer whose prefixes are shared. Where a plain layer takes the device less, the
+            device would wait for the host. A graph takes four times as long for all its layers.
 
     Raises:
-        SpecError: a number that is not positive; `margin`, `calls` and `safety` may be 0.
+        SpecError: a number that is not positive; `margin`, `calls`, `safety` and `host` may be 0.
     """
 
     bandwidth: float
@@ -32,6 +34,7 @@ class SharingPrices:
     calls: float
     margin: float = 0.02
     safety: float = 2.0
+    host: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -50,9 +53,26 @@ class SharingPrices:
 _CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 
 
+# The host's time is that of an engine without graphs, which waits for it in each layer.
+# Fitted to 52 cells of TRITON on an H200 and of a sketch on an H100 (benchmarks/prefix_forests.py), by the device's name.
+_TRITON = {
+    "H200": SharingPrices(bandwidth=4.58e12, reread=0.74, products=7e14, calls=2e-5, margin=0.05, host=1e-3),
+    "H100": SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=2e-5, margin=0.05, host=1e-3),
+}
+
+
 def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     """The prices of a backend on a device; None if nobody has measured them, so that nothing is shared there."""
-    return _CPU if device.type == "cpu" and backend == "TORCH" else None
+    if device.type == "cpu":
+        return _CPU if backend == "TORCH" else None
+    if device.type != "cuda" or backend != "TRITON":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((prices for card, prices in _TRITON.items() if card in name), None)
+
+
+_HOST_OF_GRAPH = 4
+"""The layers outside of a graph whose host time a graph takes for all its layers."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,6 +87,7 @@ class LayerPrices:
         calls: of the further calls.
         margin: see SharingPrices.
         safety: see SharingPrices.
+        host: see SharingPrices.
     """
 
     key_read: float
@@ -76,6 +97,7 @@ class LayerPrices:
     calls: float
     margin: float
     safety: float
+    host: float
 
     @classmethod
     def of(cls, prices: SharingPrices, num_heads: int, cache: KVCacheSpec) -> LayerPrices:
@@ -85,11 +107,12 @@ class LayerPrices:
             cache.bytes_per_token / prices.bandwidth,
             prices.reread,
             2 * num_heads * (cache.head_size + cache.head_size_v) / prices.products,
-            # A partial result is written in float32 with its LSE, read again, and merged.
-            2 * (8 * (elements + num_heads) + 2 * elements) / prices.bandwidth,
+            # A partial result is written with its LSE, read again, and merged, at a fourth of the rate (on an H200).
+            4 * 2 * (8 * (elements + num_heads) + 2 * elements) / prices.bandwidth,
             prices.calls,
             prices.margin,
             prices.safety,
+            prices.host,
         )
 
     def saved(self, readers: int, rows: int, keys: int) -> float:
@@ -103,6 +126,11 @@ class LayerPrices:
     def plain(self, keys: int) -> float:
         """The seconds of a plain step whose requests read `keys` tokens in all."""
         return self.reread * keys * self.key_read
+
+    def waits(self, plain: float, graph_layers: int = 0) -> bool:
+        """Whether the device would wait for the host: `plain` is a plain layer's time, `graph_layers` those of a graph."""
+        host = self.host * min(_HOST_OF_GRAPH / graph_layers, 1.0) if graph_layers else self.host
+        return plain < host
 
     def pays(self, saved: float, plain: float) -> bool:
         """Whether the savings of all nodes are worth the further calls of a step."""

@@ -74,7 +74,7 @@ def _move(
                 found.append(
                     tuple(part for each in both for part in _blocks_of(host.tables[at, row], each, size))
                 )
-            places[at] = [to_device(np.concatenate(part), device) for part in zip(*found, strict=True)]
+            places[at] = to_device([np.concatenate(part) for part in zip(*found, strict=True)], device)
         from_block, from_place, to_block, to_place = places[at]
         for name in group.layer_names:
             layer = layers[name]

@@ -13,7 +13,8 @@ from attnplug.core.kv_cache_spec import KVCacheConfig
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.runtime.batch.step_batch import StepBatch, check_same_step
 from attnplug.runtime.steps.attention_groups import AttentionGroup, build_attn_metadata, build_step
-from attnplug.runtime.steps.prefix_sharing import PrefixSharing, SharedStep
+from attnplug.runtime.steps.prefix_sharing import PrefixSharing
+from attnplug.runtime.steps.shared_step import SharedStep
 
 
 class LayerStep(NamedTuple):

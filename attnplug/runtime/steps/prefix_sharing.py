@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,114 +12,20 @@ from attnplug._system.one_commit import NotCopied
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
-from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.prefix_sharing import sharing_refusal, tree_refusal
-from attnplug.ops.checks import pages_of
-from attnplug.ops.gather import slots_into
-from attnplug.ops.merging import rows_into
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.forest import Forest, Reach, find_forest, may_share, reach_of
 from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices, prices_of
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.steps.attention_groups import AttentionGroup
-from attnplug.runtime.steps.forest_parts import (
-    Rows,
-    merge_lists,
-    node_rows,
-    piece_rows,
-    rest_rows,
-    to_device,
-)
+from attnplug.runtime.steps.forest_parts import Paths, Rows, node_paths, piece_rows, rest_rows
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
-from attnplug.runtime.steps.step_checks import refuse_output_scales
+from attnplug.runtime.steps.shared_step import SharedStep, shared_step
 from attnplug.runtime.steps.twin_layers import TwinLayers, Twins
 
 
-class _Part(NamedTuple):
-    """One ordinary call: the twins, their metadata, the step's rows (None for all), and the slots of keys."""
-
-    twins: Twins
-    metadata: AttentionMetadata
-    rows: torch.Tensor | None
-    num_rows: int
-    slots: torch.Tensor | None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class SharedStep:
-    """A step of some layers as ordinary calls, and the lists that merge their rows.
-
-    Args:
-        parts: the calls.
-        slots: int64, where the step's new keys are written.
-        starts: int32 `[T + 1]`, see `attnplug.ops.merge_rows`.
-        entries: int32, likewise.
-    """
-
-    parts: tuple[_Part, ...]
-    slots: torch.Tensor
-    starts: torch.Tensor
-    entries: torch.Tensor
-
-    def refuse_scales(self, layer_name: str, scales: Mapping[str, object]) -> None:
-        """BatchError for the quantisation of an output, which no merge of parts does."""
-        refuse_output_scales(layer_name, scales, "a step with trees merges")
-
-    def forward(
-        self,
-        layer: RuntimeLayer,
-        query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        output: torch.Tensor,
-        output_lse: torch.Tensor | None,
-    ) -> None:
-        """Write the new K and V, attend all parts, and merge them. Arguments as `AttentionRuntime.forward`."""
-        cache = layer.kv_cache
-        if key is not None and value is not None and cache is not None and layer.target is None:
-            layer.impl.update_kv_cache(layer, key, value, cache, self.slots)
-        count = sum(part.num_rows for part in self.parts)
-        outs = output.new_empty((count, *output.shape[1:]))
-        lses = torch.empty((count, outs.shape[1]), dtype=torch.float32, device=outs.device)
-        begin = 0
-        for part in self.parts:
-            rows = slice(begin, begin + part.num_rows)
-            begin += part.num_rows
-            own = query[: part.num_rows] if part.rows is None else query.index_select(0, part.rows)
-            keys: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
-            pages = cache
-            if part.slots is not None and cache is not None:
-                keys, pages = _keys_of(layer, cache, part.slots), None
-            key, value = keys
-            owner, impl = layer if part.slots is None else None, part.twins.impls[layer.name]
-            impl.attend(owner, own, key, value, pages, part.metadata, outs[rows], output_lse=lses[rows])
-        if output.stride(-1) == 1:
-            rows_into(outs, lses, self.starts, self.entries, output, output_lse)
-            return
-        whole = torch.empty_like(output, memory_format=torch.contiguous_format)
-        rows_into(outs, lses, self.starts, self.entries, whole, output_lse)
-        tokens = self.starts.shape[0] - 1
-        output[:tokens] = whole[:tokens]
-
-
-def _keys_of(
-    layer: RuntimeLayer, cache: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the slots, of the layer's dtype."""
-    k, v = pages_of(layer.impl.backend, cache, layer.spec)
-    dtype = getattr(torch, layer.spec.dtype)
-    pairs = ((k, layer._k_scale_float), (v, layer._v_scale_float))
-    key, value = (
-        slots_into(
-            pages, slots, torch.empty((slots.shape[0], *pages.shape[2:]), dtype=dtype, device=slots.device), s
-        )
-        for pages, s in pairs
-    )
-    return key, value
-
-
-class _Layers(NamedTuple):
+class SharingLayers(NamedTuple):
     """The layers of an attention group with one window, as they can share."""
 
     group: AttentionGroup
@@ -157,7 +62,8 @@ class PrefixSharing(NotCopied):
         sharded: Collection[str] = (),
     ) -> None:
         self._device, self._config = device, config
-        self._layers: list[_Layers] = []
+        self.layers: list[SharingLayers] = []
+        """By attention group and window."""
         self.notes: tuple[str, ...] = ()
         """Of the last step: for each group of layers, what was shared, or why nothing was."""
         for group in groups:
@@ -173,16 +79,16 @@ class PrefixSharing(NotCopied):
                 own = prices_of(device, group.backend.get_name()) if prices is True else prices
                 priced = LayerPrices.of(own, heads, group.kv_cache_spec) if own else None
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
-                self._layers.append(_Layers(group, tuple(names), left, chunk, priced, *refusals, twins))
+                self.layers.append(SharingLayers(group, tuple(names), left, chunk, priced, *refusals, twins))
 
     def close(self) -> None:
         """Release the twins of the layers."""
-        self._layers.clear()
+        self.layers.clear()
 
     @property
     def tree_refusal(self) -> str | None:
         """The first layer that cannot verify trees, and why; None if all can. Cross attention sees no drafts."""
-        for each in self._layers:
+        for each in self.layers:
             if each.tree_refusal is not None and not isinstance(each.group.kv_cache_spec, CrossAttentionSpec):
                 return f"layer {each.names[0]}: {each.tree_refusal}"
         return None
@@ -206,31 +112,49 @@ class PrefixSharing(NotCopied):
             batch: the step.
             own_prefix: the layers whose builder attends a prefix by a kernel of its own.
         """
-        host, notes, steps = batch.host, list[str](), dict[str, SharedStep]()
-        found: dict[tuple[object, ...], Forest | str] = {}
-        for each in self._layers:
+        notes, steps = list[str](), dict[str, SharedStep]()
+        trees = trees_of(batch)
+        for each, forest in self.forests(batch, own_prefix):
             at = each.group.kv_cache_group_id
-            if at in batch.cross_groups or host is None or not host.scheduled.any():
-                continue
-            where = f"KV group {at}, {each.group.backend.get_name()}"
-            trees = {batch.req_ids.index(name): tree for name, tree in batch.trees.items()}
-            forest: Forest | str
-            if each.names[0] in own_prefix:
-                forest = "the backend attends the prefix of all requests by its own kernel"
-            else:
-                key = at, each.left, each.chunk, each.prices, each.refusal
-                if key not in found:
-                    found[key] = self._find(batch, host, each, trees)
-                forest = found[key]
-            notes.append(_note(where, forest, len(trees)))
-            if trees or not isinstance(forest, str):
+            notes.append(note_of(each, forest, len(trees)))
+            if batch.host is not None and (trees or not isinstance(forest, str)):
                 nodes = None if isinstance(forest, str) else forest
-                steps.update(dict.fromkeys(each.names, self._build(batch, host, each, nodes, trees)))
+                calls, paths = parts_of(batch, batch.host, each, nodes)
+                made = shared_step(calls, paths, *batch.of_group(at), batch.common.num_actual_tokens)
+                steps.update(dict.fromkeys(each.names, made))
         self.notes = tuple(notes)
         return steps
 
+    def forests(
+        self, batch: StepBatch, own_prefix: Collection[str] = (), by_graph: bool = False
+    ) -> Iterator[tuple[SharingLayers, Forest | str]]:
+        """The layers with the prefixes that they share in a step, or why they share none; arguments as `begin`.
+
+        `by_graph` leaves the host's time out of the price.
+        """
+        host, trees = batch.host, trees_of(batch)
+        found: dict[tuple[object, ...], Forest | str] = {}
+        for each in self.layers:
+            at = each.group.kv_cache_group_id
+            if at in batch.cross_groups or host is None or not host.scheduled.any():
+                continue
+            key = at, each.left, each.chunk, each.prices, each.refusal
+            if key not in found:
+                found[key] = self._find(batch, host, each, trees, by_graph)
+            forest = found[key]
+            if each.names[0] in own_prefix and (
+                isinstance(forest, str) or forest.saved < _BETTER * _saved_by_own(batch, host, each)
+            ):
+                forest = "the backend attends the prefix of all requests by its own kernel"
+            yield each, forest
+
     def _find(
-        self, batch: StepBatch, host: HostRows, each: _Layers, trees: Mapping[int, DraftTree]
+        self,
+        batch: StepBatch,
+        host: HostRows,
+        each: SharingLayers,
+        trees: Mapping[int, DraftTree],
+        by_graph: bool,
     ) -> Forest | str:
         """The nodes of a step that are worth their calls, or why there are none."""
         if each.refusal is not None:
@@ -242,57 +166,73 @@ class PrefixSharing(NotCopied):
         is_plain = each.left < 0 and each.chunk is None
         if table.shape[0] < 2 or (is_plain and not may_share(table)):
             return "no blocks are shared"
+        plain = prices.plain(int((host.computed + host.scheduled).sum()))
+        if prices.waits(plain, len(each.names) if by_graph else 0):
+            return f"a plain layer takes {plain * 1e6:.0f} us, and the host more for shared prefixes"
         size = batch.block_sizes[at]
         reach = _reach(host, size, each, trees)
         forest = find_forest(table, size, host.scheduled, reach, prices.saved)
         if forest is None:
             return "no shared blocks are worth a call of their own"
         tokens = int(host.scheduled.sum())
-        plain = prices.plain(int((host.computed + host.scheduled).sum()))
         saved = forest.saved - (tokens * prices.merge if prices.safety else 0)
         if not prices.pays(saved, plain):
             return f"shared blocks would save {saved * 1e6:.0f} us, too little for further calls"
         return forest
 
-    def _build(
-        self,
-        batch: StepBatch,
-        host: HostRows,
-        each: _Layers,
-        forest: Forest | None,
-        trees: dict[int, DraftTree],
-    ) -> SharedStep:
-        at = each.group.kv_cache_group_id
-        table, size = host.tables[at], batch.block_sizes[at]
-        reach = _reach(host, size, each, trees)
-        is_tree = np.zeros(host.scheduled.size, dtype=bool)
-        is_tree[list(trees)] = True
-        kept = reach.first * is_tree if forest is None else forest.kept
-        nodes = [] if forest is None else forest.nodes
-        made: list[tuple[Twins, Rows]] = []
-        rest = rest_rows(host, table, size, kept, is_tree)
-        if rest.rows.size:
-            made.append((each.twins.rest(), rest))
-        pieces = piece_rows(host, table, size, nodes, kept, trees)
-        if pieces is not None:
-            made.append((each.twins.pieces(), pieces))
-        if trees:
-            rows = node_rows(host, table, size, reach.first, trees, each.left, each.chunk)
-            made.append((each.twins.nodes(), rows))
-        # Without trees the rest has all rows in their order.
-        parts = tuple(self._part(twins, rows, not trees and rows is rest) for twins, rows in made)
-        tokens = batch.common.num_actual_tokens
-        starts, entries = merge_lists([rows for _, rows in made], tokens)
-        sent = to_device(starts, self._device), to_device(entries, self._device)
-        return SharedStep(parts, batch.of_group(at)[1], *sent)
 
-    def _part(self, twins: Twins, rows: Rows, whole: bool) -> _Part:
-        slots = None if rows.slots is None else to_device(rows.slots, self._device)
-        taken = None if whole else to_device(rows.rows, self._device)
-        return _Part(twins, twins.build(rows), taken, int(rows.rows.size), slots)
+_BETTER = 1.5
+"""The savings of all shared prefixes, over those of the one prefix that a backend's own kernel attends, that are worth calls."""
 
 
-def _note(where: str, forest: Forest | str, trees: int) -> str:
+def _saved_by_own(batch: StepBatch, host: HostRows, each: SharingLayers) -> float:
+    """The seconds that a kernel saves which attends the prefix of all requests once."""
+    if each.prices is None:
+        return 0.0
+    shared = int(batch.shared_prefix_lens[each.group.kv_cache_group_id])
+    return each.prices.saved(host.scheduled.size, int(host.scheduled.sum()), shared)
+
+
+def trees_of(batch: StepBatch) -> dict[int, DraftTree]:
+    """The trees of a step by the index of their request, in the step's order."""
+    if not batch.trees:
+        return {}
+    return {at: batch.trees[name] for at, name in enumerate(batch.req_ids) if name in batch.trees}
+
+
+def parts_of(
+    batch: StepBatch, host: HostRows, each: SharingLayers, forest: Forest | None
+) -> tuple[list[tuple[Twins, Rows]], Paths | None]:
+    """The ordinary batches of a step, and the paths of its trees.
+
+    Args:
+        batch: the step.
+        host: its requests.
+        each: the layers.
+        forest: the prefixes that are shared; None for trees alone.
+    """
+    at, trees = each.group.kv_cache_group_id, trees_of(batch)
+    table, size = host.tables[at], batch.block_sizes[at]
+    reach = _reach(host, size, each, trees)
+    is_tree = np.zeros(host.scheduled.size, dtype=bool)
+    is_tree[list(trees)] = True
+    kept = reach.first * is_tree if forest is None else forest.kept
+    nodes = [] if forest is None else forest.nodes
+    calls: list[tuple[Twins, Rows]] = []
+    rest = rest_rows(host, size, kept, is_tree)
+    if rest.rows.size:
+        calls.append((each.twins.rest(), rest))
+    pieces = piece_rows(host, table, size, nodes, kept, trees)
+    if pieces is not None:
+        calls.append((each.twins.pieces(), pieces))
+    if not trees:
+        return calls, None
+    return calls, node_paths(host, table, size, reach.first, trees, each.left, each.chunk)
+
+
+def note_of(each: SharingLayers, forest: Forest | str, trees: int) -> str:
+    """What layers share in a step, or why nothing; `trees` is the number of requests with one."""
+    where = f"KV group {each.group.kv_cache_group_id}, {each.group.backend.get_name()}"
     where += f": trees of {trees} requests; " if trees else ": "
     if isinstance(forest, str):
         return f"{where}plain, {forest}"
@@ -306,7 +246,7 @@ def _place_refusal(is_sharded: bool, is_fast: bool) -> str | None:
     return "fast prefill: a step computes some rows only" if is_fast else None
 
 
-def _reach(host: HostRows, size: int, each: _Layers, trees: Mapping[int, DraftTree]) -> Reach:
+def _reach(host: HostRows, size: int, each: SharingLayers, trees: Mapping[int, DraftTree]) -> Reach:
     if not trees:
         return reach_of(host.computed, host.scheduled, size, each.left, each.chunk)
     spans, is_tree = host.scheduled.copy(), np.zeros(host.scheduled.size, dtype=bool)

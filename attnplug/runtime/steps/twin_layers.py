@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,9 @@ import torch
 from attnplug.core.config import BuilderConfig
 from attnplug.core.impl import AttentionImpl
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
-from attnplug.core.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec, kv_cache_spec_for
-from attnplug.core.metadata import AttentionMetadata
-from attnplug.core.prefix_sharing import node_spec, piece_spec, rest_spec
+from attnplug.core.kv_cache_spec import CrossAttentionSpec, FullAttentionSpec, KVCacheSpec
+from attnplug.core.metadata import PAD_SLOT_ID, AttentionMetadata
+from attnplug.core.prefix_sharing import piece_spec, rest_spec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.steps.attention_groups import AttentionGroup, share_workspace
@@ -54,9 +54,6 @@ class Twins:
             tensors = layer.impl.tensors
             if not spec.has_sinks:
                 tensors = dataclasses.replace(tensors, sinks=None)
-            if spec.direct_kv:
-                # The keys of a call are as computed: the scales are those of stored ones.
-                tensors = dataclasses.replace(tensors, k_scale=1.0, v_scale=1.0)
             options = decisions[name].get_options()
             made = make_impl(group.backend, spec, layer_name=name, tensors=tensors, options=options)
             made.process_weights_after_loading(getattr(torch, spec.dtype))
@@ -65,12 +62,29 @@ class Twins:
         served: Any = {name: types.SimpleNamespace(impl=impl) for name, impl in self.impls.items()}
         limits = dataclasses.replace(config, layers=served, cudagraph_batch_sizes=())
         self.builder = make_builder(group.backend, cache, list(names), limits, device)
-        self._device = device
+        self._size = group.kv_cache_spec.block_size
+        self._no_slots = torch.full(
+            (limits.max_num_batched_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device
+        )
 
-    def build(self, rows: Rows) -> AttentionMetadata:
-        """The metadata of one part of a step."""
-        common = rows.common(self._device, self.is_causal)
-        made: AttentionMetadata = checked_metadata(self.backend, "build", self.builder.build(0, common))
+    def build(
+        self,
+        rows: Rows,
+        sent: Sequence[torch.Tensor],
+        step_table: torch.Tensor,
+        cut: torch.Tensor | None = None,
+        longest: int | None = None,
+    ) -> AttentionMetadata:
+        """The metadata of one part of a step, or with `longest` of its capture; arguments as `Rows.common`."""
+        form = self._size, step_table, self.is_causal, cut, longest
+        common = rows.common(sent, self._no_slots, *form)
+        method = "build" if longest is None else "build_for_cudagraph_capture"
+        found = (
+            self.builder.build(0, common)
+            if longest is None
+            else self.builder.build_for_cudagraph_capture(common)
+        )
+        made: AttentionMetadata = checked_metadata(self.backend, method, found)
         return made
 
 
@@ -99,6 +113,8 @@ class TwinLayers:
 
     def pieces(self) -> Twins:
         """Of shared blocks."""
+        if "pieces" in self._made:
+            return self._made["pieces"]
         group, names, layers, decisions = self._given
         cache, device = group.kv_cache_spec, decisions[names[0]].device
 
@@ -112,14 +128,6 @@ class TwinLayers:
         # A row may be in several pieces, and a tree's context is one more.
         most = 2 * self._config.max_num_seqs, 5 * self._config.max_num_batched_tokens
         return self._twins("pieces", spec_of, kind(**fields), *most)
-
-    def nodes(self) -> Twins:
-        """Of the nodes of draft trees."""
-        _, names, layers, _ = self._given
-        spec = node_spec(layers[names[0]].spec)
-        # They have no pages, but builders read the heads of a layer from a page spec.
-        cache: Any = kv_cache_spec_for(spec.replace(direct_kv=False), 1)
-        return self._twins("nodes", node_spec, cache, self._config.max_num_batched_tokens)
 
     def _twins(
         self,

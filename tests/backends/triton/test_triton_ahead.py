@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("triton")
 
 from attnplug._system.json_files import parse_json
 from attnplug.backends.triton.ahead.chips import CHIPS, chip_of
+from attnplug.backends.triton.ahead.forms import Form
 from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 
@@ -81,3 +83,14 @@ def test_a_chip_is_found_by_its_device():
     assert chip_of(Device.parse("A40")).shared_memory == 99 << 10
     with pytest.raises(SpecError, match="kernels are compiled ahead for sm80, sm86"):
         chip_of(Device.parse("sm75"))
+
+
+def test_the_key_of_a_form_is_equal_wherever_triton_is_installed():
+    def form(folder: str, warps: int) -> Form:
+        source = SimpleNamespace(hash=lambda: "the source")
+        options = SimpleNamespace(extern_libs=(("ocml", f"{folder}/ocml.bc"),), num_warps=warps)
+        function = SimpleNamespace(ASTSource=lambda *_: source, __name__="kernel")
+        return Form.of(function, {}, {}, {}, options)
+
+    assert form("/a/site-packages", 4).key == form("/b/site-packages", 4).key
+    assert form("/a/site-packages", 4).key != form("/a/site-packages", 8).key

@@ -7,6 +7,8 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any, Self
 
+import triton
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Form:
@@ -45,8 +47,14 @@ class Form:
 
     @property
     def key(self) -> str:
-        """A hash of the source and all that is compiled in; equal for two with the same code."""
-        return hashlib.sha256(f"{self.source.hash()}-{self.options.hash()}".encode()).hexdigest()[:16]
+        """A hash of the source and all that is compiled in; equal for two with the same code, wherever Triton is installed."""
+        # Triton's own hash of the options has the places of its libraries, which differ between environments.
+        options = {
+            **self.options.__dict__,
+            "extern_libs": sorted(name for name, _ in self.options.extern_libs),
+        }
+        compiler = f"{triton.__version__}-{sorted(options.items())}"
+        return hashlib.sha256(f"{self.source.hash()}-{compiler}".encode()).hexdigest()[:16]
 
     @property
     def constants(self) -> dict[str, Any]:
