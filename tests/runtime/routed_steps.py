@@ -1,19 +1,32 @@
-"""Serves random mixed steps on TORCH and TRITON with routes; prints the backends that ran. The oracle checks each layer."""
+"""Serves random mixed steps on TORCH, TRITON and FLEX with routes; prints the backends that ran.
+
+The oracle checks each layer of each step.
+"""
 
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 from model_layers import layer
 from served_model import ServedModel
 
+import attnplug
 from attnplug.core import BuilderConfig
 from attnplug.core.impl import AttentionImpl
 
-NAME = "TORCH+TRITON[prefill query ..7 on TRITON; draft on TORCH; mixed requests ..3 rows ..14 on TRITON]"
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plugins" / "attnplug-flex"))
+import attnplug_flex
+
+NAME = (
+    "TORCH+TRITON[prefill query ..7 on TRITON; draft on FLEX; mixed requests ..3 rows ..8 on FLEX; "
+    "prefill requests 2.. on FLEX]"
+)
 
 
 def main() -> None:
+    attnplug.register(attnplug_flex, "flex")
     specs = {
         "full": layer(dtype="float32", head_size=16),
         "window": layer(dtype="float32", head_size=16, sliding_window=9),
@@ -30,7 +43,7 @@ def main() -> None:
     draw, done = random.Random(5), dict.fromkeys("abcd", 0)
     for name in done:
         model.add(name)
-    for _ in range(12):
+    for _ in range(18):
         scheduled = {}
         for name in draw.sample(sorted(done), draw.randint(1, 4)):
             count = draw.choice([1, 1, 3, 6, 9])

@@ -1,4 +1,4 @@
-"""Random steps divided between TORCH and the interpreted TRITON equal the oracle, and each runs on its member."""
+"""Random steps divided among TORCH, the interpreted TRITON and FLEX equal the oracle, and all three run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RANDOM_STEPS = Path(__file__).with_name("routed_steps.py")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_random_mixed_steps_of_torch_and_triton_equal_the_oracle() -> None:
+def test_random_mixed_steps_of_three_backends_equal_the_oracle() -> None:
     # In another process: triton reads the variable when it is imported.
     folders = [str(_RANDOM_STEPS.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
@@ -25,4 +25,4 @@ def test_random_mixed_steps_of_torch_and_triton_equal_the_oracle() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["TORCH", "TRITON"]
+    assert done.stdout.split() == ["FLEX", "TORCH", "TRITON"]
