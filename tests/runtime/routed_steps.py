@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "plugins" / "att
 import attnplug_flex
 
 NAME = (
-    "TORCH+TRITON[prefill query ..7 on TRITON; draft on FLEX; mixed requests ..3 rows ..8 on FLEX; "
+    "TORCH+TRITON[prefill query ..20 on TRITON; draft on FLEX; mixed requests ..3 rows ..24 on FLEX; "
     "prefill requests 2.. on FLEX]"
 )
 
@@ -33,6 +33,7 @@ def main() -> None:
     }
     model = ServedModel(
         specs,
+        max_model_len=128,
         config=BuilderConfig(max_num_seqs=8, max_num_batched_tokens=128, num_speculative_tokens=2),
         backend=NAME,
     )
@@ -46,8 +47,8 @@ def main() -> None:
     for _ in range(18):
         scheduled = {}
         for name in draw.sample(sorted(done), draw.randint(1, 4)):
-            count = draw.choice([1, 1, 3, 6, 9])
-            if done[name] + count > 60:
+            count = draw.choice([1, 1, 3, 19, 30])
+            if done[name] + count > 120:
                 model.remove(name)
                 model.add(name)
                 done[name] = 0

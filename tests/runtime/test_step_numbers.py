@@ -13,6 +13,7 @@ import pytest
 _RANDOM_STEPS = Path(__file__).with_name("routed_steps.py")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_random_mixed_steps_of_three_backends_equal_the_oracle() -> None:
     # In another process: triton reads the variable when it is imported.
