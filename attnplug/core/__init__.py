@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     )
     from attnplug.core.blocks import MultipleOf as MultipleOf
     from attnplug.core.composite import CompositeBackend as CompositeBackend
+    from attnplug.core.composite import StepChoice as StepChoice
+    from attnplug.core.composite import StepKind as StepKind
+    from attnplug.core.composite import StepPriority as StepPriority
+    from attnplug.core.composite import StepRange as StepRange
     from attnplug.core.composite import composite_backend as composite_backend
     from attnplug.core.config import BuilderConfig as BuilderConfig
     from attnplug.core.context_parallel import ContextParallel as ContextParallel
@@ -58,7 +62,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "backend": "AttentionBackend subclass_attention_backend subclass_attention_backend_with_overrides",
         "blocks": "MultipleOf",
-        "composite": "CompositeBackend composite_backend",
+        "composite": "CompositeBackend StepChoice StepKind StepPriority StepRange composite_backend",
         "config": "BuilderConfig",
         "context_parallel": "ContextParallel",
         "device": "Device",

@@ -24,6 +24,7 @@ from attnplug.core.validation import accepts_blocks, reads_blocks, stored_dtypes
 if TYPE_CHECKING:
     import torch
 
+    from attnplug.core.composite.steps import StepPriority
     from attnplug.core.device import Device
     from attnplug.core.impl import AttentionImpl
     from attnplug.core.metadata import AttentionMetadataBuilder
@@ -66,6 +67,9 @@ class AttentionBackend(ABC):
     quantizes_queries: ClassVar[bool] = False
     """Whether kernels round queries, or weights, to 8 bits for layers whose pages have 8 bits. By default the
     conformance kit compares such layers as closely as others, since its oracle reads the values as stored."""
+    drafts_on_prefill: ClassVar[bool] = False
+    """Whether decodes of several tokens, such as drafts, run on its prefill kernels. For such steps a plan ranks it by
+    the lower of its priorities in both phases."""
     Options: ClassVar[type[Any] | None] = None
     """A frozen dataclass of the options that a user may set, or None."""
     accept_output_buffer: ClassVar[bool] = True
@@ -97,6 +101,14 @@ class AttentionBackend(ABC):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """Its rank in automatic selection, 1 to 999, higher first. TORCH has 0, TRITON 100, vendor libraries 200 and up."""
         return 50
+
+    @classmethod
+    def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
+        """Its ranks for ranges of steps in which it is faster, or slower, than its priority in the phase says.
+
+        A plan gives such steps of a layer to another backend on the same KV cache, if that ranks higher there.
+        """
+        return ()
 
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:

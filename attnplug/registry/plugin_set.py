@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug._system.text import shown
 from attnplug.core.composite import CompositeBackend, composite_backend
-from attnplug.core.errors import PluginError, PolicyError, UnknownBackendError
+from attnplug.core.composite.steps import StepRange, split_routes
+from attnplug.core.errors import PluginError, PolicyError, SpecError, UnknownBackendError
 from attnplug.core.interface.guarded import class_name, describe, guarded_call, plain_text
 from attnplug.registry.plugins.discovery import Host, Loaded, installed_plugins
 from attnplug.registry.plugins.records import COMPOSITE_SEPARATOR, Offer, PluginRecord, PluginStatus, joined
@@ -210,11 +211,13 @@ class PluginSet:
         """The offers that a rule names: a backend, a family's members, or "PREFILL+DECODE".
 
         Raises:
-            PolicyError: three names joined, or more; an empty half.
+            PolicyError: three names joined, or more; an empty half; routes of another form.
             PluginError: the plugin named did not load, or the name is in conflict.
             UnknownBackendError: no plugin offers the name; it suggests near ones.
         """
         name = rule.backend
+        if "[" in name:
+            name = self._resolved_routes(rule)
         if COMPOSITE_SEPARATOR in name:
             halves = name.split(COMPOSITE_SEPARATOR)
             if len(halves) != 2:
@@ -225,7 +228,7 @@ class PluginSet:
             # Each half is resolved alone, so that an error names the half at fault.
             for half in halves:
                 self.resolve(dataclasses.replace(rule, backend=half.strip()))
-        found = self.find(name)
+        found = self.find(rule.backend)
         if found:
             return found
         if name in self._conflicts:
@@ -246,12 +249,22 @@ class PluginSet:
     def find(self, name: str) -> tuple[Offer, ...]:
         """The offers called `name`: a backend, a family's members, or `name@distribution`; () for none.
 
-        "PREFILL+DECODE" gives a composite for each pair of the halves' offers; see `composite_backend`.
+        "PREFILL+DECODE" gives a composite for each pair of the halves' offers, and "PREFILL+DECODE[draft on NAME]" one
+        with routes; see `composite_backend`.
         """
         if COMPOSITE_SEPARATOR in name:
+            try:
+                name, routes = split_routes(name)
+            except SpecError:
+                return ()
             halves = [self.find(half.strip()) for half in name.split(COMPOSITE_SEPARATOR)]
-            pairs = itertools.product(*halves) if len(halves) == 2 else ()
-            return tuple(dict.fromkeys(self._pair(prefill, decode) for prefill, decode in pairs))
+            others = [(steps, self.find(member)) for steps, member in routes]
+            if len(halves) != 2 or not all(offers for _, offers in others):
+                return ()
+            # A family's first member serves the steps of a route.
+            routed = tuple((steps, offers[0]) for steps, offers in others)
+            pairs = itertools.product(*halves)
+            return tuple(dict.fromkeys(self._pair(prefill, decode, routed) for prefill, decode in pairs))
         if "@" in name:
             backend, _, owner = name.partition("@")
             return tuple(
@@ -267,10 +280,30 @@ class PluginSet:
         wanted = (candidate.name, candidate.distribution)
         return any((offer.name, offer.distribution) == wanted for offer in self.find(name))
 
+    def offer_of(self, candidate: Candidate) -> Offer | None:
+        """The offer that a candidate stands for; None for a composite and for a plugin that did not load."""
+        wanted = (candidate.name, candidate.distribution)
+        return next((each for each in self.offers if (each.name, each.distribution) == wanted), None)
+
+    def _resolved_routes(self, rule: Rule) -> str:
+        """The halves of a rule with routes, whose members are backends here; errors as `resolve`."""
+        try:
+            halves, routes = split_routes(rule.backend)
+        except SpecError as problem:
+            raise PolicyError(rule.source, rule.backend, problem.limit, problem.remedy) from None
+        if COMPOSITE_SEPARATOR not in halves:
+            raise PolicyError(rule.source, rule.backend, "has routes and one half", "write A+B[draft on A]")
+        for _, member in routes:
+            if COMPOSITE_SEPARATOR in member:
+                raise PolicyError(rule.source, rule.backend, f"has a route on {member}", "name one backend")
+            self.resolve(dataclasses.replace(rule, backend=member))
+        return halves
+
     @staticmethod
-    def _pair(prefill: Offer, decode: Offer) -> Offer:
-        both = (prefill, decode)
-        backend, error = guarded_call(composite_backend, prefill.backend, decode.backend)
+    def _pair(prefill: Offer, decode: Offer, routes: Sequence[tuple[StepRange, Offer]] = ()) -> Offer:
+        both = dict.fromkeys((prefill, decode, *(offer for _, offer in routes)))
+        members = tuple((steps, offer.backend) for steps, offer in routes)
+        backend, error = guarded_call(composite_backend, prefill.backend, decode.backend, members)
         if error is not None:
             names = "+".join(offer.name for offer in both)
             raise PluginError(f"{names} cannot be made: {describe(error)}") from error

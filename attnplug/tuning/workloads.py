@@ -20,6 +20,7 @@ _NAMED = {
         ("decode 1 x 4k", 1.0),
         ("decode 16 x 4 of 4k", 1.0),
         ("prefill 4 x 1k", 1.0),
+        ("prefill 64 x 100", 1.0),
         ("prefill 4 x 512 of 4k ragged", 1.0),
         ("mixed 48 x 4k + 1 x 512 of 2k ragged", 1.0),
     ),
@@ -29,12 +30,17 @@ _NAMED = {
         ("decode 1 x 4 of 64k", 1.0),
         ("prefill 1 x 16k", 1.0),
         ("prefill 1 x 2k of 32k", 2.0),
+        ("prefill 4 x 64 of 16k", 1.0),
+        ("mixed 8 x 32k + 1 x 512 of 8k", 1.0),
     ),
     "batch": (
         ("decode 256 x 1k ragged", 4.0),
         ("decode 64 x 8k", 2.0),
         ("prefill 16 x 1k", 2.0),
         ("prefill 4 x 4k", 1.0),
+        ("prefill 200 x 40", 1.0),
+        ("prefill 30 x 300", 1.0),
+        ("mixed 24 x 3k + 1 x 512 of 512", 1.0),
     ),
 }
 NAMES: tuple[str, ...] = tuple(_NAMED)

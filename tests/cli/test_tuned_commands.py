@@ -85,8 +85,12 @@ def test_a_packaged_table_is_the_last_resort(run, tmp_path, monkeypatch):
     asked = ("select", QWEN, *THERE, "--phase", "decode", "--json")
     assert run(*asked).json["decisions"][0]["chosen_by"] == "measured"
     assert run(*asked, "--no-tuned").json["decisions"][0]["chosen_by"] == "priority"
-    other = run("select", QWEN, "--device", "h100", "--phase", "decode", "--json").json["decisions"][0]
+    other = run("select", QWEN, "--device", "b200", "--phase", "decode", "--json").json["decisions"][0]
     assert (other["chosen_by"], other["notes"]) == ("priority", [])
+    # The ratio is large enough for a GPU of the same capability.
+    near = run("select", QWEN, "--device", "h100", "--phase", "decode", "--json").json["decisions"][0]
+    assert near["chosen_by"] == "measured"
+    assert "because the ratio 1.31 is above 1.15" in near["notes"][0]
 
 
 def test_a_foreign_device_and_a_damaged_table_are_said(run, tmp_path):

@@ -51,3 +51,40 @@ def test_layers_of_other_backends_and_other_devices_are_named(tmp_path):
     code, _, problem = warm(MODEL, "--device", "sm90", TRITON_INTERPRET="1")
     assert code == 2
     assert "TRITON_INTERPRET" in problem
+
+
+def test_doctor_says_which_kernels_of_a_model_are_cold_and_the_command_that_compiles_them(monkeypatch):
+    from attnplug.cli import cold_kernels
+    from attnplug.cli.commands.warm import Kernels
+
+    def found(forms, cold):
+        monkeypatch.setattr(cold_kernels, "kernels_of", lambda *asked, **rest: Kernels(None, forms, cold, {}))
+        monkeypatch.setattr(cold_kernels, "check_compiler", lambda command: None)
+        return cold_kernels.state_of(Path("my model.json"), "a100")
+
+    forms = ["one(a=1)", "one(a=2)", "two()", "three()", "four()"]
+    state, words = found(forms, forms)
+    assert state == "warning"
+    assert words == (
+        "5 of 5 kernels of TRITON are cold on sm80, so first requests wait for the compiler: one, two, three, ...; "
+        "attnplug warm 'my model.json' --device a100 compiles them"
+    )
+    assert found(forms, forms[2:3])[1].startswith("1 of 5 kernels of TRITON is cold on sm80")
+    assert found(forms, []) == ("ok", "all 5 kernels of TRITON are warm on sm80")
+    assert found(None, [])[0] == "ok"
+
+
+@pytest.mark.slow
+def test_doctor_asks_about_a_model_in_a_process_of_its_own(tmp_path, monkeypatch):
+    from attnplug.cli.cold_kernels import cold_kernels
+
+    # Nothing is compiled for the interpreter.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    state, words = cold_kernels(MODEL, "a100", 120)
+    assert state in ("ok", "warning")
+    assert "kernels of TRITON" in words
+    state, words = cold_kernels(MODEL, "sm75", 120)
+    assert state == "lacking"
+    assert "kernels are compiled ahead for sm80" in words
+    assert cold_kernels(tmp_path / "none.json", "a100", 120)[0] == "lacking"
+    assert cold_kernels(MODEL, "a100", 0.01) == ("failed", "took longer than 0.01 s")

@@ -609,3 +609,43 @@ def test_a_table_read_from_a_file_is_compared_once_and_not_by_each_decision(
     read = read_table(written)
     monkeypatch.setattr(PhaseTimes, "_compared", lambda *_: pytest.fail("compared again"))
     assert found(read).backend == "C"
+
+
+# Another GPU of the same capability
+
+
+def borrowing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: Device, *rows: TimedRow) -> Decision:
+    """The decision on a device for which only another GPU's table is packaged."""
+    monkeypatch.setattr(tuned_lookup, "PACKAGED", tmp_path)
+    update_table(tmp_path / "h200.json", lambda _: table(*rows, device=H200))
+    return found(None, device=device)
+
+
+def on_h200(name: str, us: float) -> TimedRow:
+    return row(name, us, device=H200)
+
+
+H100_CARD = Device("cuda", (9, 0), "NVIDIA H100 80GB HBM3")
+
+
+def test_a_gpu_without_a_table_borrows_a_large_ratio_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    decision = borrowing(monkeypatch, tmp_path, H100_CARD, on_h200("A", 131.0), on_h200("C", 100.0))
+    assert (decision.backend, decision.chosen_by) == ("C", "measured")
+    (note,) = decision.notes
+    assert note.startswith("tuned table h200.json has times of sm90 (NVIDIA H200): used on sm90 (NVIDIA H100")
+    assert note.endswith("because the ratio 1.31 is above 1.15")
+
+
+@pytest.mark.parametrize(("default", "device"), [
+    (114.0, H100_CARD),
+    (90.0, H100_CARD),
+    (131.0, Device("cuda", (9, 0))),
+    (131.0, Device("cuda", (10, 0), "NVIDIA B200")),
+])  # fmt: skip
+def test_small_ratios_and_gpus_of_no_name_or_another_capability_borrow_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, default: float, device: Device
+) -> None:
+    decision = borrowing(monkeypatch, tmp_path, device, on_h200("A", default), on_h200("C", 100.0))
+    assert (decision.backend, decision.chosen_by, decision.notes) == ("A", "priority", ())

@@ -12,6 +12,7 @@ import pytest
 from fake_plugins import CPU, SPEC, backend, registry
 
 from attnplug import LayerSpec, Phase
+from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.tuning.jobs import Event, Job
@@ -531,3 +532,41 @@ def test_regret_compares_choices_with_the_best_of_each_cell(case: Case) -> None:
     assert found["priorities"].mean == found["other"].mean
     assert found["priorities"].worst == pytest.approx(201 / 101 - 1)
     assert summaries([]) == []
+
+
+def test_the_regret_of_plans_names_the_kind_of_step_and_the_rule_that_lost(case: Case) -> None:
+    from attnplug.tuning.step_regret import kinds, step_regrets
+
+    measured = case.run().table
+    cells = step_regrets(registry(*FAKES), measured, {"table": measured})
+    assert {cell.policy for cell in cells} == {"priorities", "table"}
+    assert all(cell.regret == 0 for cell in cells if cell.policy == "table")
+    lost = [cell for cell in cells if cell.regret]
+    assert {cell.best for cell in lost} == {"B"}
+    assert {cell.chosen for cell in lost} == {"A"}
+    assert all(f"run on {cell.chosen}: priority " in cell.rule for cell in lost)
+    assert "A is 99.0 % slower than B. The rule: " in str(lost[0])
+    found = {(each.policy, each.kind): each for each in kinds(cells)}
+    assert sum(each.cells for each in found.values()) == len(cells)
+    assert all(each.worst >= each.mean >= 0 for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("prefill 64 x 100", "short prompts"),
+        ("prefill 1 x 16k", "long prompts"),
+        ("prefill 4 x 64 of 16k", "short extends"),
+        ("prefill 1 x 2k of 32k", "long extends"),
+        ("decode 8 x 4k", "decodes"),
+        ("decode 16 x 4 of 4k", "drafts"),
+        ("mixed 24 x 3k + 1 x 512 of 512", "mixed steps"),
+    ],
+)
+def test_steps_have_a_kind_in_words(text: str, kind: str) -> None:
+    from attnplug.tuning.step_regret import kind_of
+
+    shape = StepShape.parse(text)
+    assert kind_of(shape, is_latent=False) == kind
+    latent = kind_of(shape, is_latent=True)
+    assert latent == (f"latent {kind}" if shape.phase is not Phase.PREFILL else kind)

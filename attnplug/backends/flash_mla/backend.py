@@ -53,11 +53,12 @@ class FlashMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """120, before TRITON, for dense layers of more than 64 heads in 16 bits; else 90."""
+        """120, before TRITON, for dense layers of at least 32 heads in 16 bits; else 90."""
         # On an H200 decodes take 0.73 to 0.97 of TRITON's time with 128 heads. With 64 heads, many requests take 0.89 and
-        # 0.94, with 32 heads 0.96 and 0.99, but one request of 8k takes 1.58 there: see mla-flash-mla-h200.json. Latents
-        # of 8 bits have rounded queries, which a user shall ask for. The sparse kernel is not measured.
-        is_faster = spec.num_heads > 64 and spec.sparse is None and not spec.has_quantized_kv_cache
+        # 0.94, with 32 heads 0.96 and 0.99, but one request of 8k takes 1.58 there: see mla-flash-mla-h200.json. TRITON
+        # declares such steps. With 16 and 20 heads decodes take 0.97 to 1.00, and one request 1.97. Latents of 8 bits have
+        # rounded queries, which a user shall ask for. The sparse kernel is not measured.
+        is_faster = spec.num_heads >= 32 and spec.sparse is None and not spec.has_quantized_kv_cache
         return 120 if is_faster else 90
 
     @classmethod

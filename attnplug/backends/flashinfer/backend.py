@@ -11,6 +11,7 @@ from attnplug.backends.flashinfer.options import Options, too_small_scale
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 
@@ -45,6 +46,7 @@ class FlashInferBackend(AttentionBackend):
         | Feature.CROSS
     )
     step_safe: ClassVar[bool] = True
+    drafts_on_prefill: ClassVar[bool] = True
     Options: ClassVar[type[Any] | None] = Options
 
     @staticmethod
@@ -67,6 +69,15 @@ class FlashInferBackend(AttentionBackend):
         # plan on the host, and comes first on compute capability 9.x. Other devices are not
         # measured; they keep this order, because decodes split their keys in the same way there.
         return {Phase.DECODE: 240, Phase.PREFILL: 220}.get(phase, 230) if phase is not None else 230
+
+    @classmethod
+    def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
+        """On compute capability 9.x, 205 for drafts: after FLASH_ATTN_4."""
+        # Drafts of four tokens take 2 to 11 times TRITON's time on an H200, and FLASH_ATTN_4 1.0 to 1.8: see
+        # regret-h200.json. Their kernels do not split the keys of a request there.
+        if device.capability is None or device.capability[0] != 9:
+            return ()
+        return (StepPriority(StepRange(StepKind.DRAFT), 205),)
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:

@@ -17,6 +17,7 @@ from attnplug.backends.triton.layout import (
 from attnplug.backends.triton.options import Options
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 # Query heads of one KV head: one tile of the kernels has them all.
 _MAX_GROUP = 128
+_FEW, _FEW_HEADS = 2, 64
+"""Requests, and heads of latents, of decodes that FLASH_MLA is slower at."""
+_LONGEST_SHORT = 384
+"""Longest query of a prefill that counts as short."""
 # Elements of a latent without its rope part: the accumulators of a tile are as wide.
 _WIDEST_LATENT = 512
 # Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
@@ -108,6 +113,16 @@ class TritonBackend(AttentionBackend):
         if device.capability == (9, 0) and has_specialized_prefill(spec):
             prefill = 242 if spec.head_size == 64 and 0 <= spec.window[0] < 128 else 222
         return {Phase.PREFILL: prefill, Phase.DECODE: 245, None: (prefill + 246) // 2}[phase]
+
+    @classmethod
+    def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
+        """On compute capability 9.x, 243 for prefills of short queries: before FLASH_ATTN_4."""
+        # FLASH_ATTN_4 takes 1.14 to 2.15 of the time here for prompts of 40 to 300 tokens, 1.7 for 64 of 128, and 2.5 to
+        # 3.3 for 16 and 100 more tokens of 30k. It takes 0.94 for 512 more of 32k, and 0.87 for 1,024: see
+        # attention-serving-h200.json. Between, no length was measured.
+        if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
+            return ()
+        return (StepPriority(StepRange(StepKind.PREFILL, query=(1, _LONGEST_SHORT)), 243),)
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
@@ -208,6 +223,16 @@ class TritonMLABackend(MLADecodeBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """100: after the kernels of vendors, before TORCH; interpreted on a CPU it comes after TORCH."""
         return 0 if device.type == "cpu" else 100
+
+    @classmethod
+    def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
+        """On compute capability 9.0, 125 for decodes of one or two requests with at most 64 heads: before FLASH_MLA."""
+        # FLASH_MLA takes 25 us for one request of 8k, whatever the heads, and the kernels here 13 to 16 us for 16 and 32
+        # heads, and 26 us for 128: see mla-flash-mla-h200.json. Between one and eight requests nothing was measured.
+        is_hopper = device.type == "cuda" and device.capability == (9, 0)
+        if not is_hopper or spec.sparse is not None or spec.num_heads > _FEW_HEADS:
+            return ()
+        return (StepPriority(StepRange(StepKind.DECODE, requests=(1, _FEW)), 125),)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:

@@ -7,6 +7,7 @@ import dataclasses
 import platform
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,7 @@ from attnplug.core.errors import SpecError, UnknownBackendError
 from attnplug.registry.plugins.installed import installed_version
 
 _CELLS_SHOWN = 3
+_MODEL_SECONDS = 120.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +46,15 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(min=0.1, max=MOST_SECONDS, metavar="SECONDS", help="Time limit of each import.")
     ] = 60.0,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG", help="Say which kernels of this model are cold, and what compiles them."
+        ),
+    ] = None,
+    device_of_model: Annotated[
+        str, typer.Option("--device", metavar="DEVICE", help="The GPU of the kernels of --model.")
+    ] = "current",
     as_json: AsJson = False,
 ) -> None:
     """Import each backend in a child process, and report crashes, hangs and missing symbols.
@@ -63,6 +74,12 @@ def doctor(
     if probe.failure is not None:
         findings.append(Finding("current device", "failed", probe.failure))
     findings += refuted_findings(device, wanted)
+    if model is not None:
+        from attnplug.cli.cold_kernels import cold_kernels
+
+        # The model is read once without weights, which takes as long as several imports.
+        found = cold_kernels(model, device_of_model, max(timeout, _MODEL_SECONDS))
+        findings.append(Finding(f"kernels of {model.name}", *found))
     names = dict.fromkeys(rule.backend for rule in LIBRARY_RULES)
     libraries = library_states(device, [name for name in names if _is_wanted(name, wanted)])
     libraries += [] if wanted else unbound_states()

@@ -13,8 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Group
 
-from attnplug._system.terminal_tables import WrappedTable
+from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.arguments import (
     AllowRefuted,
     AsJson,
@@ -39,6 +40,7 @@ from attnplug.core.reasons import REASON_HELP
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:
+    from attnplug.core.composite.steps import StepChoice
     from attnplug.registry.registry import SelectKwargs
     from attnplug.registry.selection.decision import Decision
 
@@ -99,11 +101,13 @@ def explain(
     kwargs = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned, device)
     decision = ask(spec, device, phase, **kwargs)
     shown = _each_phase(decision, device, kwargs) if phase is None else [decision]
+    steps = _steps(decision, kwargs) if len(shown) > 1 else decision.steps
     advice = advice_for(shown)
     if as_json:
         alone = {str(each.phase): each.to_dict() for each in shown if each is not decision}
         phased = {"by_phase": alone} if alone else {}
-        print_json({**decision.to_dict(), "advice": advice_as_data(advice), **phased})
+        whole = {**decision.to_dict(), "steps": [each.to_dict() for each in steps]}
+        print_json({**whole, "advice": advice_as_data(advice), **phased})
     else:
         out = console()
         if decision.assumed == "all":
@@ -112,6 +116,9 @@ def explain(
             if index:
                 out.print()
             out.print(each)
+        if len(shown) > 1 and steps:
+            out.print()
+            out.print(Group(*(Paragraph(f"In a plan, {step}.") for step in steps)))
         print_missing(shown)
         print_advice(advice)
     raise typer.Exit(0 if all(shown) else 3)
@@ -127,6 +134,15 @@ def _each_phase(both: Decision, device: str, kwargs: SelectKwargs) -> list[Decis
     names = list(dict.fromkeys(str(each.backend) for each in alone if each))
     pair: SelectKwargs = {**kwargs, "backend": "+".join(names)}
     return alone if len(names) == 2 and ask(both.spec, device, **pair) else [both]
+
+
+def _steps(both: Decision, kwargs: SelectKwargs) -> tuple[StepChoice, ...]:
+    """The ranges of steps in which a plan of the layer has another backend than that of their phase."""
+    from attnplug.planning import decide_model
+    from attnplug.registry.default import get_registry
+
+    decisions, _, _ = decide_model(get_registry(), {"layer": both.spec}, both.device, kwargs)
+    return decisions["layer"].steps
 
 
 _OWN_OPTION = [flag for flag in Feature if flag.ask.help is not None]

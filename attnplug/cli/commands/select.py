@@ -42,6 +42,7 @@ from attnplug.cli.output.select_report import (
     print_budget,
     print_missing,
     print_reference,
+    print_steps,
     why_chosen,
 )
 from attnplug.core.errors import PolicyError
@@ -233,6 +234,7 @@ def _print(
         out.print(_strip(decisions))
     out.print()
     out.print(Paragraph(f"Why this one: {why_chosen(shown)}."))
+    print_steps(groups)
     print_missing(shown)
     _print_rest(model)
     for note in () if is_quiet() else notes:

@@ -161,10 +161,11 @@ def _regret(
     tuner: Tuner, report: TuneReport, *, path: Path | None, budget: float | None, as_json: bool
 ) -> None:
     from attnplug.cli.output.run_report import counted
-    from attnplug.cli.output.tune_report import print_regret
+    from attnplug.cli.output.tune_report import print_regret, print_step_regret
     from attnplug.registry.measured.tuned_files import table_to_update, update_table
     from attnplug.registry.measured.tuned_lookup import tables_by_source
     from attnplug.tuning.regret import regrets, summaries
+    from attnplug.tuning.step_regret import step_regrets
 
     if path is not None:
         table_to_update(path, tuner.device)
@@ -181,11 +182,13 @@ def _regret(
         outcome = tuner.run(None, report, save, budget)
     cells = regrets(tuner.registry, outcome.table, tables)
     found = summaries(cells)
+    steps = step_regrets(tuner.registry, outcome.table, tables)
     if len(cells) < len(tuner.cells):
         left = counted(len(tuner.cells) - len(cells), "cell")
         report.say(f"{left} left out: not measured, or a choice has no time")
     if not as_json:
         print_regret(found, outcome.table)
+        print_step_regret(steps, report)
         return
     data: dict[str, Any] = {
         "device": tuner.device.to_dict(),
@@ -201,6 +204,7 @@ def _regret(
             }
             for cell in cells
         ],
+        "steps": [{**dataclasses.asdict(each), "shape": str(each.shape)} for each in steps],
     }
     print_json(data, "attnplug.regret")
 

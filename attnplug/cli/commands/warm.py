@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,6 +27,10 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import PolicyError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from attnplug.backends.triton.ahead.chips import Chip
+    from attnplug.backends.triton.ahead.forms import Form
     from attnplug.core.device import Device
     from attnplug.runtime.plan.model_plan import ModelPlan
 
@@ -74,42 +78,25 @@ def warm(
     check_compiler("warm")
     from triton import knobs
 
-    from attnplug.backends.triton.ahead.chips import chip_of
-    from attnplug.backends.triton.ahead.compiling import compile_all, is_cached
-    from attnplug.registry.devices import is_here, resolve_device
-    from attnplug.runtime.kernels_ahead import launches_of
+    from attnplug.backends.triton.ahead.compiling import compile_all
+    from attnplug.registry.devices import resolve_device
 
     where = resolve_device(device)
-    chip = chip_of(where)
-    if is_here(where):
-        import torch
-
-        # Models of one architecture have unlike numbers of them.
-        here = torch.cuda.get_device_properties(torch.cuda.current_device())
-        chip = chip._replace(multiprocessors=here.multi_processor_count)
     if cache is not None:
         knobs.cache.dir = str(cache.absolute())
-    plan, others = _plan(
-        config,
-        where,
-        backend,
-        option,
-        block_size,
-        tensor_parallel_size=tp,
-        kv_cache_dtype=kv_cache_dtype,
-        dtype=dtype,
-    )
-    for name, count in others.items():
-        echo(f"{counted(count, 'layer')} on {name}, whose kernels are not compiled ahead", err=True)
-    if plan is None:
-        return
     limits = BuilderConfig(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         num_speculative_tokens=speculative,
     )
-    forms = list(launches_of(plan, limits, chip))
-    cold = [form for form in forms if not is_cached(form, chip)]
+    reading = {"tensor_parallel_size": tp, "kv_cache_dtype": kv_cache_dtype, "dtype": dtype}
+    chip, forms, cold, others = kernels_of(
+        config, where, limits, backend=backend, option=option, block_size=block_size, **reading
+    )
+    for name, count in others.items():
+        echo(f"{counted(count, 'layer')} on {name}, whose kernels are not compiled ahead", err=True)
+    if forms is None:
+        return
     echo(f"{counted(len(forms), 'kernel')} for {where}: {len(forms) - len(cold)} warm, {len(cold)} cold")
     if check:
         for form in cold:
@@ -123,6 +110,57 @@ def warm(
     if cold:
         echo(f"compiled {len(cold) - refused} into {knobs.cache.dir}")
     raise typer.Exit(_DOES_NOT_FIT if refused else 0)
+
+
+class Kernels(NamedTuple):
+    """The kernels that a model will launch.
+
+    Args:
+        chip: they are for.
+        forms: all of them; None if TRITON serves no layer.
+        cold: those that the cache lacks.
+        others: the number of layers of each other backend.
+    """
+
+    chip: Chip
+    forms: Sequence[Form] | None
+    cold: Sequence[Form]
+    others: Mapping[str, int]
+
+
+def kernels_of(
+    config: Path,
+    where: Device,
+    limits: BuilderConfig,
+    *,
+    backend: str | None = None,
+    option: Any = None,
+    block_size: int | None = None,
+    **reading: Any,
+) -> Kernels:
+    """The kernels of TRITON that a model will launch on a device, and those that are cold.
+
+    Raises:
+        PolicyError: a device for which no kernels are compiled ahead, or layers that share pages between backends.
+        ModelConfigError, NoBackendError: as `attnplug.plan` and `read_config`.
+    """
+    from attnplug.backends.triton.ahead.chips import chip_of
+    from attnplug.backends.triton.ahead.compiling import is_cached
+    from attnplug.registry.devices import is_here
+    from attnplug.runtime.kernels_ahead import launches_of
+
+    chip = chip_of(where)
+    if is_here(where):
+        import torch
+
+        # Models of one architecture have unlike numbers of them.
+        here = torch.cuda.get_device_properties(torch.cuda.current_device())
+        chip = chip._replace(multiprocessors=here.multi_processor_count)
+    plan, others = _plan(config, where, backend, option, block_size, **reading)
+    if plan is None:
+        return Kernels(chip, None, (), others)
+    forms = list(launches_of(plan, limits, chip))
+    return Kernels(chip, forms, [form for form in forms if not is_cached(form, chip)], others)
 
 
 def _plan(

@@ -21,6 +21,7 @@ from attnplug.core.spec import Phase
 from attnplug.matrix.words import NO_BACKEND, colours, letters
 
 if TYPE_CHECKING:
+    from attnplug.core.composite.steps import StepChoice
     from attnplug.integrations.model_spec import ModelSpec
     from attnplug.registry.selection.decision import Decision
     from attnplug.registry.selection.nearest import NearMiss
@@ -155,6 +156,24 @@ def why_chosen(decisions: Iterable[Decision]) -> str:
     if len(causes) == 1:
         return next(iter(causes))
     return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in causes.items())
+
+
+def print_steps(groups: Sequence[Sequence[Decision]]) -> None:
+    """Print the steps that another backend serves than that of their phase, and why; nothing without any.
+
+    Args:
+        groups: decisions for equal layers, each group with one list of steps.
+    """
+    alike: dict[tuple[StepChoice, ...], list[str]] = {}
+    for members in groups:
+        names = alike.setdefault(members[0].steps, [])
+        names += [str(decision.layer_name) for decision in members]
+    for steps, names in alike.items():
+        where = f" in layers {layers_in_words(names)}" if len(alike) > 1 else ""
+        for step in steps:
+            words = step.steps.words
+            text = f"{words[0].upper()}{words[1:]}{where} run on {step.backend}: {step.why}."
+            console().print(Paragraph(text))
 
 
 # Cells between two blanks, so that a layer's number can be counted.

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
     from attnplug.tuning.cells import Contender, Outcome, TuneCell
     from attnplug.tuning.regret import Summary
     from attnplug.tuning.session import Tuner
+    from attnplug.tuning.step_regret import StepRegret
 
 _MOST_LEFT = 5
+_LOST = 0.05
+"""The regret above which the rule of a choice is printed."""
 
 
 class TuneReport(RunReport):
@@ -136,6 +139,25 @@ def print_outcome(tuner: Tuner, outcome: Outcome, report: TuneReport) -> None:
         also = f" and {more} more" if more > 0 else ""
         remedy = "the same command continues" if outcome.measured else "give a longer --budget"
         report.say(f"not measured: {listed}{also}; {remedy}")
+
+
+def print_step_regret(cells: Sequence[StepRegret], report: TuneReport) -> None:
+    """Print the regret of plans by kind of step on standard output, and the rules that lost most."""
+    from attnplug.tuning.step_regret import kinds
+
+    shown = WrappedTable(
+        ("plan by", "steps", "cells", "mean", "worst"),
+        right=("cells", "mean", "worst"),
+        fixed=("cells", "mean", "worst"),
+        heading="{plan by}: {steps}",
+    )
+    for each in kinds(cells):
+        shares = [f"{100 * value:.1f} %" for value in (each.mean, each.worst)]
+        shown.add_row(each.policy, each.kind, str(each.cells), *shares)
+    console().print(shown)
+    lost = sorted((cell for cell in cells if cell.regret > _LOST), key=lambda cell: -cell.regret)
+    for cell in lost[:_MOST_LEFT]:
+        report.say(str(cell))
 
 
 def print_regret(found: Sequence[Summary], table: TunedTable) -> None:

@@ -1,4 +1,7 @@
-"""Two backends as one: the first prefills, the second decodes. Imports no torch, and its names when they are used."""
+"""Several backends as one: the first prefills, the second decodes, and ranges of steps may have members of their own.
+
+Imports no torch, and its names when they are used.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,16 @@ if TYPE_CHECKING:
     from attnplug.core.composite.agreement import disagreements as disagreements
     from attnplug.core.composite.backend import CompositeBackend as CompositeBackend
     from attnplug.core.composite.backend import composite_backend as composite_backend
+    from attnplug.core.composite.steps import StepChoice as StepChoice
+    from attnplug.core.composite.steps import StepKind as StepKind
+    from attnplug.core.composite.steps import StepPriority as StepPriority
+    from attnplug.core.composite.steps import StepRange as StepRange
 
 __getattr__, __dir__, _ = lazy_exports(
-    __name__, {"agreement": "disagreements", "backend": "CompositeBackend composite_backend"}
+    __name__,
+    {
+        "agreement": "disagreements",
+        "backend": "CompositeBackend composite_backend",
+        "steps": "StepChoice StepKind StepPriority StepRange",
+    },
 )

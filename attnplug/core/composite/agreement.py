@@ -1,6 +1,6 @@
-"""Whether two backends can share one KV cache: equal shape, strides, split and block size.
+"""Whether backends can share one KV cache: equal shape, strides, split and block size.
 
-The options of a composite: those of both members, each prefixed by its phase.
+The options of a composite: those of all members, each prefixed by its phase, or its place.
 """
 
 from __future__ import annotations
@@ -14,11 +14,6 @@ from typing import TYPE_CHECKING, Any
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.interface.answers import answer
 from attnplug.core.reasons import Reason
-
-if TYPE_CHECKING:
-    from attnplug.core.backend import AttentionBackend
-    from attnplug.core.spec import Phase
-
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
@@ -36,18 +31,28 @@ def common_block_sizes(
     decode: type[AttentionBackend],
     spec: LayerSpec | None = None,
     device: Device | None = None,
+    *,
+    others: Iterable[type[AttentionBackend]] = (),
 ) -> tuple[int | MultipleOf, ...]:
-    """Tokens per page that both can read; without `spec` for any layer."""
-    sizes = (
-        answer(backend, "get_supported_kernel_block_sizes", spec, device) for backend in (decode, prefill)
+    """Tokens per page that both, and the `others`, can read; without `spec` for any layer."""
+    first, second, *rest = (
+        answer(backend, "get_supported_kernel_block_sizes", spec, device)
+        for backend in (decode, prefill, *others)
     )
-    return MultipleOf.common(*sizes)
+    common = MultipleOf.common(first, second)
+    for sizes in rest:
+        common = MultipleOf.common(common, sizes)
+    return common
 
 
-def common_layouts(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> tuple[str, ...]:
-    """Physical orders that both can read, in the decoding backend's order of preference: it reads the most."""
-    readable, preferred = (answer(each, "supported_kv_cache_layouts") for each in (prefill, decode))
-    return tuple(layout for layout in preferred if layout in readable)
+def common_layouts(
+    prefill: type[AttentionBackend],
+    decode: type[AttentionBackend],
+    others: Iterable[type[AttentionBackend]] = (),
+) -> tuple[str, ...]:
+    """Physical orders that all can read, in the decoding backend's order of preference: it reads the most."""
+    preferred, *readable = (answer(each, "supported_kv_cache_layouts") for each in (decode, prefill, *others))
+    return tuple(layout for layout in preferred if all(layout in each for each in readable))
 
 
 def disagreements(
@@ -119,32 +124,32 @@ def _listed(items: Sequence[object]) -> str:
     return ", ".join(map(str, items)) or "none"
 
 
-def composite_options(name: str, members: Mapping[Phase, type[AttentionBackend]]) -> type[Any] | None:
-    """A frozen dataclass of the members' options as `prefill_...` and `decode_...`; None without any."""
+def composite_options(name: str, members: Mapping[str, type[AttentionBackend]]) -> type[Any] | None:
+    """A frozen dataclass of the members' options as `prefill_...`, `decode_...`, `third_...`; None without any."""
     fields: list[tuple[str, Any, Any]] = []
-    for phase, member in members.items():
+    for place, member in members.items():
         if member.Options is None:
             continue
         hints = typing.get_type_hints(member.Options)
         for each in dataclasses.fields(member.Options):
             if each.init:
                 default = dataclasses.field(default=each.default, default_factory=each.default_factory)
-                fields.append((f"{phase}_{each.name}", hints[each.name], default))
+                fields.append((f"{place}_{each.name}", hints[each.name], default))
     if not fields:
         return None
 
     # Each member's own Options may refuse values, so both are made once.
     def check(self: Any) -> None:
-        for phase, member in members.items():
-            member_options(self, phase, member)
+        for place, member in members.items():
+            member_options(self, place, member)
 
     title = "".join(part for part in name.title() if part.isalnum()) + "Options"
     made = dataclasses.make_dataclass(title, fields, frozen=True, namespace={"__post_init__": check})
-    made.__doc__ = f"The options of both members of {name}."
+    made.__doc__ = f"The options of {'both' if len(members) == 2 else 'all'} members of {name}."
     return made
 
 
-def member_options(options: Any, phase: Phase, member: type[AttentionBackend]) -> Any:
+def member_options(options: Any, place: str, member: type[AttentionBackend]) -> Any:
     """A member's Options from the composite's `options` (None: its defaults); None if it has no Options."""
     declared = member.Options
     if declared is None:
@@ -152,4 +157,4 @@ def member_options(options: Any, phase: Phase, member: type[AttentionBackend]) -
     if options is None:
         return declared()
     names = (field.name for field in dataclasses.fields(declared) if field.init)
-    return declared(**{name: getattr(options, f"{phase}_{name}") for name in names})
+    return declared(**{name: getattr(options, f"{place}_{name}") for name in names})

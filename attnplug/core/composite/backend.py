@@ -1,4 +1,4 @@
-"""A backend made of two: one prefills, the other decodes."""
+"""A backend made of several: one prefills, another decodes, and routes give ranges of steps to one of them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from attnplug.core.composite.agreement import (
     composite_options,
     disagreements,
 )
-from attnplug.core.composite.pair import in_both, make_pair, of_both, said_by
+from attnplug.core.composite.pair import Routes, in_each, make_pair, members_of, of_each, said_by
+from attnplug.core.composite.steps import StepKind, StepRange, join_routes
 from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer, declared, serving_class
-from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.core.validation import (
@@ -40,39 +40,82 @@ if TYPE_CHECKING:
 
 
 class CompositeBackend(AttentionBackend):
-    """Prefills on one backend and decodes on another, on one KV cache; made by `composite_backend`."""
+    """Prefills on one backend and decodes on another, on one KV cache; made by `composite_backend`.
+
+    A step that one of `routes` has runs whole on the member of that route. A mixed step that none has is cut, and the
+    routes of decodes and of prefills then choose for its parts.
+    """
 
     prefill: ClassVar[type[AttentionBackend]]
     """Serves prefills and extends."""
     decode: ClassVar[type[AttentionBackend]]
     """Serves decodes, and writes the KV cache in both phases."""
+    is_latent: ClassVar[bool] = False
+    """Whether its members decode latents; see `latents`."""
+    routes: ClassVar[Routes] = ()
+    """Ranges of steps, each with the member that serves them; the first that has a step decides."""
 
     @classmethod
-    def members(cls) -> Mapping[Phase, type[AttentionBackend]]:
-        """The backend of each phase."""
-        return {Phase.PREFILL: cls.prefill, Phase.DECODE: cls.decode}
+    def members(cls) -> Mapping[str, type[AttentionBackend]]:
+        """The backend of each phase, then the others that routes name, as "third" and so on."""
+        halves: dict[str, type[AttentionBackend]] = {Phase.PREFILL: cls.prefill, Phase.DECODE: cls.decode}
+        _, *others = members_of(cls.prefill, cls.decode, cls.routes)
+        thirds = (each for each in others if each is not cls.decode)
+        return halves | dict(zip(_PLACES, thirds, strict=False))
+
+    @classmethod
+    def places(cls) -> tuple[tuple[StepRange, str], ...]:
+        """The ranges of `routes`, each with the place in `members` of the one that serves it."""
+        return tuple((steps, cls._place(member, steps.kind)) for steps, member in cls.routes)
+
+    @classmethod
+    def served_phases(cls) -> Mapping[str, tuple[Phase | None, ...]]:
+        """By place in `members`, the phases that the member serves; None for steps of both."""
+        found: dict[str, dict[Phase | None, None]] = {place: {} for place in cls.members()}
+        found[Phase.PREFILL][Phase.PREFILL] = found[Phase.DECODE][Phase.DECODE] = None
+        for steps, place in cls.places():
+            found[place][_PHASE[steps.kind]] = None
+        # A member that serves both phases has mixed steps too: they are cut only between two members.
+        return {
+            place: (None,) if None in phases or len(phases) > 1 else tuple(phases)
+            for place, phases in found.items()
+        }
+
+    @classmethod
+    def _place(cls, member: type[AttentionBackend], kind: StepKind) -> str:
+        own = Phase.PREFILL if _PHASE[kind] is not Phase.DECODE else Phase.DECODE
+        places = (own, *cls.members())
+        return next(place for place in places if cls.members()[place] is member)
+
+    @classmethod
+    def full_name(cls) -> str:
+        """The name with its routes, by which a registry finds the class: "A+B[draft on A]"."""
+        halves = "+".join(answer(each, "get_name") for each in (cls.prefill, cls.decode))
+        return join_routes(halves, tuple((steps, answer(each, "get_name")) for steps, each in cls.routes))
 
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
-        """With latent attention, the decoding member with the other for its expanded prefill."""
-        decode = serving_class(cls.decode, spec)
-        if spec.mla is None or spec.sparse is not None or not issubclass(decode, MLADecodeBackend):
+        """With latent attention, the decoding members with the prefilling half for their expanded prefill."""
+        if spec.mla is None or spec.sparse is not None or cls.is_latent:
             return cls
-        return decode.with_prefill(serving_class(cls.prefill, spec.expanded()))
+        # Imported late, because it imports this module.
+        from attnplug.core.composite.latents import latent_class
+
+        return latent_class(cls, spec) or cls
 
     @classmethod
     def get_impl_cls(cls) -> type[CompositeImpl]:
         """A CompositeImpl of the members' impls; imports both."""
         from attnplug.core.composite.impl import composite_impl
 
-        return composite_impl(cls.prefill, cls.decode)
+        return composite_impl(cls)
 
     @classmethod
     def get_builder_cls(cls) -> type[CompositeMetadataBuilder]:
         """A CompositeMetadataBuilder of the members' builders; imports both."""
         from attnplug.core.composite.builder import composite_builder
 
-        return composite_builder(cls.prefill, cls.decode)
+        return composite_builder(cls)
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -81,7 +124,7 @@ class CompositeBackend(AttentionBackend):
         found: list[int] = [answer(cls.members()[each], "get_priority", spec, device, each) for each in asked]
         return sum(found) // len(found)
 
-    # Limits: the intersection of both members
+    # Limits: the intersection of all members
 
     @classmethod
     def _both_answer(cls, hook: str, value: object) -> bool:
@@ -89,23 +132,24 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """Head sizes that both serve."""
-        one, other = (answer(member, "get_supported_head_sizes") for member in cls.members().values())
-        return MultipleOf.common(one, other) if one and other else one or other
+        """Head sizes that all serve."""
+        found = (answer(member, "get_supported_head_sizes") for member in cls.members().values())
+        limited = [sizes for sizes in found if sizes]
+        return functools.reduce(MultipleOf.common, limited) if limited else ()
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        """Whether both serve it."""
+        """Whether all serve it."""
         return cls._both_answer("supports_head_size", head_size)
 
     @classmethod
     def supports_dtype(cls, dtype: object) -> bool:
-        """Whether both serve it."""
+        """Whether all serve it."""
         return cls._both_answer("supports_dtype", dtype)
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """Whether both accept it, where a method of their own decides."""
+        """Whether all accept it, where a method of their own decides."""
         members = cls.members().values()
         return block_size is None or all(accepts_blocks(member, block_size) for member in members)
 
@@ -113,8 +157,8 @@ class CompositeBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(
         cls, spec: LayerSpec | None = None, device: Device | None = None
     ) -> Sequence[int | MultipleOf]:
-        """Tokens per page that both can read."""
-        return common_block_sizes(cls.prefill, cls.decode, spec, device)
+        """Tokens per page that all can read."""
+        return common_block_sizes(cls.prefill, cls.decode, spec, device, others=cls._others())
 
     @classmethod
     def get_preferred_block_size(
@@ -129,7 +173,7 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def supports_attn_type(cls, attn_type: AttentionType) -> bool:
-        """Whether both serve it, and its keys are in pages: decoders and cross attention."""
+        """Whether all serve it, and its keys are in pages: decoders and cross attention."""
         has_pages = attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
         return has_pages and cls._both_answer("supports_attn_type", attn_type)
 
@@ -144,18 +188,24 @@ class CompositeBackend(AttentionBackend):
     def validate_configuration(
         cls, spec: LayerSpec, device: Device, phase: Phase | None = None
     ) -> list[Reason]:
-        """Each member's reasons in its phase, with its name, then the reasons why they cannot share a cache."""
+        """Each member's reasons in its phases, with its name, then the reasons why they cannot share a cache."""
         serving = serving_class(cls, spec)
         if serving is not cls:
             return serving.validate_configuration(spec, device, phase)
         causes: dict[tuple[str, str | None], dict[str, Reason]] = {}
-        for own, member in cls.members().items():
-            if phase is None or own == phase:
-                who = f"{own} on {answer(member, 'get_name')}"
-                for reason in answer(member, "validate_configuration", spec, device, own):
-                    causes.setdefault((reason.code, reason.field), {})[who] = reason
-        reasons = [said_by(members) for members in causes.values()]
-        shared = disagreements(cls.prefill, cls.decode, spec, device)
+        members = cls.members()
+        for place, phases in cls.served_phases().items():
+            for own in phases:
+                if phase is None or own in (None, phase):
+                    who = f"{own or 'all steps'} on {answer(members[place], 'get_name')}"
+                    for reason in answer(members[place], "validate_configuration", spec, device, own):
+                        causes.setdefault((reason.code, reason.field), {})[who] = reason
+        reasons = [said_by(found) for found in causes.values()]
+        shared = [
+            reason
+            for other in (cls.prefill, *cls._others())
+            for reason in (disagreements(other, cls.decode, spec, device) if other is not cls.decode else ())
+        ]
         for reason in (*shared, *validate(cls, spec, device, phase)):
             if (reason.code, reason.field) not in causes:
                 causes[reason.code, reason.field] = {}
@@ -164,11 +214,16 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
-        """Both members' keys; None where neither compiles."""
+        """All members' keys; None where none compiles."""
         keys = tuple(answer(member, "compile_key", spec) for member in cls.members().values())
-        return None if keys == (None, None) else keys
+        return None if set(keys) == {None} else keys
 
-    # KV cache: both members agree, so the decoding member answers
+    @classmethod
+    def _others(cls) -> tuple[type[AttentionBackend], ...]:
+        """The members that are neither half."""
+        return tuple(each for place, each in cls.members().items() if place in _PLACES)
+
+    # KV cache: all members agree, so the decoding member answers
 
     @classmethod
     def get_kv_cache_shape(
@@ -192,8 +247,8 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Sequence[str]:
-        """Physical orders that both can read."""
-        return common_layouts(cls.prefill, cls.decode)
+        """Physical orders that all can read."""
+        return common_layouts(cls.prefill, cls.decode, cls._others())
 
     @classmethod
     def get_kv_cache_stride_order(
@@ -208,7 +263,7 @@ class CompositeBackend(AttentionBackend):
         Raises:
             LayoutError: a `layout` that one of them cannot read.
         """
-        layouts = common_layouts(cls.prefill, cls.decode)
+        layouts = common_layouts(cls.prefill, cls.decode, cls._others())
         chosen = layout or next(iter(layouts), None)
         if chosen not in layouts:
             limit = f"must be one that both halves of {cls.get_name()} read: {', '.join(layouts) or 'none'}"
@@ -220,55 +275,109 @@ class CompositeBackend(AttentionBackend):
         return order
 
 
-def composite_backend(
-    prefill: type[AttentionBackend], decode: type[AttentionBackend]
-) -> type[AttentionBackend]:
-    """The backend "PREFILL+DECODE", always the same class; one backend given twice is returned as it is.
+_PLACES = ("third", "fourth", "fifth", "sixth")
+"""The places of members that are neither half."""
+_PHASE: Mapping[StepKind, Phase | None] = {
+    StepKind.DECODE: Phase.DECODE,
+    StepKind.DRAFT: Phase.DECODE,
+    StepKind.PREFILL: Phase.PREFILL,
+    StepKind.MIXED: None,
+}
 
-    It serves layers with pages if each member serves its phase and both can share the cache, and refuses
-    all others with reasons. A composite given as a member contributes its half for that phase.
+
+def composite_backend(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend], routes: Routes = ()
+) -> type[AttentionBackend]:
+    """The backend "PREFILL+DECODE", always the same class; one backend given twice, without routes, is returned as it is.
+
+    It serves layers with pages if each member serves its steps and all can share the cache, and refuses
+    all others with reasons. A composite given as a half contributes its half for that phase.
+
+    Args:
+        prefill: serves prefills and extends.
+        decode: serves decodes, and writes the KV cache.
+        routes: ranges of steps that another member serves, or a half that is not of their phase; the first that has
+            a step decides. Results of a row then depend on the step, so no invariance of batches is kept.
+
+    Raises:
+        SpecError: an argument of another type, or more than four members beside the halves.
     """
-    for name, given in (("prefill", prefill), ("decode", decode)):
-        if not (isinstance(given, type) and issubclass(given, AttentionBackend)):
-            raise SpecError(name, given, "must be a subclass of AttentionBackend")
+    routes = tuple(routes)
+    given = [("prefill", prefill), ("decode", decode), *(("routes", member) for _, member in routes)]
+    for name, each in given:
+        if not (isinstance(each, type) and issubclass(each, AttentionBackend)):
+            raise SpecError(name, each, "must be a subclass of AttentionBackend")
+    for steps, member in routes:
+        if not isinstance(steps, StepRange):
+            raise SpecError("routes", steps, "must be pairs of a StepRange and a backend")
+        if issubclass(member, CompositeBackend):
+            raise SpecError("routes", answer(member, "get_name"), "is a composite: name one of its members")
     first = prefill.prefill if issubclass(prefill, CompositeBackend) else prefill
     second = decode.decode if issubclass(decode, CompositeBackend) else decode
-    return first if first is second else _composed(first, second)
+    if first is second and not routes:
+        return first
+    if len(members_of(first, second, routes)) > 2 + len(_PLACES):
+        raise SpecError("routes", len(routes), f"name more than {len(_PLACES)} members beside the halves")
+    # Without routes in as few arguments as a reference of older pickles has, because the cache compares them.
+    return _composed(first, second, routes) if routes else _composed(first, second)
 
 
 # Cached, because selections and plans compare classes by identity.
 @functools.cache
-def _composed(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeBackend]:
+def _composed(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend], routes: Routes = ()
+) -> type[CompositeBackend]:
+    every = members_of(prefill, decode, routes)
     pair = (prefill, decode)
-    members = {Phase.PREFILL: prefill, Phase.DECODE: decode}
-    name = "+".join(answer(each, "get_name") for each in pair)
-    dtypes = (
-        [bare_dtype_name(each, "supported_dtypes") for each in found]
-        for found in of_both("supported_dtypes", *pair)
-    )
-    served = operator.and_(*of_both("features", *pair))
-    attributes: dict[str, Any] = {
+    name = "+".join(answer(each, "get_name") for each in (*pair, *every[len(set(pair)) :]))
+    attributes = declared_by(every, routes)
+    served: Feature = attributes["features"]
+    attributes |= {
         "decode": decode,
-        "supported_dtypes": in_both(*dtypes),
-        "supported_kv_cache_dtypes": in_both(*map(stored_dtypes, pair)),
         "supported_phases": tuple(
-            p for p, each in members.items() if p in declared(each, "supported_phases")
+            phase
+            for phase, each in zip((Phase.PREFILL, Phase.DECODE), pair, strict=True)
+            if phase in declared(each, "supported_phases")
         ),
         "features": Feature(sum(flag.value for flag in served if flag.ask.per_request)),
-        "supported_sparse_kinds": in_both(*of_both("supported_sparse_kinds", *pair)),
-        # Prompts and decodes of two backends have other bits, so a row depends on which half computes it.
-        "supported_invariances": tuple(
-            word for word in in_both(*of_both("supported_invariances", *pair)) if word != "rows"
-        ),
-        "serves_dense": all(of_both("serves_dense", *pair)),
-        "Options": composite_options(name, members),
     }
-    if any(map(depends_on_capability, pair)):
+    doc = "Prefills on {prefill} and decodes on {decode}."
+    if routes:
+        doc += " " + " ".join(
+            f"{steps.words.capitalize()} run on {answer(each, 'get_name')}." for steps, each in routes
+        )
+    made: type[CompositeBackend]
+    made = make_pair(_composed, *pair, CompositeBackend, name, doc, routes, **attributes)
+    made.Options = composite_options(name, made.members())
+    return made
+
+
+def declared_by(every: Sequence[type[AttentionBackend]], routes: Routes) -> dict[str, Any]:
+    """The attributes of a composite of some members, but those of its halves: what all of them declare."""
+    dtypes = (
+        [bare_dtype_name(each, "supported_dtypes") for each in found]
+        for found in of_each("supported_dtypes", every)
+    )
+    served = functools.reduce(operator.and_, of_each("features", every))
+    # Prompts and decodes of two backends have other bits, so a row depends on the member that computes it. With
+    # routes, that member depends on the other requests too.
+    lost = {"rows", "batch"} if routes else {"rows"}
+    kept = tuple(word for word in in_each(*of_each("supported_invariances", every)) if word not in lost)
+    if routes and not kept:
+        served &= ~Feature.INVARIANCE
+    attributes: dict[str, Any] = {
+        "routes": routes,
+        "supported_dtypes": in_each(*dtypes),
+        "supported_kv_cache_dtypes": in_each(*map(stored_dtypes, every)),
+        "features": served,
+        "supported_sparse_kinds": in_each(*of_each("supported_sparse_kinds", every)),
+        "supported_invariances": kept,
+        "serves_dense": all(of_each("serves_dense", every)),
+    }
+    if any(map(depends_on_capability, every)):
 
         def supports(cls: type[CompositeBackend], capability: Any) -> bool:
             return cls._both_answer("supports_compute_capability", capability)
 
         attributes["supports_compute_capability"] = classmethod(supports)
-    doc = "Prefills on {prefill} and decodes on {decode}."
-    made: type[CompositeBackend] = make_pair(_composed, *pair, CompositeBackend, name, doc, **attributes)
-    return made
+    return attributes

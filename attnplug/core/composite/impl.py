@@ -1,4 +1,4 @@
-"""Runs a layer on two backends: one write, then each part of the step into its rows of the output."""
+"""Runs a layer on the members of a composite: one write, then each part of the step into its rows of the output."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 
 if TYPE_CHECKING:
-    from attnplug.core.backend import AttentionBackend
     from attnplug.core.composite.backend import CompositeBackend
 
 
 @dataclasses.dataclass(eq=False)
 class CompositeMetadata(AttentionMetadata):
-    """One step for two backends: `num_decodes` requests in front, then the others.
+    """One step for the members of a composite: `num_decodes` requests in front, then the others.
 
     Args:
         slot_mapping: int64, where the new K and V of the whole step go.
@@ -34,7 +33,9 @@ class CompositeMetadata(AttentionMetadata):
         num_decodes: requests of the decoding part.
         num_decode_tokens: their query rows.
         decode: metadata of the decoding part; None if it is empty.
-        prefill: metadata of the rest; None if it is empty.
+        prefill: metadata of the rest, or of a mixed step that one member serves whole; None if it is empty.
+        decode_place: the place of the member that decodes; see `CompositeBackend.members`.
+        prefill_place: the place of the member that attends the rest.
     """
 
     slot_mapping: torch.Tensor
@@ -44,18 +45,20 @@ class CompositeMetadata(AttentionMetadata):
     num_decode_tokens: int
     decode: AttentionMetadata | None
     prefill: AttentionMetadata | None
+    decode_place: str = Phase.DECODE
+    prefill_place: str = Phase.PREFILL
 
 
 class CompositeImpl(AttentionImpl[CompositeMetadata]):
-    """Attends decodes with one impl and the rest with another.
+    """Attends decodes with one impl and the rest with another, each the one that the step's metadata names.
 
-    The decoding member writes the KV cache in every step. So a step of decodes alone, the most frequent one and the
-    one that graphs capture, runs on that member only.
+    The decoding half writes the KV cache in every step. So a step of decodes alone, the most frequent one and the
+    one that graphs capture, runs on that half only, unless a route gives it to another member.
     """
 
     backend: type[CompositeBackend]  # pyright: ignore[reportIncompatibleVariableOverride]
-    members: Mapping[Phase, AttentionImpl[Any]]
-    """The impl of each phase."""
+    members: Mapping[str, AttentionImpl[Any]]
+    """The impl of each place of `CompositeBackend.members`."""
 
     def _bind(
         self,
@@ -72,27 +75,26 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
             groups["dcp"] = ContextParallel(self.dcp_world_size, self.dcp_rank)
             groups["pcp"] = ContextParallel(self.pcp_world_size, self.pcp_rank)
         self.members = {
-            phase: make_impl(
+            place: make_impl(
                 member,
                 spec,
                 layer_name=layer_name,
                 tensors=tensors,
                 kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-                options=member_options(options, phase, member),
+                options=member_options(options, place, member),
                 **groups,
             )
-            for phase, member in self.backend.members().items()
+            for place, member in self.backend.members().items()
         }
-        self._prefill, self._decode = self.members[Phase.PREFILL], self.members[Phase.DECODE]
         self._is_cross = spec.attn_type is AttentionType.ENCODER_DECODER
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Call it on both members."""
+        """Call it on all members."""
         for member in self.members.values():
             member.process_weights_after_loading(act_dtype)
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """Whether both members can write such outputs."""
+        """Whether all members can write such outputs."""
         return all(member.fused_output_quant_supported(quant_key) for member in self.members.values())
 
     def update_kv_cache(
@@ -103,8 +105,8 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Write the whole step's keys and values, by the decoding member."""
-        self._decode.update_kv_cache(layer, key, value, kv_cache, slot_mapping)
+        """Write the whole step's keys and values, by the decoding half."""
+        self.members[Phase.DECODE].update_kv_cache(layer, key, value, kv_cache, slot_mapping)
 
     def attend(
         self,
@@ -131,8 +133,9 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         scales = self._scales(output, output_scale, output_block_scale)
         meta = attn_metadata
         decode, prefill = meta.decode, meta.prefill
+        decoding, prefilling = self.members[meta.decode_place], self.members[meta.prefill_place]
         if prefill is None or decode is None:
-            impl, part = (self._decode, decode) if prefill is None else (self._prefill, prefill)
+            impl, part = (decoding, decode) if prefill is None else (prefilling, prefill)
             given = layer, query, key, value, kv_cache, part, output
             impl.attend(*given, output_lse=output_lse, use_sinks=use_sinks, **scales)
             return output
@@ -147,8 +150,8 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
         # Decodes read their keys from the pages, which have them; prefills may be faster on the given ones.
         new_k, new_v = (None if x is None or self._is_cross else x[cut:] for x in (key, value))
         for impl, part, rows, q, k, v, into in (
-            (self._decode, decode, slice(cut), queries[0], None, None, outputs[0]),
-            (self._prefill, prefill, slice(cut, None), queries[1], new_k, new_v, outputs[1]),
+            (decoding, decode, slice(cut), queries[0], None, None, outputs[0]),
+            (prefilling, prefill, slice(cut, None), queries[1], new_k, new_v, outputs[1]),
         ):
             lse = None if output_lse is None else output_lse[rows]
             # Only the scales of blocks have rows.
@@ -159,7 +162,7 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
     def _scales(
         self, output: torch.Tensor, scale: torch.Tensor | None, block_scale: torch.Tensor | None
     ) -> dict[str, Any]:
-        """The scales that are given; BatchError unless both members support them."""
+        """The scales that are given; BatchError unless all members support them."""
         if scale is None and block_scale is None:
             return {}
         given = {"output_scale": scale, "output_block_scale": block_scale}
@@ -173,14 +176,16 @@ class CompositeImpl(AttentionImpl[CompositeMetadata]):
 
 
 @functools.cache
-def composite_impl(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[CompositeImpl]:
-    """The impl class of two backends; the same each time."""
-    impls = prefill.get_impl_cls(), decode.get_impl_cls()
+def composite_impl(backend: type[CompositeBackend]) -> type[CompositeImpl]:
+    """The impl class of a composite; the same each time."""
+    impls = {place: member.get_impl_cls() for place, member in backend.members().items()}
+    phases = backend.served_phases()
+    decoding = [impl for place, impl in impls.items() if phases[place] != (Phase.PREFILL,)]
+    prefilling = [impl for place, impl in impls.items() if phases[place] != (Phase.DECODE,)]
     namespace: dict[str, Any] = {
         "__module__": __name__,
-        # Decodes run on the second impl, and prefills on the first.
-        "can_return_lse_for_decode": impls[1].can_return_lse_for_decode,
-        "supports_pcp": impls[0].supports_pcp,
-        "supports_quant_query_input": all(impl.supports_quant_query_input for impl in impls),
+        "can_return_lse_for_decode": all(impl.can_return_lse_for_decode for impl in decoding),
+        "supports_pcp": all(impl.supports_pcp for impl in prefilling),
+        "supports_quant_query_input": all(impl.supports_quant_query_input for impl in impls.values()),
     }
     return type("CompositeImpl", (CompositeImpl,), namespace)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from attnplug.core.spec import Phase
-
 
 class MemberLayers(Mapping[str, Any]):
     """The engine's layers, with one member's impls, for that member's builder."""
 
-    def __init__(self, layers: Mapping[str, Any], phase: Phase) -> None:
-        self._layers, self._phase = layers, phase
+    def __init__(self, layers: Mapping[str, Any], place: str) -> None:
+        self._layers, self._place = layers, place
 
     def __getitem__(self, name: str) -> Any:
-        return _MemberLayer(self._layers[name], self._phase)
+        return _MemberLayer(self._layers[name], self._place)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -27,11 +25,11 @@ class MemberLayers(Mapping[str, Any]):
 class _MemberLayer:
     """A layer with one member's impl; all other attributes are the layer's own."""
 
-    def __init__(self, layer: Any, phase: Phase) -> None:
+    def __init__(self, layer: Any, place: str) -> None:
         self._layer = layer
         impl = layer.impl
         # The mapping has layers of other backends too.
-        self.impl = getattr(impl, "members", {}).get(phase, impl)
+        self.impl = getattr(impl, "members", {}).get(place, impl)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

@@ -1,4 +1,4 @@
-"""Two backends as one class: what it declares, the words of its reasons, and the reference by which others find it.
+"""Two or more backends as one class: its declarations, the words of its reasons, and the reference by which others find it.
 
 A pair shares its pages, as a composite, or its layer, as latents with an expanded prefill. Imports no torch.
 """
@@ -6,7 +6,7 @@ A pair shares its pages, as a composite, or its layer, as latents with an expand
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.interface.answers import answer, declared
@@ -15,13 +15,16 @@ from attnplug.core.reasons import Reason
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.composite.steps import StepRange
 
     _Backend: TypeAlias = type[AttentionBackend]
 
 Reference: TypeAlias = Any
-"""A class of a module, or a tuple of the function that pairs two classes and the references of these."""
-_PAIRS: dict[_Backend, tuple[Callable[..., _Backend], _Backend, _Backend]] = {}
-"""The classes made of two: the function that made each, and the two classes."""
+"""A class of a module, or a tuple of the function that pairs two classes, the references of these, and any routes."""
+Routes: TypeAlias = "tuple[tuple[StepRange, _Backend], ...]"
+"""Ranges of steps, each with the member that serves them; the first that has a step decides."""
+_PAIRS: dict[_Backend, tuple[Callable[..., _Backend], _Backend, _Backend, Routes]] = {}
+"""The classes made of two: the function that made each, the two classes, and the routes."""
 
 
 def make_pair(
@@ -31,45 +34,53 @@ def make_pair(
     base: type,
     name: str,
     doc: str,
+    routes: Routes = (),
     /,
     **attributes: Any,
 ) -> Any:
-    """The class `name` that both serve, with what both declare.
+    """The class `name` that both serve, with what both and the members of the routes declare.
 
     Args:
-        pair: the function of a module that makes the class of `prefill` and `decode`, the same each time.
+        pair: the function of a module that makes the class of `prefill`, `decode` and any routes, the same each time.
         prefill: serves prefills.
         decode: serves decodes.
         base: of the class.
         name: the backend's.
         doc: its docstring; "{prefill}" and "{decode}" become the names of both.
+        routes: ranges of steps that one member serves whole.
         attributes: others of the class.
     """
     names = {"prefill": answer(prefill, "get_name"), "decode": answer(decode, "get_name")}
+    every = members_of(prefill, decode, routes)
     namespace: dict[str, Any] = {
         "__doc__": doc.format(**names),
         "__module__": base.__module__,
         "prefill": prefill,
         "get_name": staticmethod(lambda: name),
-        "requires": tuple(dict.fromkeys(itertools.chain(*of_both("requires", prefill, decode)))),
-        "device_types": in_both(*of_both("device_types", prefill, decode)),
-        "step_safe": all(of_both("step_safe", prefill, decode)),
-        "quantizes_queries": any(of_both("quantizes_queries", prefill, decode)),
+        "requires": tuple(dict.fromkeys(itertools.chain(*of_each("requires", every)))),
+        "device_types": in_each(*of_each("device_types", every)),
+        "step_safe": all(of_each("step_safe", every)),
+        "quantizes_queries": any(of_each("quantizes_queries", every)),
         **attributes,
     }
     made: Any = type(f"{prefill.__name__}And{decode.__name__}", (base,), namespace)
-    _PAIRS[made] = pair, prefill, decode
+    _PAIRS[made] = pair, prefill, decode, routes
     return made
 
 
-def of_both(field: str, prefill: _Backend, decode: _Backend) -> list[Any]:
-    """The values that the two declare."""
-    return [declared(each, field) for each in (prefill, decode)]
+def members_of(prefill: _Backend, decode: _Backend, routes: Routes) -> tuple[_Backend, ...]:
+    """Both halves, then the other members that routes name, each once."""
+    return tuple(dict.fromkeys((prefill, decode, *(member for _, member in routes))))
 
 
-def in_both(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...]:
-    """The items of `one` that `other` has too."""
-    return tuple(each for each in one if each in other)
+def of_each(field: str, members: Iterable[_Backend]) -> list[Any]:
+    """The values that the members declare."""
+    return [declared(each, field) for each in members]
+
+
+def in_each(first: Sequence[Any], *others: Sequence[Any]) -> tuple[Any, ...]:
+    """The items of `first` that all others have too."""
+    return tuple(each for each in first if all(each in other for other in others))
 
 
 def decode_of(backend: _Backend) -> Any:
@@ -93,15 +104,21 @@ def reference_of(backend: _Backend) -> Reference | None:
     """The reference of a class; None for one that no other process finds, such as one made in a function."""
     if is_found(backend):
         return backend
-    pair, *halves = _PAIRS.get(backend, (None,))
-    found = [reference_of(each) for each in halves]
-    return (pair, *found) if found and None not in found else None
+    if backend not in _PAIRS:
+        return None
+    pair, prefill, decode, routes = _PAIRS[backend]
+    halves = reference_of(prefill), reference_of(decode)
+    others = tuple((steps, reference_of(member)) for steps, member in routes)
+    if None in halves or any(member is None for _, member in others):
+        return None
+    return (pair, *halves, *((others,) if others else ()))
 
 
 def class_of(reference: Reference | None) -> _Backend | None:
     """The class of a reference."""
     if not isinstance(reference, tuple):
         return reference
-    pair, *halves = reference
-    made: _Backend = pair(*map(class_of, halves))
+    pair, prefill, decode, *others = reference
+    routes = (tuple((steps, class_of(member)) for steps, member in each) for each in others)
+    made: _Backend = pair(class_of(prefill), class_of(decode), *routes)
     return made

@@ -9,16 +9,22 @@ import torch
 
 from attnplug.core.batch.splitting import split_decodes_and_prefills
 from attnplug.core.metadata import LENGTHS_ON_HOST, OPTIONAL_ROWS, CommonAttentionMetadata
+from attnplug.core.spec import Phase
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class StepSplit:
-    """The number of decodes and their tokens, and the step of each part; None for an empty part."""
+    """The number of decodes and their tokens, and the step of each part; None for an empty part.
+
+    A place names the member of a composite that serves the part.
+    """
 
     num_reqs: int
     num_tokens: int
     decode: CommonAttentionMetadata | None
     prefill: CommonAttentionMetadata | None
+    decode_place: str = Phase.DECODE
+    prefill_place: str = Phase.PREFILL
 
 
 def split_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> StepSplit:

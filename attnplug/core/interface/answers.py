@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from attnplug._system.text import shortened, shown
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.composite.steps import StepPriority
 from attnplug.core.errors import AttnplugError, PluginError
 from attnplug.core.features import Feature
 from attnplug.core.interface.guarded import Forks, class_title, describe, mro_of, plain_list, plain_text
@@ -31,6 +32,8 @@ _MOST_REQUIREMENTS, _LONGEST_REQUIREMENT = 100, 500
 _MOST_DIMENSIONS = 16
 # Tokens of a page: requests could not share a larger one, and a plan could not allocate it.
 _LARGEST_BLOCK = 65_536
+# Ranges of steps with a priority of their own: a builder looks through the routes in each step.
+_MOST_RANGES = 16
 _STR = frozenset({str})
 _SIZE_TYPES = frozenset({int, MultipleOf})
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,99}")
@@ -266,6 +269,13 @@ def _layouts(values: object) -> tuple[str, ...]:
     return found
 
 
+def _step_priorities(values: object) -> tuple[StepPriority, ...]:
+    found = plain_list(values, _MOST_RANGES)
+    if not all(type(each) is StepPriority for each in found):
+        raise TypeError
+    return tuple(found)
+
+
 def _class(value: object) -> type:
     # isinstance would ask the metaclass of the value.
     if type not in mro_of(type(value)):
@@ -304,6 +314,7 @@ HOOKS: Mapping[str, tuple[str, _Check]] = {
     ),
     "get_name": ("text of exactly the type str", _text),
     "get_priority": ("an integer from 1 to 999", _int),
+    "get_step_priorities": (f"a tuple or list of StepPriority, at most {_MOST_RANGES}", _step_priorities),
     "for_layer": ("a subclass of AttentionBackend", _class),
     "get_supported_head_sizes": _SIZES,
     "get_supported_kernel_block_sizes": _SIZES,
@@ -376,7 +387,8 @@ DECLARED: Mapping[str, _Check] = {
     ),
     **dict.fromkeys(("supported_dtypes", "supported_kv_cache_dtypes"), _dtypes),
     **dict.fromkeys(
-        ("serves_dense", "step_safe", "quantizes_queries", "depends_on_capability"), _exactly(bool)
+        ("serves_dense", "step_safe", "quantizes_queries", "depends_on_capability", "drafts_on_prefill"),
+        _exactly(bool),
     ),
     "features": _exactly(Feature, "it must be a Feature, such as Feature.SINKS | Feature.ALIBI"),
     "requires": _requires,

@@ -30,11 +30,13 @@ class Tables:
         tables: the most important first.
         asked: the user named them, so a selection notes why one does not apply.
         notes: files in the user's folder that cannot be read.
+        borrowed: they are of another GPU of the same compute capability, because there is none of the device.
     """
 
     tables: tuple[TunedTable, ...] = ()
     asked: bool = False
     notes: tuple[str, ...] = ()
+    borrowed: bool = False
 
     @property
     def digest(self) -> str | None:
@@ -148,4 +150,21 @@ def _in_folders(device: Device) -> Tables:
             tables.append(read_table(path))
         except MatrixFileError as problem:
             notes.append(str(problem))
+    if not tables and (other := _of_another_gpu(device)) is not None:
+        return Tables((other,), notes=tuple(notes), borrowed=True)
     return Tables(tuple(tables), notes=tuple(notes))
+
+
+def _of_another_gpu(device: Device) -> TunedTable | None:
+    """The packaged table of a GPU with the capability of a device whose name is known; None without one."""
+    if device.name is None or device.capability is None:
+        return None
+    for path in sorted(PACKAGED.glob("*.json")):
+        try:
+            table = read_table(path)
+        except MatrixFileError:
+            # Its own device notes it.
+            continue
+        if (table.device.type, table.device.capability) == (device.type, device.capability):
+            return table
+    return None

@@ -102,13 +102,13 @@ def options_of(offer: Offer, given: Mapping[str, Any]) -> Any:
     if not issubclass(backend, CompositeBackend) or not (own is None or isinstance(own, dict)):
         return own
     merged: dict[str, Any] = {}
-    for phase, member in backend.members().items():
+    for place, member in backend.members().items():
         name = answer(member, "get_name")
         shipped = (key for key in given if key.partition("@")[0] == name)
         theirs = _thawed(given, (*shipped, declared(member, "family")))
         if dataclasses.is_dataclass(theirs):
             theirs = {f.name: getattr(theirs, f.name) for f in dataclasses.fields(theirs) if f.init}
-        merged |= {f"{phase}_{option}": value for option, value in (theirs or {}).items()}
+        merged |= {f"{place}_{option}": value for option, value in (theirs or {}).items()}
     return merged | (own or {}) or None
 
 

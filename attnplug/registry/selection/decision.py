@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from attnplug._system.json_files import parse_json, reading, texts, typed
 from attnplug._system.text import shown
 from attnplug.core.composite.pair import class_of, reference_of
+from attnplug.core.composite.steps import StepChoice, join_routes
 from attnplug.core.device import Device
 from attnplug.core.errors import NoBackendError, PluginError
 from attnplug.core.interface.answers import declared
@@ -156,6 +157,8 @@ class Decision:
         assumed: versions assumed instead of the installed ones: "all", pairs, or None.
         allow_refuted: the names of backends that may serve although runs here refuted them, or "all".
         notes: errors that did not change the choice, and evidence that the user overrode.
+        steps: for a composite, the ranges of steps that one member serves whole, and why; the first that has a step
+            counts. All other steps are served by the members of their phases.
     """
 
     spec: LayerSpec
@@ -175,6 +178,7 @@ class Decision:
     assumed: Any = None
     allow_refuted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    steps: tuple[StepChoice, ...] = ()
     # Not compared, because a decision read from JSON has no class and equals the one written.
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The chosen class; None without one, or if the decision was read from JSON."""
@@ -247,8 +251,16 @@ class Decision:
     @property
     def members(self) -> dict[Phase, str]:
         """The backend of each phase: a composite's halves, or one backend in both; "none" without one."""
-        prefill, _, decode = (self.backend or "none").partition("+")
-        return {Phase.PREFILL: prefill, Phase.DECODE: decode or prefill}
+        prefill, *others = (self.backend or "none").split("+")
+        return {Phase.PREFILL: prefill, Phase.DECODE: others[0] if others else prefill}
+
+    @property
+    def full_name(self) -> str | None:
+        """The name by which a registry finds the backend, with the routes of a composite: "A+B[draft on A]"."""
+        if not self.steps:
+            return self.backend
+        halves = f"{self.members[Phase.PREFILL]}+{self.members[Phase.DECODE]}"
+        return join_routes(halves, tuple((each.steps, each.backend) for each in self.steps))
 
     @property
     def refused(self) -> tuple[Candidate, ...]:
@@ -293,7 +305,7 @@ class Decision:
         phase = f" in {self.phase}" if self.phase else ""
         layer = f"{self.layer_name}: " if self.layer_name else ""
         title = f"{layer}{self.backend or 'no backend'} on {self.device}{phase}"
-        return Group(Paragraph(title), self.table(), *map(Paragraph, self.notes))
+        return Group(Paragraph(title), self.table(), *map(Paragraph, (*map(str, self.steps), *self.notes)))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -311,6 +323,7 @@ class Decision:
             "device": self.device.to_dict(),
             "phase": self.phase and str(self.phase),
             "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "steps": [each.to_dict() for each in self.steps],
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -326,7 +339,8 @@ class Decision:
         """
         with reading("decision"):
             check_schema(data, SCHEMA)
-            data = {"allow_refuted": [], "measured": None, **data}  # older files do not have them
+            # Older files do not have them.
+            data = {"allow_refuted": [], "measured": None, "steps": [], **data}
             fields: dict[str, Any] = {name: typed(data, name, *kinds) for name, kinds in _AS_IS.items()}
             fields |= {name: texts(data, name) for name in _TUPLES}
             # JSON has lists for pairs, and a list does not equal the tuple that was written.
@@ -344,6 +358,7 @@ class Decision:
                 phase=None if phase is None else Phase(phase),
                 candidates=tuple(map(Candidate.from_dict, typed(data, "candidates", list))),
                 measured=None if measured is None else Measured.from_dict(measured),
+                steps=tuple(map(StepChoice.from_dict, typed(data, "steps", list))),
                 **fields,
             )
 

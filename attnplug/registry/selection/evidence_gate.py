@@ -102,12 +102,14 @@ class EvidenceGate:
         found = [(offer, placement)]
         # Evidence is recorded per backend, so evidence against one half counts against the composite.
         if issubclass(offer.backend, CompositeBackend):
+            members = offer.backend.members()
             found += [
                 (each, dataclasses.replace(placement, phase=phase))
-                for phase, half in offer.backend.members().items()
-                if placement.phase in (None, phase)
+                for place, phases in offer.backend.served_phases().items()
+                for phase in phases
+                if placement.phase is None or phase in (None, placement.phase)
                 for each in self._plugins.every_offer
-                if each.backend is half
+                if each.backend is members[place]
             ]
         for owner, where in found:
             if cells := self._evidence.against(owner, where, pages, self._assumed):

@@ -55,6 +55,8 @@ def rank_by_tables(
     notes: list[str] = []
     key = layer_key(placement.spec)
     for table in tables.tables:
+        if tables.borrowed:
+            return _borrowed(table, order, pages, placement, assumed)
         if not table.is_for(placement.device):
             if tables.asked:
                 theirs, ours = _words(table.device), _words(placement.device)
@@ -66,7 +68,7 @@ def rank_by_tables(
                 notes.append(f"{table.name} has no times of this layer: not used")
             continue
         others = table.other_versions(here=is_here(placement.device), assumed=assumed)
-        applying = _TableForLayer(table, layer[placement.phase], placement, others, notes)
+        applying = TableForLayer(table, layer[placement.phase], placement, others, notes)
         found = _ranked(applying, order, pages)
         applying.note_stale()
         if found is not None:
@@ -74,7 +76,31 @@ def rank_by_tables(
     return Ranked(order, notes=tuple(notes))
 
 
-def _ranked(applying: _TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
+BORROWED_GAIN = 1.15
+"""A ratio of another GPU counts above it: equal kernels have other shares of bandwidth and of arithmetic there."""
+
+
+def _borrowed(
+    table: TunedTable, order: list[Offer], pages: Sequence[Pages], placement: Placement, assumed: Assumed
+) -> Ranked:
+    """The order by times of another GPU, where the first beats the default by far; else that of priorities."""
+    layer = table.times.get(layer_key(placement.spec))
+    if layer is None:
+        return Ranked(order)
+    others = table.other_versions(here=is_here(placement.device), assumed=assumed)
+    # Rows that do not apply say nothing, because nobody named this table.
+    found = _ranked(TableForLayer(table, layer[placement.phase], placement, others, []), order, pages)
+    if found is None or found.measured is None or found.measured.is_default:
+        return Ranked(order)
+    ratio = found.measured.ratio
+    if ratio < BORROWED_GAIN:
+        return Ranked(order)
+    theirs, ours = _words(table.device), _words(placement.device)
+    why = f"{table.name} has times of {theirs}: used on {ours}, because the ratio {ratio:.2f} is above {BORROWED_GAIN}"
+    return dataclasses.replace(found, notes=(why,))
+
+
+def _ranked(applying: TableForLayer, order: list[Offer], pages: Sequence[Pages]) -> Ranked | None:
     """The order by one table; None if it says nothing about the default. Backends that failed come last, with times or without."""
     runs: dict[int, Offer] = {}
     default, others, failed = None, [], []
@@ -131,7 +157,7 @@ def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | 
         if layer is None or composite.chosen is None or alone.chosen is None:
             continue
         others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
-        applying = _TableForLayer(table, layer[None], placement, others, [])
+        applying = TableForLayer(table, layer[None], placement, others, [])
         pair = applying.run_of(composite.chosen, composite.pages)
         one = applying.run_of(alone.chosen, alone.pages)
         if pair is not None and pair.failed and (one is None or not one.failed):
@@ -151,7 +177,7 @@ def _words(device: Any) -> str:
 
 
 @dataclasses.dataclass(slots=True)
-class _TableForLayer:
+class TableForLayer:
     """Finds the rows of one table that apply to a layer, and notes why others do not."""
 
     table: TunedTable

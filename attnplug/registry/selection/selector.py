@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug._system.text import shortened, shown
+from attnplug.core.composite import CompositeBackend
+from attnplug.core.composite.steps import StepChoice
 from attnplug.core.errors import BackendUnavailableError, NoBackendError, PolicyError
 from attnplug.core.interface.answers import answer
 from attnplug.core.interface.guarded import describe, guarded_call, plain_list, plain_text
@@ -110,7 +112,7 @@ def decide(
     automatic = None if winner is None else "rank" if ranked_by else "measured" if measured else "priority"
     of_winner: dict[str, Any] = {}
     if winner is not None:
-        of_winner = {"options": options, "backend_cls": winning}
+        of_winner = {"options": options, "backend_cls": winning, "steps": _steps(winning, policy)}
         if winning is not None and issubclass(winning, MLADecodeBackend):
             told, error = guarded_call(answer, winning, "notes", spec)
             notes += [f"{blame(winning, error, 'notes')}; ignored"] if error else told
@@ -132,6 +134,14 @@ def decide(
         notes=(*notes, *([evidence.read_error] if evidence.read_error else [])),
         **of_winner,
     )
+
+
+def _steps(winning: type[AttentionBackend] | None, policy: Policy) -> tuple[StepChoice, ...]:
+    """The routes of a composite, which only a rule of the user or of a plan names."""
+    if winning is None or not issubclass(winning, CompositeBackend) or policy.rule is None:
+        return ()
+    why = f"asked for by {policy.rule.source}"
+    return tuple(StepChoice(steps, answer(each, "get_name"), why) for steps, each in winning.routes)
 
 
 def _in_order(

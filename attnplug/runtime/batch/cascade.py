@@ -54,7 +54,7 @@ def _equal_blocks(table: npt.NDArray[np.int32], limit: int) -> int:
 def may_cascade(builder: AttentionMetadataBuilder[Any]) -> bool:
     """Whether the builder, or a member of a composite, answers `use_cascade_attention` itself: the base says no."""
     if isinstance(builder, CompositeMetadataBuilder):
-        return may_cascade(builder.decode) or may_cascade(builder.prefill)
+        return any(map(may_cascade, builder.members.values()))
     own = getattr(builder.use_cascade_attention, "__func__", None)
     return own is not AttentionMetadataBuilder.use_cascade_attention
 

@@ -263,7 +263,7 @@ class ModelPlan:
         def decision(item: Mapping[str, Any]) -> Decision:
             read = Decision.from_dict(item)
             # By the backend's own name, not a family's: () where it is not loaded.
-            offers = () if registry is None else registry.plugins.find(read.backend or "")
+            offers = () if registry is None else registry.plugins.find(read.full_name or "")
             found = (
                 serving_class(offer.backend, read.spec) for offer in offers if offer.name == read.backend
             )
@@ -313,7 +313,10 @@ def _chosen_facts(decision: Decision) -> list[Any]:
     # Ranks agree on values; whether a rank wrote a default itself does not count.
     spec = {**decision.spec.to_dict(), "derived": None}
     plain = None if options is None else dict(options)
-    return [decision.backend, version, plain, spec, decision.block_size, decision.kv_cache_layout]
+    # Ranks that divide their steps otherwise would have other bits, whatever the reasons.
+    served = [decision.full_name] if decision.steps else []
+    pages = decision.block_size, decision.kv_cache_layout
+    return [decision.backend, version, plain, spec, *pages, *served]
 
 
 def _digest(facts: object) -> str:

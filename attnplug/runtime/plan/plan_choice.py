@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
+from attnplug.core.composite.steps import StepKind, join_routes
 from attnplug.core.device import Device
 from attnplug.core.errors import BackendUnavailableError, LayoutError, NoBackendError
 from attnplug.core.reasons import Reason
@@ -19,6 +20,10 @@ from attnplug.registry.selection.decision import Candidate, Decision
 from attnplug.registry.selection.measured_ranking import better_alone
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.registry.selection.policy import Rule, rule_for, rule_sets
+from attnplug.registry.selection.step_choices import Step, step_choices
+
+if TYPE_CHECKING:
+    from attnplug.registry.measured.tuned_lookup import Tables
 
 Decisions: TypeAlias = Mapping[str, Decision]
 _UNIFORM = "plan", "uniform=True"
@@ -207,7 +212,7 @@ class _Layer:
             # Mixed steps may have measured that one backend serves the layer better than the pair.
             tables = self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
             faster = better_alone(tables, first, self.both)
-            return (first, None) if faster is None else (self.both, faster)
+            return (self._by_step(first, tables), None) if faster is None else (self.both, faster)
         refused = next(candidate for candidate in first.refused if "+" in candidate.name)
         why = "; ".join(refused.reasons)
         if self.rules is None and self.both:
@@ -224,6 +229,32 @@ class _Layer:
             first,
             refused.reasons,
         )
+
+    def _by_step(self, pair: Decision, tables: Tables) -> Decision:
+        """A pair with the ranges of steps that another backend serves better on the same KV cache."""
+        # A row's bits would depend on the other requests of its step. Ranks that share latents decode each row by one
+        # impl, and they alone ask latents for LSE.
+        latents, spec = self.both.spec.mla is not None, self.both.spec
+        if spec.invariance or (latents and (spec.sparse is not None or spec.needs_lse)):
+            return pair
+        decisions: dict[Phase | None, Decision] = {None: self.both}
+        decisions.update((phase, decision) for phase, decision in self.by_phase.items())
+        kept: list[Step] = []
+        choices = step_choices(self.registry.plugins, decisions, pair, tables)
+        best, notes = pair, [*choices.notes]
+        for step in choices.found:
+            # Prefills of latents are expanded, by the prefilling half of all members.
+            if latents and step.choice.steps.kind not in (StepKind.DECODE, StepKind.DRAFT):
+                continue
+            steps = [*kept, step]
+            routes = ((each.choice.steps, unambiguous(self.registry, each.candidate)) for each in steps)
+            halves = "+".join(self._best(phase) for phase in (Phase.PREFILL, Phase.DECODE))
+            found = self._asked(join_routes(halves, tuple(routes)))
+            if found and found.pages == pair.pages:
+                kept, best = steps, dataclasses.replace(found, steps=tuple(each.choice for each in steps))
+            else:
+                notes.append(_kept_apart(step, found, pair))
+        return dataclasses.replace(best, notes=(*best.notes, *notes)) if notes else best
 
     def _encoder(self) -> Decision:
         # An encoder computes all its tokens at once, so its backend for prefill serves both phases.
@@ -254,8 +285,10 @@ class _Layer:
 
     def _composite(self, prefill: str, decode: str) -> Decision:
         # A rule for a phase may name a composite; the half of that phase counts.
-        halves = prefill.partition("+")[0], decode.rpartition("+")[2]
-        kwargs: SelectKwargs = {**self.kwargs, "backend": "+".join(halves)}
+        return self._asked("+".join((prefill.partition("+")[0], decode.rpartition("+")[2])))
+
+    def _asked(self, backend: str) -> Decision:
+        kwargs: SelectKwargs = {**self.kwargs, "backend": backend}
         decision = self.registry.decide(self.both.spec, self.both.device, layer_name=self.name, **kwargs)
         source, text = self._source()
         return dataclasses.replace(decision, chosen_by=source, rule=text)
@@ -284,6 +317,13 @@ class _Layer:
             for each in self.by_phase[phase].candidates
             if each.accepted and (rule is None or self.registry.plugins.refers_to(rule.backend, each))
         ]
+
+
+def _kept_apart(step: Step, found: Decision, pair: Decision) -> str:
+    """The sentence about a range of steps whose best backend cannot serve them beside the pair."""
+    refused = next((each.reasons for each in found.refused if "+" in each.name), ())
+    why = "; ".join(refused) or f"with {found.backend} pages would be {found.pages}, not {pair.pages}"
+    return f"{step.choice.steps.words} would run on {step.choice.backend}, but {why}"
 
 
 def without_composites(choices: LayerChoices, error: LayoutError) -> LayerChoices:

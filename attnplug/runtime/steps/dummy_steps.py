@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,15 @@ class DummyShape:
     phase: Phase
 
 
-def shapes_within(config: BuilderConfig, *, is_paged: bool) -> Iterator[DummyShape]:
+def shapes_within(
+    config: BuilderConfig, *, is_paged: bool, also: Collection[int] = ()
+) -> Iterator[DummyShape]:
     """The dummy steps after which a layer compiles nothing more.
 
     Args:
         config: the most requests, tokens and tokens of speculation.
         is_paged: whether the layer has pages, and so decodes and tokens before a step.
+        also: more query lengths, such as those at which another member of a composite begins.
     """
     most, tokens = config.max_num_seqs, config.max_num_batched_tokens
     longest = min(tokens, config.max_model_len or tokens, _LONGEST)
@@ -49,7 +52,7 @@ def shapes_within(config: BuilderConfig, *, is_paged: bool) -> Iterator[DummySha
         for query_len in range(1, decodes + 1):
             for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
                 yield DummyShape(requests, query_len, 1, Phase.DECODE)
-    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest}
+    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest, *also}
     for query_len in sorted(length for length in lengths if decodes < length <= longest):
         yield DummyShape(1, query_len, 0, Phase.PREFILL)
         if is_paged:

@@ -138,7 +138,17 @@ def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, t
 
 def step_shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[DummyShape]:
     """The dummy steps after which a layer compiles nothing more, within the limits of the runtime's config."""
-    return shapes_within(runtime.config, is_paged=layer.kv_cache is not None)
+    return shapes_within(
+        runtime.config, is_paged=layer.kv_cache is not None, also=_limits(runtime, layer.name)
+    )
+
+
+def _limits(runtime: AttentionRuntime, name: str) -> set[int]:
+    """The query lengths around the limits at which another member of a composite serves a layer."""
+    backend = runtime.plan.decisions[name].get_backend_cls()
+    routes = backend.routes if issubclass(backend, CompositeBackend) else ()
+    least = {steps.query[0] + beside for steps, _ in routes for beside in (-1, 0)}
+    return least | {steps.query[1] + beside for steps, _ in routes if steps.query[1] for beside in (0, 1)}
 
 
 def run_step(

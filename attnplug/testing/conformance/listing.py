@@ -20,6 +20,7 @@ from attnplug.testing.conformance.builders import (
     kv_group_builds,
     layer_state,
     step_machine,
+    step_members,
 )
 from attnplug.testing.conformance.calls import after_unusual_steps, engine_tensors, inputs, outputs
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
@@ -87,6 +88,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     builder_inputs.host_copy_checks: False,
     layer_state.checks: False,
     step_machine.checks: True,
+    step_members.checks: True,
     process_memory.checks: True,
     process_memory.output_checks: False,
     common_prefix.checks: False,

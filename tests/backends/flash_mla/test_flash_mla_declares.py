@@ -98,7 +98,9 @@ def test_other_gpus_are_refused(capability: tuple[int, int]) -> None:
     ("spec", "order"),
     [
         (layer(16), "TRITON FLASHINFER FLASH_MLA"),
-        (layer(64), "TRITON FLASHINFER FLASH_MLA"),
+        (layer(31), "TRITON FLASHINFER FLASH_MLA"),
+        (layer(32), "FLASH_MLA TRITON FLASHINFER"),
+        (layer(64), "FLASH_MLA TRITON FLASHINFER"),
         (layer(128), "FLASH_MLA TRITON FLASHINFER"),
         # Its queries are rounded.
         (layer(128, kv_cache_dtype="fp8"), "TRITON FLASHINFER FLASH_MLA"),
@@ -151,3 +153,14 @@ def test_a_library_without_kernels_for_hopper_is_refused(imported: Any) -> None:
     imported(module)
     with pytest.raises(BackendUnavailableError, match="without its kernels for Hopper"):
         library()
+
+
+@pytest.mark.parametrize(("heads", "requests"), [(16, 2), (64, 2), (128, None)])
+def test_few_requests_of_few_heads_are_decoded_by_triton(heads: int, requests: int | None) -> None:
+    ranges = TritonMLABackend.get_step_priorities(layer(heads), HOPPER)
+    found = [(str(each.steps), each.priority) for each in ranges]
+    assert found == ([] if requests is None else [(f"decode requests ..{requests}", 125)])
+    assert all(
+        each.priority > FlashMLABackend.get_priority(layer(64), HOPPER, Phase.DECODE) for each in ranges
+    )
+    assert TritonMLABackend.get_step_priorities(layer(heads), Device("cuda", (10, 0))) == ()

@@ -127,6 +127,7 @@ table.add("hidden_encoder | declaration/features | lacks CROSS", features=ALL & 
 table.add("no_encoder | declaration/features | has ENCODER", supports_attn_type=lambda cls, kind: kind is AttentionType.DECODER)
 table.add("number_of_features | declaration/features | must be a Feature", features=7)
 table.add("first_of_all | declaration/priority | get_priority is 1000", get_priority=lambda cls, *a: 1000)
+table.add("text_for_ranges | declaration/step-priorities | which must be a tuple or list of StepPriority", get_step_priorities=lambda cls, *a: ["draft"])
 table.add("true_priority | declaration/priority | get_priority is True", get_priority=lambda cls, *a: True)
 table.add("loose_options | declaration/options | is not frozen", Options=Loose)
 table.add("demanding_options | declaration/options | without arguments", Options=Demanding)

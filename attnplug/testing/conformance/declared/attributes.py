@@ -19,7 +19,7 @@ from attnplug.core.dtypes import DTYPES, bare_dtype_name, element_size, kv_cache
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.impl import AttentionImpl, MLAAttentionImpl
-from attnplug.core.interface.answers import HookError, serving_class
+from attnplug.core.interface.answers import HookError, answer, serving_class
 from attnplug.core.kv_format import CODEC, kv_format
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder
 from attnplug.core.spec import AttentionType, Phase
@@ -41,8 +41,8 @@ def _check_name(target: Target) -> None:
     with error_context("get_name()"):
         name: object = target.backend.get_name()
     family: object = target.backend.family
-    # Only attnplug's own composites have a name of two parts.
-    pattern = rf"{_NAME}\+{_NAME}" if issubclass(target.backend, CompositeBackend) else _NAME
+    # Only attnplug's own composites have a name of several parts.
+    pattern = rf"{_NAME}(\+{_NAME})+" if issubclass(target.backend, CompositeBackend) else _NAME
     if not isinstance(name, str) or not re.fullmatch(pattern, name):
         raise ConformanceError(
             f"get_name() is {name!r}; a name has letters, digits and _ . - and begins with a letter"
@@ -165,6 +165,13 @@ def _check_priority(target: Target) -> None:
                 raise ConformanceError(f"get_priority is {priority!r}; it must be an integer from 0 to 999")
 
 
+def _check_step_priorities(target: Target) -> None:
+    for what, spec in grid(target, pairs=False).items():
+        with error_context(f"get_step_priorities for a layer with {what}"):
+            # It checks the types, and StepPriority its own values.
+            answer(target.backend, "get_step_priorities", spec, target.device)
+
+
 def _check_options(target: Target) -> None:
     options: Any = target.backend.Options
     if options is None:
@@ -249,6 +256,7 @@ _CHECKS: CheckTable = {
     ),
     "features": (_check_features, "methods such as supports_sink agree with features"),
     "priority": (_check_priority, "get_priority is an integer from 0 to 999"),
+    "step-priorities": (_check_step_priorities, "get_step_priorities is a sequence of StepPriority"),
     "options": (_check_options, "Options is a frozen dataclass with defaults, or None"),
     "head-sizes": (_check_head_sizes, "head sizes are sizes, and supports_head_size agrees"),
     "block-sizes": (_check_block_sizes, "block sizes are sizes, and those of a layer are in the union"),

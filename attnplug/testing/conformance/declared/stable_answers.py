@@ -55,6 +55,7 @@ def _check_unmodified(target: Target) -> None:
             backend.validate_configuration(spec, target.device)
             backend.supports_combination(spec, target.device)
             backend.get_priority(spec, target.device, None)
+            backend.get_step_priorities(spec, target.device)
             backend.compile_key(spec)
             backend.get_supported_kernel_block_sizes(spec, target.device)
         for name, value in _fields(spec).items():

@@ -51,6 +51,9 @@ def declarations(
             str(reason) for phase in phases for reason in backend.validate_configuration(spec, device, phase)
         ],
         "get_priority": lambda spec, device: [backend.get_priority(spec, device, phase) for phase in phases],
+        "get_step_priorities": lambda spec, device: [
+            (str(each.steps), each.priority) for each in backend.get_step_priorities(spec, device)
+        ],
         "supports_combination": backend.supports_combination,
         "supports_head_size": lambda spec, device: backend.supports_head_size(spec.head_size),
         "get_supported_kernel_block_sizes": backend.get_supported_kernel_block_sizes,
