@@ -14,7 +14,7 @@ import itertools
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer
 from attnplug.core.interface.guarded import guarded_call
+from attnplug.core.prefix_sharing import sharing_refusal
 from attnplug.core.reasons import Reason
 from attnplug.matrix.axes import (
     AXES,
@@ -232,7 +233,23 @@ def declare(backend: Offer | type[AttentionBackend], device: DeviceLike) -> Run:
         commit=source_commit(),
         findings=findings,
         axes=served_values(findings),
+        prefixes=_prefixes(backend_cls, where, findings),
     )
+
+
+def _prefixes(
+    backend: type[AttentionBackend], device: Device, findings: Iterable[Finding]
+) -> dict[str, str | None]:
+    """By served feature, why prefixes are not shared in the first cell of it; None if they are."""
+    found: dict[str, str | None] = {}
+    for cell in (each.cell for each in findings if each.status is Status.DECLARED):
+        if cell.feature not in found:
+            asked = backend, spec_of(cell), device, cell.block_size
+            reason, error = guarded_call(sharing_refusal, *asked)
+            found[cell.feature] = (
+                reason if error is None else str(blame(backend, error, "validate_configuration"))
+            )
+    return found
 
 
 @functools.cache

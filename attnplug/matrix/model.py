@@ -77,6 +77,8 @@ class Run:
         axes: the values that the backend serves, by the field of Cell, whether `findings` have them or not; None if
             that is not known.
         kernels: those of the compiled cells, with what each takes of the device.
+        prefixes: by feature that the backend serves, why requests cannot read shared prefixes of such a layer together; None
+            if they can. Empty if that is not known.
     """
 
     backend: str
@@ -90,6 +92,7 @@ class Run:
     findings: tuple[Finding, ...]
     axes: Mapping[str, tuple[str | int | None, ...]] | None = None
     kernels: tuple[CompiledKernel, ...] = ()
+    prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
 
     @property
     def key(self) -> tuple[str, str]:

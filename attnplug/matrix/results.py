@@ -51,6 +51,10 @@ def _is_axes(value: Any) -> bool:
     )
 
 
+def _is_prefixes(value: Any) -> bool:
+    return isinstance(value, dict) and all(each is None or _is_text(each) for each in value.values())
+
+
 def _is_date(value: Any) -> bool:
     try:
         # Dates of several machines are compared, which needs the offset.
@@ -82,6 +86,7 @@ _MORE_OF_RUN: dict[str, _Rule] = {
     "axes": (_is_axes, "null, or an object with a list of values for each axis"),
     "sampled": (lambda value: value is None or isinstance(value, dict), "an object or null"),
     "kernels": (lambda value: isinstance(value, list), "a list"),
+    "prefixes": (_is_prefixes, "an object with text or null for each feature"),
 }
 _KERNEL: dict[str, _Rule] = {
     "key": _TEXT,
@@ -115,6 +120,8 @@ def run_to_dict(run: Run) -> dict[str, Any]:
         more = {"axes": {axis: list(run.axes[axis]) for axis in AXIS_NAMES}, "sampled": _write_samples(run)}
     if run.kernels:
         more["kernels"] = list(map(dataclasses.asdict, run.kernels))
+    if run.prefixes:
+        more["prefixes"] = dict(run.prefixes)
     return {**about, "versions": dict(run.versions), **more, "cells": cells}
 
 
@@ -220,7 +227,8 @@ class _Reader:
             self._kernel(each, f"{place}.kernels[{index}]")
             for index, each in enumerate(data.get("kernels", ()))
         )
-        return Run(**about, findings=findings, axes=known, kernels=made)
+        prefixes = dict(data.get("prefixes", {}))
+        return Run(**about, findings=findings, axes=known, kernels=made, prefixes=prefixes)
 
     def _kernel(self, data: Any, place: str) -> CompiledKernel:
         self._check(data, _KERNEL, place)

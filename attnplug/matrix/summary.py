@@ -316,6 +316,20 @@ def evidence_lines(summaries: Iterable[RunSummary], status: Status) -> list[str]
     return lines
 
 
+def prefix_rows(summaries: Iterable[RunSummary]) -> list[tuple[str, str, str]]:
+    """By backend, the features whose layers share prefixes, then those whose layers do not, and why."""
+    rows = []
+    for run in (summary.run for summary in summaries):
+        by_reason: dict[str | None, list[str]] = {}
+        for name, why in sorted(run.prefixes.items(), key=lambda each: each[1] is not None):
+            by_reason.setdefault(why, []).append(value_in_words("feature", name))
+        rows += [
+            (run.backend, ", ".join(names), "read once" if why is None else why)
+            for why, names in by_reason.items()
+        ]
+    return rows
+
+
 def spill_lines(summaries: Iterable[RunSummary]) -> list[str]:
     """A line for each kernel of a backend of which some are compiled with spills."""
     lines = []

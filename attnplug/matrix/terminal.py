@@ -16,6 +16,7 @@ from attnplug.matrix.summary import (
     by_device,
     counts_in_words,
     evidence_lines,
+    prefix_rows,
     refusal_lines,
     serving,
     spill_lines,
@@ -87,6 +88,7 @@ class _Page:
         self._evidence(evidence_lines(summaries, Status.REFUTED), "Refuted: claimed, and wrong when run")
         self._evidence(evidence_lines(summaries, Status.NOT_RUN), "Not run")
         self._evidence(spill_lines(summaries), "Spills")
+        self._prefixes(summaries)
 
     def legend(self) -> None:
         for status, meaning in MEANINGS.items():
@@ -159,6 +161,16 @@ class _Page:
         for status, words in values_by_status(axis, answers).items():
             table.add_row(Text(label), self._status(status), Text(words))
             label = ""
+
+    def _prefixes(self, summaries: Sequence[RunSummary]) -> None:
+        table, before = WrappedTable(("shared prefixes", "", "")), ""
+        rows = prefix_rows(summaries)
+        for backend, features, why in rows:
+            table.add_row(one_line(backend) if backend != before else "", features, one_line(why))
+            before = backend
+        if rows:
+            self._console.print(table)
+            self.line()
 
     def _evidence(self, lines: Sequence[str], heading: str) -> None:
         if lines:

@@ -17,6 +17,7 @@ from attnplug.core.errors import SpecError
 from attnplug.matrix.axes import LATENT, phase_of, spec_of
 from attnplug.matrix.design import declare, design, source_commit
 from attnplug.matrix.model import Cell, Finding, Run, Status
+from attnplug.matrix.summary import prefix_rows, summarise
 from attnplug.registry.default import get_registry
 from attnplug.testing.design.search import BLOCK_SIZES, HEAD_SIZES
 
@@ -209,3 +210,16 @@ def test_a_size_that_no_layer_has_is_refused_and_ends_no_matrix() -> None:
     reasons = [why for each in found if each.cell.head_size > 2**70 for why in each.why]
     assert reasons
     assert all("declares a value of no layer" in why for why in reasons)
+
+
+def test_a_run_says_whose_layers_share_prefixes_and_why_others_do_not() -> None:
+    run = declare(get_registry().backends()["TORCH"], "cpu")
+    assert run.prefixes["plain"] is None
+    assert run.prefixes["alibi"] == "ALiBi: pieces of a prefix have no positions"
+    assert run.prefixes.keys() == {
+        each.cell.feature for each in run.findings if each.status is Status.DECLARED
+    }
+    rows = prefix_rows([summarise(run)])
+    assert rows[0][0] == "TORCH"
+    assert rows[0][1].startswith("plain, sliding window, ")
+    assert ("TORCH", "ALiBi", "ALiBi: pieces of a prefix have no positions") in rows

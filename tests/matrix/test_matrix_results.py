@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pickle
@@ -215,3 +216,16 @@ def test_the_error_survives_pickling():
         *("a.json is empty; write it again", "a.json", "is empty", "write it again"),
     )
     assert str(MatrixFileError("a.json", "is empty")) == "a.json is empty"
+
+
+def test_why_prefixes_are_not_shared_is_read_back(path):
+    made = dataclasses.replace(
+        run(finding(Status.VERIFIED)), prefixes={"plain": None, "alibi": "no positions"}
+    )
+    write_matrix(Matrix((made,)), path)
+    assert read_matrix(path).runs[0].prefixes == {"plain": None, "alibi": "no positions"}
+
+
+def test_a_reason_that_is_no_text_is_refused(path, written):
+    written["runs"][0]["prefixes"] = {"plain": 1}
+    assert "an object with text or null for each feature" in refusal(path, written)
