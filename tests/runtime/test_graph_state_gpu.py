@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_backends import offered
-from graph_backends import graph_backend
+from graph_backends import GraphImpl, graph_backend
 from model_layers import layer
 from served_model import ServedModel
 
-from attnplug.core import AttentionCGSupport, BuilderConfig
+from attnplug.core import (
+    AttentionCGSupport,
+    BuilderConfig,
+    Phase,
+    StepKind,
+    StepPriority,
+    StepRange,
+)
 from attnplug.runtime import GraphState
 from attnplug.testing import assert_close
 
@@ -25,9 +32,18 @@ SIZES = (2, 4)
 class Captured:
     """A model whose decode steps of `queries` tokens run in graphs, one for each batch size."""
 
-    def __init__(self, specs, queries: int = 1, max_encoder_len: int = 0) -> None:
-        config = BuilderConfig(max_num_seqs=8, max_num_batched_tokens=64, cudagraph_batch_sizes=SIZES)
-        with offered(graph_backend(AttentionCGSupport.UNIFORM_BATCH, device_types=("cuda",))):
+    def __init__(
+        self, specs, queries: int = 1, max_encoder_len: int = 0, backends=(), drafts: int = 0
+    ) -> None:
+        config = BuilderConfig(
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            cudagraph_batch_sizes=SIZES,
+            num_speculative_tokens=drafts,
+        )
+        with offered(
+            *(backends or (graph_backend(AttentionCGSupport.UNIFORM_BATCH, device_types=("cuda",)),))
+        ):
             self.model = ServedModel(
                 specs,
                 device="cuda",
@@ -97,6 +113,49 @@ def test_decodes_replay_with_other_lengths_pages_and_numbers_of_requests(sync_er
     captured.model.step(c=5)
     captured.step(sync_errors, c=1)
     assert all(not cache[0].any() for cache in captured.model.runtime.kv_caches.values())
+
+
+class Notes(GraphImpl):
+    """Attends as its base does, and notes its backend each time that it is called."""
+
+    ran: list[tuple[str, int]] = []  # noqa: RUF012  (one list for all impls of a test)
+
+    def attend(self, layer, query, key, value, kv_cache, attn_metadata, output, **asked):
+        self.ran.append((self.backend.get_name(), attn_metadata.common.num_reqs))
+        return super().attend(layer, query, key, value, kv_cache, attn_metadata, output, **asked)
+
+
+def ranked(name, prefill, decode, *ranges):
+    """A backend that graphs hold, with a priority for each phase and for ranges of steps."""
+    priorities = {Phase.PREFILL: prefill, Phase.DECODE: decode, None: min(prefill, decode)}
+    made = graph_backend(
+        AttentionCGSupport.UNIFORM_BATCH,
+        name,
+        device_types=("cuda",),
+        get_priority=lambda spec, device, phase: priorities[phase],
+        get_step_priorities=lambda spec, device: tuple(StepPriority(*each) for each in ranges),
+    )
+    made.get_impl_cls = staticmethod(lambda: Notes)
+    return made
+
+
+@pytest.mark.parametrize(("queries", "members"), [(1, {2: "S", 4: "D"}), (3, {2: "S", 4: "S"})])
+def test_each_graph_replays_the_member_that_it_was_captured_with(sync_errors, queries, members):
+    few, drafts = StepRange(StepKind.DECODE, requests=(1, 2)), StepRange(StepKind.DRAFT)
+    backends = ranked("P", 900, 20), ranked("D", 20, 900), ranked("S", 30, 30, (few, 910), (drafts, 920))
+    Notes.ran.clear()
+    captured = Captured({"0": FULL, "1": SLIDING}, queries, backends=backends, drafts=queries - 1)
+    assert {size: name for name, size in Notes.ran} == members
+    for name, tokens in (("a", 20), ("b", 13), ("c", 17)):
+        captured.model.add(name)
+        captured.model.step(**{name: tokens})
+    for _ in range(4):
+        # Three requests are padded to the graph of four.
+        captured.step(sync_errors, **dict.fromkeys("abc", queries))
+    captured.model.remove("a")
+    captured.step(sync_errors, b=queries, c=queries)
+    captured.model.remove("b")
+    captured.step(sync_errors, c=queries)
 
 
 def test_speculative_verification_replays_with_fewer_accepted(sync_errors):

@@ -455,3 +455,19 @@ def test_latents_are_decoded_by_another_backend_where_it_ranks_higher():
     # Ranks that share latents decode each row by one impl.
     shared = plan({"l": spec.replace(num_heads=64, needs_lse=True)}, "h100", assume_installed="all")
     assert shared.decisions["l"].steps == ()
+
+
+def test_one_backend_for_both_phases_can_leave_a_range_to_another():
+    one, other = ranked("ONE", 90, 90), ranked("OTHER", 50, 50, (StepRange(StepKind.DRAFT), 95))
+    decision, _ = decided(one, other)
+    assert decision.backend == "ONE+ONE+OTHER"
+    assert decision.members == {Phase.PREFILL: "ONE", Phase.DECODE: "ONE"}
+    assert said(decision) == [
+        "decodes of several tokens run on OTHER: priority 95 for such steps, and ONE has 90"
+    ]
+    assert decided(one, ranked("OTHER", 50, 50))[0].backend == "ONE"
+    assert decided(one, other, backend="ONE")[0].backend == "ONE"
+    with offered(one, other) as registry:
+        again = plan({"l": FULL}, "cpu")
+        back = ModelPlan.from_json(again.to_json(), registry)
+    assert back.decisions["l"].backend_cls is again.decisions["l"].backend_cls

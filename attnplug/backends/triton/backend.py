@@ -37,8 +37,8 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", 
 _MAX_GROUP = 128
 _FEW, _FEW_HEADS = 2, 64
 """Requests, and heads of latents, of decodes that FLASH_MLA is slower at."""
-_LONGEST_SHORT = 384
-"""Longest query of a prefill that counts as short."""
+_LONGEST_SHORT, _SHORT_ELSEWHERE = 384, 128
+"""Longest query of a prefill that counts as short, with heads of 96 to 128 and with others."""
 # Elements of a latent without its rope part: the accumulators of a tile are as wide.
 _WIDEST_LATENT = 512
 # Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
@@ -117,12 +117,14 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
         """On compute capability 9.x, 243 for prefills of short queries: before FLASH_ATTN_4."""
-        # FLASH_ATTN_4 takes 1.14 to 2.15 of the time here for prompts of 40 to 300 tokens, 1.7 for 64 of 128, and 2.5 to
-        # 3.3 for 16 and 100 more tokens of 30k. It takes 0.94 for 512 more of 32k, and 0.87 for 1,024: see
-        # attention-serving-h200.json. Between, no length was measured.
+        # With heads of 128, FLASH_ATTN_4 takes 1.14 to 2.15 of the time here for prompts of 40 to 300 tokens, 1.7 for 64 of
+        # 128, and 2.5 to 3.3 for 16 and 100 more tokens of 30k. It takes 0.94 for 512 more of 32k, and 0.87 for 1,024: see
+        # attention-serving-h200.json. Between, no length was measured. With heads of 64 and 256, where long prompts take
+        # more time here, short ones were not measured: the range ends where the margin is large.
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return ()
-        return (StepPriority(StepRange(StepKind.PREFILL, query=(1, _LONGEST_SHORT)), 243),)
+        longest = _LONGEST_SHORT if 96 <= spec.head_size <= 128 else _SHORT_ELSEWHERE
+        return (StepPriority(StepRange(StepKind.PREFILL, query=(1, longest)), 243),)
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:

@@ -74,7 +74,7 @@ class CompositeBackend(AttentionBackend):
         found: dict[str, dict[Phase | None, None]] = {place: {} for place in cls.members()}
         found[Phase.PREFILL][Phase.PREFILL] = found[Phase.DECODE][Phase.DECODE] = None
         for steps, place in cls.places():
-            found[place][_PHASE[steps.kind]] = None
+            found[place][steps.kind.phase] = None
         # A member that serves both phases has mixed steps too: they are cut only between two members.
         return {
             place: (None,) if None in phases or len(phases) > 1 else tuple(phases)
@@ -83,7 +83,7 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def _place(cls, member: type[AttentionBackend], kind: StepKind) -> str:
-        own = Phase.PREFILL if _PHASE[kind] is not Phase.DECODE else Phase.DECODE
+        own = Phase.PREFILL if kind.phase is not Phase.DECODE else Phase.DECODE
         places = (own, *cls.members())
         return next(place for place in places if cls.members()[place] is member)
 
@@ -277,12 +277,6 @@ class CompositeBackend(AttentionBackend):
 
 _PLACES = ("third", "fourth", "fifth", "sixth")
 """The places of members that are neither half."""
-_PHASE: Mapping[StepKind, Phase | None] = {
-    StepKind.DECODE: Phase.DECODE,
-    StepKind.DRAFT: Phase.DECODE,
-    StepKind.PREFILL: Phase.PREFILL,
-    StepKind.MIXED: None,
-}
 
 
 def composite_backend(

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias
 
 from attnplug._system.json_files import typed
 from attnplug.core.errors import SpecError
+from attnplug.core.spec import Phase
 
 Limits: TypeAlias = tuple[int, int | None]
 """The least and the most of a quantity; None for no upper limit."""
@@ -33,6 +34,13 @@ class StepKind(enum.StrEnum):
     """Each request has more queries than a decode: prompts, and further parts of prompts."""
     MIXED = "mixed"
     """Decodes and prefills together."""
+
+    @property
+    def phase(self) -> Phase | None:
+        """The phase whose choice of a backend serves such steps; None for both."""
+        if self is StepKind.MIXED:
+            return None
+        return Phase.PREFILL if self is StepKind.PREFILL else Phase.DECODE
 
 
 _PLURAL = {

@@ -55,7 +55,7 @@ def measured_steps(
             continue
         reader = _Reader(table, layer)
         for kind in StepKind:
-            phase = _PHASES[kind]
+            phase = kind.phase
             default = pair if kind is StepKind.MIXED else decisions[phase]
             # A rule or a plugin that ranks was asked about the whole phase.
             if not decisions[phase].rule and not decisions[phase].ranked_by:
@@ -65,12 +65,6 @@ def measured_steps(
     return MeasuredSteps()
 
 
-_PHASES: Mapping[StepKind, Phase | None] = {
-    StepKind.DECODE: Phase.DECODE,
-    StepKind.DRAFT: Phase.DECODE,
-    StepKind.PREFILL: Phase.PREFILL,
-    StepKind.MIXED: None,
-}
 _BY: Mapping[StepKind, str] = {StepKind.DECODE: "requests", StepKind.PREFILL: "query"}
 """The quantity by which a kind of steps is divided."""
 

@@ -22,12 +22,6 @@ if TYPE_CHECKING:
     from attnplug.registry.selection.decision import Candidate, Decision
 
 Decisions: TypeAlias = Mapping[Phase | None, "Decision"]
-_PHASES: Mapping[StepKind, Phase | None] = {
-    StepKind.DECODE: Phase.DECODE,
-    StepKind.DRAFT: Phase.DECODE,
-    StepKind.PREFILL: Phase.PREFILL,
-    StepKind.MIXED: None,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +80,7 @@ class _Ranked:
 def _by_priority(plugins: PluginSet, decisions: Decisions, faults: dict[str, None]) -> list[Step]:
     found: list[tuple[int, Step]] = []
     for kind in (StepKind.DRAFT, StepKind.DECODE, StepKind.PREFILL, StepKind.MIXED):
-        decision = decisions[_PHASES[kind]]
+        decision = decisions[kind.phase]
         # A rule or a plugin that ranks was asked about the whole phase.
         if decision.rule is not None or decision.ranked_by:
             continue
@@ -111,12 +105,12 @@ def _best(ranked: Sequence[_Ranked], steps: StepRange, decisions: Decisions) -> 
         own = sum(half.priority or 0 for half in halves if half is not None) // 2
         name = "+".join(half.name for half in halves if half is not None)
     else:
-        default = decisions[_PHASES[steps.kind]].chosen
+        default = decisions[steps.kind.phase].chosen
         mine = next((each for each in ranked if each.candidate is default), None)
         if mine is None:
             return None
         own, name = mine.rank(steps), mine.candidate.name
-    measured = decisions[_PHASES[steps.kind]].measured is not None
+    measured = decisions[steps.kind.phase].measured is not None
     # Mixed steps, and phases that times decided, know no priorities but those declared for the range.
     others = (
         each

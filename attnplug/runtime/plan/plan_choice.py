@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from attnplug.core.composite import CompositeBackend
 from attnplug.core.composite.steps import StepKind, join_routes
@@ -167,13 +167,14 @@ def phase_choices(
     """
     sets = rule_sets(kwargs.get("backend"))
     decisions, fallbacks, obstacles = {}, {}, {}
+    by_step: dict[Any, Decision] = {}
     for name, both in both_phases.items():
         rules = {phase: rule_for(sets, both.spec, phase, name) for phase in (Phase.PREFILL, Phase.DECODE)}
         ruled = any(rule is not None and rule.scope == "phase" for rule in rules.values())
         if not (ruled or per_phase or both.spec.mla is not None):
             decisions[name] = both
             continue
-        layer = _Layer(registry, kwargs, name, both, by_phase[name], rules if ruled else None)
+        layer = _Layer(registry, kwargs, name, both, by_phase[name], rules if ruled else None, by_step)
         decisions[name], obstacle = layer.decide()
         if obstacle is not None:
             obstacles[name] = obstacle
@@ -186,7 +187,10 @@ def phase_choices(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer, the decisions for its phases, and the rules to keep; None without phase rules."""
+    """One layer, the decisions for its phases, and the rules to keep; None without phase rules.
+
+    `by_step` has the ranges of steps of the layers before it, because most layers of a model are equal.
+    """
 
     registry: Registry
     kwargs: SelectKwargs
@@ -194,6 +198,7 @@ class _Layer:
     both: Decision
     by_phase: Mapping[Phase, Decision]
     rules: Mapping[Phase, Rule | None] | None
+    by_step: dict[Any, Decision]
 
     def decide(self) -> tuple[Decision, str | None]:
         """The decision, and the reason if the phases' own choices cannot serve the layer together."""
@@ -204,15 +209,18 @@ class _Layer:
                 return (decision if self.rules else self.both), None
         prefill, decode = self.by_phase[Phase.PREFILL], self.by_phase[Phase.DECODE]
         if prefill.backend_cls is decode.backend_cls:
-            return self._one_backend(), None
+            alone = self._one_backend()
+            # Latents have one decoding backend then, and ranges of their decodes are those of a pair.
+            if self.rules is not None or not alone or self.both.spec.mla is not None:
+                return alone, None
+            return self._by_step(alone, self._tables), None
         first = self._composite(self._best(Phase.PREFILL), self._best(Phase.DECODE))
         if first:
             if self.rules is not None or not self.both:
                 return first, None
             # Mixed steps may have measured that one backend serves the layer better than the pair.
-            tables = self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
-            faster = better_alone(tables, first, self.both)
-            return (self._by_step(first, tables), None) if faster is None else (self.both, faster)
+            faster = better_alone(self._tables, first, self.both)
+            return (self._by_step(first, self._tables), None) if faster is None else (self.both, faster)
         refused = next(candidate for candidate in first.refused if "+" in candidate.name)
         why = "; ".join(refused.reasons)
         if self.rules is None and self.both:
@@ -230,12 +238,24 @@ class _Layer:
             refused.reasons,
         )
 
+    @property
+    def _tables(self) -> Tables:
+        return self.registry.tuned_tables(self.both.device, self.kwargs.get("tuned"))
+
     def _by_step(self, pair: Decision, tables: Tables) -> Decision:
-        """A pair with the ranges of steps that another backend serves better on the same KV cache."""
-        # A row's bits would depend on the other requests of its step. Ranks that share latents decode each row by one
+        chosen = *(self._best(phase) for phase in (Phase.PREFILL, Phase.DECODE)), pair.pages
+        key = pair.spec, pair.backend, *chosen
+        if key not in self.by_step:
+            self.by_step[key] = self._divided(pair, tables)
+        # Equal specs may have other defaults.
+        return dataclasses.replace(self.by_step[key], layer_name=self.name, spec=pair.spec)
+
+    def _divided(self, pair: Decision, tables: Tables) -> Decision:
+        """A pair, or one backend, with the ranges of steps that another backend serves better on the same KV cache."""
+        # Without pages nothing is shared. With invariance a row's bits would depend on the other requests. Ranks that share latents decode each row by one
         # impl, and they alone ask latents for LSE.
         latents, spec = self.both.spec.mla is not None, self.both.spec
-        if spec.invariance or (latents and (spec.sparse is not None or spec.needs_lse)):
+        if spec.direct_kv or spec.invariance or (latents and (spec.sparse is not None or spec.needs_lse)):
             return pair
         decisions: dict[Phase | None, Decision] = {None: self.both}
         decisions.update((phase, decision) for phase, decision in self.by_phase.items())

@@ -1,0 +1,81 @@
+"""The ranges of steps that built-in backends declare, for the layers and GPUs that were measured and no others."""
+
+from __future__ import annotations
+
+import pytest
+
+import attnplug
+from attnplug import Device, LayerSpec, Phase
+from attnplug.backends.flash_attn.backend import FlashAttn2Backend, FlashAttn4Backend
+from attnplug.backends.flashinfer.backend import FlashInferBackend
+from attnplug.backends.triton.backend import TritonBackend
+from attnplug.core import StepKind
+
+HOPPER, AMPERE, CPU = Device("cuda", (9, 0)), Device("cuda", (8, 0)), Device("cpu")
+
+
+def layer(heads: int = 32, kv_heads: int = 8, size: int = 128, **fields: object) -> LayerSpec:
+    return LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, **fields)  # type: ignore[arg-type]
+
+
+def ranges(backend, spec: LayerSpec, device: Device = HOPPER) -> list[str]:
+    return [f"{each.steps}: {each.priority}" for each in backend.get_step_priorities(spec, device)]
+
+
+@pytest.mark.parametrize(("size", "longest"), [(128, 384), (96, 384), (80, 128), (64, 128), (256, 128)])
+def test_triton_ranks_short_prompts_before_flash_attention_4(size: int, longest: int) -> None:
+    spec = layer(size=size)
+    assert ranges(TritonBackend, spec) == [f"prefill query ..{longest}: 243"]
+    assert FlashAttn4Backend.get_priority(spec, HOPPER, Phase.PREFILL) < 243
+    assert ranges(TritonBackend, spec, AMPERE) == ranges(TritonBackend, spec, CPU) == []
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "steps"),
+    [(8, "requests 18..34"), (1, "requests 133..264"), (32, "requests 6..10"), (4, "requests 34..66")],
+)
+def test_flash_attention_4_takes_mixed_steps_whose_decodes_fill_the_gpu_once(
+    kv_heads: int, steps: str
+) -> None:
+    found = ranges(FlashAttn4Backend, layer(kv_heads=kv_heads))
+    assert found == [f"mixed {steps} rows ..1280 keys ..4096: 250"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        layer(size=64),
+        layer(size=256),
+        layer(sliding_window=1024),
+        layer(logits_soft_cap=50.0),
+        layer(chunk_size=512),
+    ],
+    ids=["64", "256", "window", "cap", "chunk"],
+)
+def test_its_decodes_of_other_layers_are_slow_so_their_mixed_steps_are_cut(spec: LayerSpec) -> None:
+    assert ranges(FlashAttn4Backend, spec) == []
+
+
+def test_mixed_steps_were_measured_on_hopper_alone() -> None:
+    assert ranges(FlashAttn4Backend, layer(), Device("cuda", (10, 0))) == []
+
+
+def test_drafts_that_run_on_prefill_kernels_are_ranked_as_what_they_are() -> None:
+    spec = layer()
+    assert ranges(FlashInferBackend, spec) == ["draft: 205"]
+    assert ranges(FlashInferBackend, spec, AMPERE) == []
+    assert FlashInferBackend.drafts_on_prefill
+    assert FlashAttn2Backend.drafts_on_prefill
+    assert not FlashAttn4Backend.drafts_on_prefill
+    assert FlashAttn4Backend.get_priority(spec, HOPPER, Phase.DECODE) > 205
+
+
+def test_a_plan_without_triton_drafts_on_flash_attention_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BLOCK_PLUGINS", "attnplug:triton")
+    made = attnplug.plan({"l": layer()}, "h100", registry=attnplug.Registry(), assume_installed="all")
+    decision = made.decisions["l"]
+    assert decision.backend == "FLASH_ATTN_4+FLASHINFER"
+    drafts = [str(each) for each in decision.steps if each.steps.kind is StepKind.DRAFT]
+    assert drafts == [
+        "decodes of several tokens run on FLASH_ATTN_4: priority 210 for such steps, and FLASHINFER has 205"
+    ]
