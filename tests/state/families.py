@@ -69,7 +69,8 @@ def draw(family: str, tokens: int, *, seed: int = 0, strong: bool = False) -> St
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     if family == "conv":
-        weight, bias = normal(7, 4), normal(7)
+        fixed = torch.Generator().manual_seed(7)
+        weight, bias = (torch.randn(*shape, generator=fixed, dtype=torch.float64) for shape in ((7, 4), (7,)))
         return StateInputs(normal(tokens, 7), weight=weight, bias=bias)
     heads, keys, size = spec.num_heads, spec.num_kv_heads, spec.head_size
     assert spec.state is not None

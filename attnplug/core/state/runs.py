@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ def state_runs(common: CommonAttentionMetadata) -> list[StateRun]:
     reads = _on_host("state_pages", common.state_pages, common.state_pages_cpu, common.num_reqs)
     slots = _on_host("slot_mapping", common.slot_mapping, common.state_slots_cpu, starts[-1])
     runs = []
-    for read, begin, end in zip(reads, starts, starts[1:], strict=True):
+    for read, (begin, end) in zip(reads, itertools.pairwise(starts), strict=True):
         if end > begin:
             stores = tuple((row + 1, slots[row]) for row in range(begin, end) if slots[row] >= 0)
             runs.append(StateRun(begin, end, read, stores))
