@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from attnplug.core.checks import check_size
 from attnplug.core.errors import SpecError
@@ -37,10 +37,10 @@ class StateDims:
         SpecError: an unknown word, a number out of range, or a field that the rule does not have.
     """
 
-    rule: Literal["linear", "delta", "conv"]
-    decay: Literal["head", "row"] | None = None
+    rule: str
+    decay: str | None = None
     width: int | None = None
-    activation: Literal["silu"] | None = None
+    activation: str | None = None
     drafts: int = 0
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class StateDims:
     def parse(cls, rule: str, detail: str, drafts: str = "0") -> Self:
         """The rule that the command line names: "delta,head", "conv,4" or "linear,row,3" with drafts."""
         given: dict[str, Any] = {"width": _number("width", detail)} if rule == "conv" else {"decay": detail}
-        return cls(rule=rule, drafts=_number("drafts", drafts), **given)  # type: ignore[arg-type]
+        return cls(rule=rule, drafts=_number("drafts", drafts), **given)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

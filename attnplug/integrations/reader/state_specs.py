@@ -102,7 +102,7 @@ def _conv_spec(name: str, conv: StateCall, state: StateCall | None, ranks: int) 
 def _dims(path: str, call: StateCall) -> StateDims:
     fields: Any = {"decay": call.decay, "width": call.width, "activation": call.activation}
     try:
-        return StateDims(rule=call.rule, **fields)  # type: ignore[arg-type]
+        return StateDims(rule=call.rule, **fields)
     except SpecError as error:
         raise ModelConfigError(f"{path}: {error}") from error
 
