@@ -321,6 +321,8 @@ class AttentionRuntime(NotCopied):
     @property
     def tree_refusal(self) -> str | None:
         """Why steps cannot verify trees of drafts: the first layer that refuses, and its reason; None if they can."""
+        if self._states is not None:
+            return f"layer {next(iter(self._states.layers))}: it keeps a state, which a chain of tokens has and no tree"
         return self._sharing.tree_refusal
 
     def warm_up(self) -> WarmUpReport:

@@ -114,6 +114,12 @@ class StateTable(NotCopied):
         """
         return dict(self._request(req_id).kept)
 
+    def release_checkpoints(self, req_id: str) -> None:
+        """Give back the checkpoints of a request. Those that a prefix cache has added a user to stay valid there."""
+        request = self._request(req_id)
+        self.pool.free(request.kept.values())
+        request.kept = {}
+
     def step(
         self,
         batch: StepBatch | Mapping[str, int],
