@@ -89,7 +89,7 @@ class LayerSpec:
             `CommonAttentionMetadata.selection`.
         state: the layer keeps a state for each request, and no K and V of tokens: the rule that changes it.
             `num_heads` are then value heads, `num_kv_heads` key heads, `head_size` and `head_size_v` the sizes of a
-            state, `kv_cache_dtype` its storage dtype ("auto" is float32, and `dtype` for a convolution).
+            state. `kv_cache_dtype` is its storage dtype; "auto" is float32, and `dtype` for a convolution.
             `block_size` is the distance of checkpoints in tokens; None keeps none.
         mm_prefix: tokens of a multimodal span also see all of their span, in both directions and past the
             window or chunk.

@@ -47,7 +47,7 @@ class Rule:
     def matches(self, spec: LayerSpec, phase: Phase | None, layer_name: str | None) -> bool:
         """Whether the rule is for this layer in this phase.
 
-        Those for everything else, and for a phase, are for attention: few backends serve state layers too.
+        A rule for everything else, or for a phase, is for attention: few backends serve state layers too.
         """
         if self.scope == "layer":
             return layer_name is not None and fnmatch.fnmatchcase(layer_name, self.pattern)

@@ -115,7 +115,7 @@ class StateTable(NotCopied):
         return dict(self._request(req_id).kept)
 
     def release_checkpoints(self, req_id: str) -> None:
-        """Give back the checkpoints of a request. Those that a prefix cache has added a user to stay valid there."""
+        """Give back the checkpoints of a request; a page to which a prefix cache has added a user stays valid."""
         request = self._request(req_id)
         self.pool.free(request.kept.values())
         request.kept = {}

@@ -28,6 +28,19 @@ def checks(target: Target) -> Iterator[Check]:
                 yield Check.of(f"states/{name}-{words}", summary, run, target, spec)
 
 
+def run_state_layer(target: Target, spec: LayerSpec) -> None:
+    """Prompts and decodes of one layer, and the drafts and checkpoints that it asks for.
+
+    Raises:
+        ConformanceError: an output is wrong.
+    """
+    _prompts(target, spec)
+    asked = spec.required_features()
+    for run, _, needed in _SCHEDULES.values():
+        if needed and needed in asked:
+            run(target, spec)
+
+
 def _check_served(target: Target, rule: str, layers: Mapping[str, LayerSpec]) -> None:
     if not any(spec.state is not None and spec.state.rule == rule for spec in layers.values()):
         raise ConformanceError(f"supported_state_rules has {rule}, and the backend serves no layer of it")
