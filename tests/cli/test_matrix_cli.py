@@ -6,8 +6,8 @@ import dataclasses
 import fnmatch
 import importlib.util
 import json
-import re
 import os
+import re
 import shutil
 import signal
 from collections.abc import Iterator

@@ -172,7 +172,8 @@ class StateLayers(NotCopied):
         self.end()
         metadata: dict[str, AttentionMetadata] = {}
         for backend, builder, names in self._builders:
-            made = checked_metadata(backend, "build", builder.build(0, step.common))
+            made: AttentionMetadata = builder.build(0, step.common)
+            made = checked_metadata(backend, "build", made)
             metadata.update(dict.fromkeys(names, made))
         self._metadata, self._step = metadata, step
 

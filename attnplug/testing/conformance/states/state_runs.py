@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -63,7 +64,7 @@ class StateServing:
             impl = make_impl(target.backend, spec, state_weights(spec, device), NAME, **options)
         if not isinstance(impl, StateImpl):
             raise ConformanceError(f"get_impl_cls gives {type(impl).__name__}, which is no StateImpl")
-        self.impl, layer = impl, type("Layer", (), {"impl": impl})()
+        self.impl, layer = impl, cast(Any, types.SimpleNamespace(impl=impl))
         with error_context("making the builder"):
             config = BuilderConfig(layers={NAME: layer}, num_speculative_tokens=_drafts(spec))
             page: Any = cache
