@@ -39,6 +39,7 @@ from attnplug.runtime.plan.sharding import (
     new_tokens_spec,
     refuse_layers,
 )
+from attnplug.runtime.plan.state_plan import state_plan
 
 _log = logging.getLogger("attnplug")
 
@@ -67,6 +68,7 @@ def plan(
     kv_sharing: Mapping[str, str] | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
+    num_states: int | None = None,
     context_chunk_rows: int = CONTEXT_CHUNK_ROWS,
     context_parallel: ContextParallel | None = None,
     registry: Registry | None = None,
@@ -82,11 +84,13 @@ def plan(
         per_phase: choose for each phase alone, as `attnplug select` shows it. Where the choices differ, the layer is served
             by both on one KV cache, as the composite "PREFILL+DECODE". Where they cannot share one, the plan notes the
             reason and one backend serves both phases.
-        uniform: one backend for all layers: the highest-ranked that serves every layer and that all
-            rules allow.
+        uniform: one backend for all attention layers: the highest-ranked that serves every layer and that all
+            rules allow. Layers that keep a state get a choice of their own.
         kv_sharing: layers that read another layer's pages; by default those of the ModelSpec.
         num_blocks: blocks of the KV pool, the null block included; at least 2.
         memory: bytes for the KV caches and the prefill workspace instead ("80GiB"): as many blocks as fit.
+        num_states: pages of the pool of states, the null page included, for layers that keep a state; by default those of
+            256 requests, with a page for each draft. With `memory` they get their bytes first.
         context_chunk_rows: computed tokens that a prefill of latent attention expands at once: the rows of the
             prefill workspace.
         context_parallel: the rank of this process among those that share the tokens of each request, from
@@ -99,7 +103,7 @@ def plan(
     Raises:
         NoBackendError: no backend serves a layer, or with `uniform` no one backend serves all; it lists
             each kind with its reasons. Also for layers whose tokens ranks cannot share: with ALiBi, a selection, or
-            multimodal spans (code `context_parallel`).
+            multimodal spans, or that keep a state (code `context_parallel`).
         BackendUnavailableError: the backends asked for do not serve a layer; or two backends that rules
             ask for in the phases of one layer share no KV cache.
         LayoutError: layers that agree on no block size or layout, naming layer and backend; an impossible
@@ -144,14 +148,23 @@ def plan(
     digest = registry.tuned_tables(device, kwargs.get("tuned")).digest
     if place is not None:
         check_interleave(decisions.items(), place)
-    facts = choices.by_phase, notes, rows, digest, place, new_tokens
+    states = state_plan({name: decision.spec for name, decision in decisions.items()}, num_states)
+    facts = (
+        choices.by_phase,
+        notes,
+        rows,
+        digest,
+        place,
+        new_tokens,
+        None if states is None else states.num_states,
+    )
     made = ModelPlan(decisions, device, dict(kv_sharing), num_blocks, None, *facts)
     # Computed here, so that this call refuses an impossible kv_sharing.
     config = made.kv_cache_config
     if memory is not None:
         given = parse_memory(memory)
         workspace = made.prefill_workspace_bytes()
-        fitting = fit_kv_cache(config, given, prefill_workspace=workspace).num_blocks or None
+        fitting = fit_kv_cache(config, given, prefill_workspace=workspace, states=states).num_blocks or None
         made = dataclasses.replace(made, memory=given, num_blocks=fitting)
     groups = len(config.kv_cache_groups)
     if made.num_blocks is not None and made.num_blocks <= groups:

@@ -55,6 +55,11 @@ if TYPE_CHECKING:
     from attnplug.core.spec import AttentionType as AttentionType
     from attnplug.core.spec import LayerSpec as LayerSpec
     from attnplug.core.spec import Phase as Phase
+    from attnplug.core.state.caches import StateCacheSpec as StateCacheSpec
+    from attnplug.core.state.dims import StateDims as StateDims
+    from attnplug.core.state.impl import StateImpl as StateImpl
+    from attnplug.core.state.runs import StateRun as StateRun
+    from attnplug.core.state.runs import state_runs as state_runs
 
 # Some of these modules import torch, so each one is imported only when a name of it is used.
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -84,5 +89,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "selection": "Selection",
         "sparse": "SparseSpec",
         "spec": "AttentionType LayerSpec Phase",
+        "state.caches": "StateCacheSpec",
+        "state.dims": "StateDims",
+        "state.impl": "StateImpl",
+        "state.runs": "StateRun state_runs",
     },
 )

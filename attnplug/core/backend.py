@@ -62,6 +62,8 @@ class AttentionBackend(ABC):
     because kernels that read a selection usually need one."""
     supported_invariances: ClassVar[Sequence[str]] = ()
     """The words of INVARIANCES that a backend with Feature.INVARIANCE keeps, bit by bit."""
+    supported_state_rules: ClassVar[Sequence[str]] = ()
+    """The rules of STATE_RULES that a backend with Feature.STATE serves. Such a backend serves no attention layers."""
     step_safe: ClassVar[bool] = False
     """Whether build and forward neither make the host wait nor allocate memory that grows with context."""
     quantizes_queries: ClassVar[bool] = False

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from attnplug.core.kv_format import kv_format, kv_formats
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec
+from attnplug.core.state.dims import StateDims
 
 if TYPE_CHECKING:
     from attnplug.core.spec import LayerSpec
@@ -44,7 +45,7 @@ class FeatureRow:
             and the field's value that they give.
         words: how many of these values, in front, are words; the others are integers.
         per_request: each request can be served alone, so the backends of a composite can share a step.
-        unpaged: K and V come with the call, so the layer has no block size, layout or storage dtype.
+        unpaged: the layer has no pages of K and V, and so no block size, layout or storage dtype of them.
     """
 
     field: str
@@ -216,8 +217,8 @@ class Feature(enum.Flag, boundary=enum.STRICT):
     """The log-sum-exp of each row is returned, so that partial results can be merged."""
     HEAD_SIZE_V = FeatureRow(
         field="head_size_v",
-        # With MLA the value is always a part of the latent, so no flag is needed for it.
-        when=lambda spec: spec.head_size_v != spec.head_size and spec.mla is None,
+        # With MLA the value is always a part of the latent, and a state has two sizes, so no flag is needed for them.
+        when=lambda spec: spec.head_size_v != spec.head_size and spec.mla is None and spec.state is None,
         values=(64, 128),
         fields=lambda head_size, block_size: {"head_size_v": 64 if 64 < head_size <= 128 else 128},
         label="value head size",
@@ -294,6 +295,48 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """The bits of a row do not depend on how a step is made."""
+    STATE = FeatureRow(
+        field="state",
+        values=(
+            StateDims(rule="delta", decay="head"),
+            StateDims(rule="delta", decay="row"),
+            StateDims(rule="linear", decay="head"),
+            StateDims(rule="linear", decay="row"),
+            StateDims(rule="conv", width=4),
+        ),
+        kinds="supported_state_rules",
+        only="attention layers not supported",
+        shown=lambda spec: str(spec.kinds[0]) if spec.state is None else f"state {spec.state}",
+        option="--state",
+        help="The rule of a state layer: delta,head; delta,row; linear,head; linear,row; or conv,4.",
+        metavar="RULE,DECAY[,DRAFTS]",
+        parse=StateDims.parse,
+        words=3,
+        unpaged=True,
+    )
+    """A state of fixed size is kept for each request, in place of K and V of its tokens."""
+    STATE_DRAFTS = FeatureRow(
+        field="state",
+        when=lambda spec: spec.state is not None and spec.state.drafts > 0,
+        values=(StateDims(rule="delta", decay="head", drafts=3), StateDims(rule="conv", width=4, drafts=1)),
+        label="state drafts",
+        option="--state",
+        unpaged=True,
+    )
+    """A step stores a state after each draft token, so that rejected ones can be forgotten."""
+    STATE_CHECKPOINTS = FeatureRow(
+        field="block_size",
+        when=lambda spec: spec.state is not None and spec.block_size is not None,
+        values=(64, 16),
+        fields=lambda head_size, block_size: {
+            "state": StateDims(rule="delta", decay="head"),
+            "block_size": block_size or 64,
+        },
+        label="state checkpoints",
+        option="--block-size",
+        unpaged=True,
+    )
+    """States on borders of blocks are kept, for requests with the same prefix."""
 
     def names(self) -> tuple[str, ...]:
         """The lower-case names of the flags set, in the order of this class."""

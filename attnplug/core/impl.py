@@ -20,6 +20,7 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.mla_weights import LatentProjection, check_projection
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.core.state.weights import check_convolution
 
 _M = TypeVar("_M", bound=AttentionMetadata)
 
@@ -39,6 +40,8 @@ class LayerTensors:
         w_uv: its W_UV, `[num_heads, kv_lora_rank, v_head_dim]`.
         kv_b_proj: both as the model's weight `[num_heads * (nope + v_head_dim), kv_lora_rank]`, or the products with
             them as a LatentProjection, such as for a weight that the model quantises.
+        conv_weight: of a convolution, `[C, width]`; the last column is for the token itself.
+        conv_bias: of a convolution, `[C]`, or None.
     """
 
     sinks: torch.Tensor | None = None
@@ -48,6 +51,8 @@ class LayerTensors:
     w_uk: torch.Tensor | None = None
     w_uv: torch.Tensor | None = None
     kv_b_proj: torch.Tensor | LatentProjection | None = None
+    conv_weight: torch.Tensor | None = None
+    conv_bias: torch.Tensor | None = None
 
     def check(self, spec: LayerSpec) -> None:
         """SpecError unless these are exactly the tensors that `spec` requires, in their shapes.
@@ -74,6 +79,7 @@ class LayerTensors:
         for field, scale in (("k_scale", self.k_scale), ("v_scale", self.v_scale)):
             _check_scale(field, scale, spec)
         check_projection(spec, self.w_uk, self.w_uv, self.kv_b_proj)
+        check_convolution(spec, self.conv_weight, self.conv_bias)
 
     @property
     def has_projection(self) -> bool:

@@ -139,12 +139,12 @@ class KVCacheConfig:
 
 @functools.lru_cache(maxsize=4096, typed=True)
 def kv_cache_spec_for(spec: LayerSpec, block_size: int) -> KVCacheSpec | None:
-    """The cache of a layer, in pages of `block_size` tokens; None with direct K and V.
+    """The cache of a layer, in pages of `block_size` tokens; None with direct K and V, and for state layers.
 
     Raises:
         SpecError: the spec has another block size.
     """
-    if spec.direct_kv:
+    if not spec.has_pages:
         return None
     if spec.block_size not in (None, block_size):
         raise SpecError("block_size", block_size, f"is not the layer's own block_size={spec.block_size}")

@@ -87,6 +87,15 @@ class CommonAttentionMetadata:
     selection: Selection | None = None
     """For layers with a SparseSpec: the keys that an indexer picks. Its values are read when a layer runs."""
 
+    state_pages: torch.Tensor | None = None
+    """For layers that keep a state: the page that each request starts from, int32 `[R]`; -1 starts from zeros.
+
+    `slot_mapping[t]` is then the page that gets the state after token t, or -1.
+    """
+    state_pages_cpu: torch.Tensor | None = None
+    state_slots_cpu: torch.Tensor | None = None
+    """The slots of such a step on the host, so that nothing waits for the device."""
+
     seq_lens_host: npt.NDArray[np.int32] | None = None
     """Lengths on the host, given by the engine; never copied from the device."""
     seq_lens_host_exact: bool = True
@@ -210,6 +219,13 @@ STEP_INPUTS = (
         why="is sparse {spec.sparse}",
         remedy="use the selection of the runtime's step_batch_builder(), or Selection.allocate",
     ),
+    StepInput(
+        *("state_pages", "request", "state_pages_cpu"),
+        padding=PAD_SLOT_ID,
+        needed_by=lambda spec: spec.state is not None,
+        why="keeps a state",
+        remedy="begin the step with states, from the runtime's state_table()",
+    ),
     StepInput("logits_indices_padded", "logit", "logits_indices_cpu"),
 )
 """The optional inputs of a step. A new one is a row here and a field above, which the makers of steps fill."""
@@ -228,7 +244,7 @@ _ROWS = {
         ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu"), "start"
     ),
     **dict.fromkeys(("seq_lens", "block_table_tensor"), "request"),
-    "slot_mapping": "token",
+    **dict.fromkeys(("slot_mapping", "state_slots_cpu"), "token"),
     **(LENGTHS_ON_HOST | OPTIONAL_ROWS),
 }
 

@@ -24,8 +24,9 @@ from attnplug.core.invariance import check_invariance
 from attnplug.core.kv_format import kv_format
 from attnplug.core.mla import MLADims
 from attnplug.core.sparse import SparseSpec, check_sparse
+from attnplug.core.state.dims import StateDims, check_state
 
-KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla")
+KINDS: tuple[str, ...] = ("full", "sliding", "chunked", "cross", "encoder", "mla", "state", "conv")
 """The kinds of layer that a backend rule can name; see LayerSpec.kinds."""
 
 
@@ -86,6 +87,10 @@ class LayerSpec:
             `output_size`, and as its key the latent; `head_size` and `head_size_v` are those of absorbed attention.
         sparse: only keys that an indexer picks are seen: their kind and number. They come with each step, as
             `CommonAttentionMetadata.selection`.
+        state: the layer keeps a state for each request, and no K and V of tokens: the rule that changes it.
+            `num_heads` are then value heads, `num_kv_heads` key heads, `head_size` and `head_size_v` the sizes of a
+            state. `kv_cache_dtype` is its storage dtype; "auto" is float32, and `dtype` for a convolution.
+            `block_size` is the distance of checkpoints in tokens; None keeps none.
         mm_prefix: tokens of a multimodal span also see all of their span, in both directions and past the
             window or chunk.
         direct_kv: K and V come with the call, not from pages: its calls get no KV cache, also those of an encoder.
@@ -116,6 +121,7 @@ class LayerSpec:
     has_alibi: bool
     mla: MLADims | None
     sparse: SparseSpec | None
+    state: StateDims | None
     mm_prefix: bool
     direct_kv: bool
     needs_lse: bool
@@ -149,6 +155,7 @@ class LayerSpec:
         has_alibi: bool = False,
         mla: MLADims | None = None,
         sparse: SparseSpec | None = None,
+        state: StateDims | None = None,
         mm_prefix: bool = False,
         direct_kv: bool = False,
         needs_lse: bool = False,
@@ -197,11 +204,13 @@ class LayerSpec:
             "has_alibi": check_flag("has_alibi", has_alibi),
             "mla": mla,
             "sparse": check_sparse(sparse),
+            "state": state,
             "mm_prefix": check_flag("mm_prefix", mm_prefix),
             "direct_kv": check_flag("direct_kv", direct_kv),
             "needs_lse": check_flag("needs_lse", needs_lse),
             "invariance": check_invariance(invariance),
         }
+        check_state(state, values)
         # Fields after the named ones are flags that rows of Feature added. The last two are private.
         for name in tuple(LayerSpec.__slots__)[len(values) : -2]:
             values[name] = check_flag(name, added.pop(name, False))
@@ -254,7 +263,12 @@ class LayerSpec:
 
     @property
     def resolved_kv_cache_dtype(self) -> str:
-        """The storage dtype that `kv_cache_dtype` means: "auto" is `dtype`, "fp8" is "fp8_e4m3"."""
+        """The storage dtype that `kv_cache_dtype` means: "auto" is `dtype`, "fp8" is "fp8_e4m3".
+
+        For a state "auto" is float32, because each token rounds it again; a convolution only stores its inputs.
+        """
+        if self.state is not None and self.state.rule != "conv" and self.kv_cache_dtype == "auto":
+            return "float32"
         return stored_dtype_name(self.kv_cache_dtype, self.dtype)
 
     @property
@@ -262,8 +276,10 @@ class LayerSpec:
         """The kinds that describe this layer, most specific first, of KINDS.
 
         The attention type comes first ("mla", "cross", "encoder"), then the visible keys ("sliding",
-        "chunked"). A layer without any of them is "full".
+        "chunked"). A layer without any of them is "full". A state layer is "state", or "conv".
         """
+        if self.state is not None:
+            return ("conv",) if self.state.rule == "conv" else ("state",)
         kinds = []
         if self.mla is not None:
             kinds.append("mla")
@@ -310,6 +326,11 @@ class LayerSpec:
         return self.attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
     @property
+    def has_pages(self) -> bool:
+        """Whether K and V of its tokens are stored in pages: not with direct K and V, nor for a layer with a state."""
+        return not self.direct_kv and self.state is None
+
+    @property
     def is_windowed(self) -> bool:
         """Whether the window hides any key that causality does not."""
         left, right = self.window
@@ -353,7 +374,7 @@ class LayerSpec:
         data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.init}
         data["attn_type"] = str(self.attn_type)
         data["window"], data["invariance"] = list(self.window), list(self.invariance)
-        for name in ("mla", "sparse"):
+        for name in ("mla", "sparse", "state"):
             value = data[name]
             data[name] = None if value is None else dataclasses.asdict(value)
         data["derived"] = sorted(self.derived)
@@ -381,6 +402,8 @@ class LayerSpec:
         given = {**data, "mla": _mla_of(data.get("mla"))}
         sparse = data.get("sparse")
         given["sparse"] = SparseSpec.from_dict(sparse) if isinstance(sparse, Mapping) else sparse
+        state = data.get("state")
+        given["state"] = StateDims.from_dict(state) if isinstance(state, Mapping) else state
         # Files of earlier versions do not say which values were filled in.
         derived = given.pop("derived", ())
         if not isinstance(derived, list | tuple) or not all(name in _DEFAULTS for name in derived):

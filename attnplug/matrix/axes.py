@@ -137,8 +137,7 @@ def _spec(feature: str, head_size: int, dtype: str, kv_cache_dtype: str, block_s
     spec = LayerSpec(
         num_heads=4,
         dtype=dtype,
-        block_size=block_size,
-        **{"num_kv_heads": 2, **_ask(feature, head_size, block_size), **sizes},
+        **{"num_kv_heads": 2, "block_size": block_size, **_ask(feature, head_size, block_size), **sizes},
     )
     # A layer without its feature would prove nothing about the cell that names it.
     if feature != PLAIN and Feature[feature.upper()] not in spec.required_features():

@@ -16,6 +16,7 @@ from attnplug.matrix.model import Cell
 from attnplug.testing.conformance.cases.cases import Case
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.numbers.correctness import check_case
+from attnplug.testing.conformance.states.state_checks import run_state_layer
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.design.search import compile_key
 from attnplug.testing.oracle import COMPUTED
@@ -63,6 +64,10 @@ def cases_of(cell: Cell, backend: type[AttentionBackend]) -> list[Case]:
 
 
 def _check(target: Target, cell: Cell) -> None:
+    spec = spec_of(cell)
+    if spec.state is not None:
+        run_state_layer(dataclasses.replace(target, backend=serving_class(target.backend, spec)), spec)
+        return
     for case in cases_of(cell, target.backend):
         serving = dataclasses.replace(target, backend=serving_class(target.backend, case.spec))
         try:

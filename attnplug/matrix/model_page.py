@@ -52,9 +52,9 @@ class ExampleModel:
         return f"examples/models/{self.name}.json"
 
     def with_kv_cache_dtype(self, kv_cache_dtype: str) -> dict[str, LayerSpec]:
-        """The layers with another KV dtype; those that receive keys and values with the call keep "auto"."""
+        """The layers with another KV dtype; those without pages of keys and values keep "auto"."""
         changed = {
-            spec: spec if spec.direct_kv else spec.replace(kv_cache_dtype=kv_cache_dtype)
+            spec: spec.replace(kv_cache_dtype=kv_cache_dtype) if spec.has_pages else spec
             for spec in dict.fromkeys(self.layers.values())
         }
         return {name: changed[spec] for name, spec in self.layers.items()}

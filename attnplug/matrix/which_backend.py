@@ -151,7 +151,7 @@ def words_of(spec: LayerSpec) -> str:
         asked &= ~Feature.NON_CAUSAL & ~Feature.DIRECT_KV
     masks = Feature.SLIDING_WINDOW | Feature.CHUNKED_LOCAL | Feature.CROSS | Feature.ENCODER
     words = [flag.shown(spec) for flag in asked]
-    return ", ".join(words if asked & masks or spec.mla else ["full", *words])
+    return ", ".join(words if asked & masks or spec.mla or spec.state else ["full", *words])
 
 
 def _answer(

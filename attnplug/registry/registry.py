@@ -357,7 +357,9 @@ class Registry:
         # `is_whole`: this one decision is the answer, so without a phase no rule for one phase may be ignored.
         if is_whole and when is None:
             _refuse_phase_rule(sets, spec, layer_name)
-        return self._of_layer(spec, where, when, layer_name, sets, policy, usable=usable)
+        # A bare name in a call for this one layer means it, also where the layer keeps a state.
+        named = next((each for each in sets[0] if each.scope == "default"), None) if sets else None
+        return self._of_layer(spec, where, when, layer_name, sets, policy, usable=usable, named=named)
 
     def _of_layer(
         self,
@@ -369,8 +371,10 @@ class Registry:
         policy: Policy,
         *,
         usable: bool,
+        named: Rule | None = None,
     ) -> tuple[Decision, Rule | None]:
         rule = rule_for(sets, spec, when, layer_name) if sets else None
+        rule = named if rule is None else rule
         if rule is not None:
             policy = dataclasses.replace(policy, rule=rule)
         # A plain tuple, since a Placement for each look-up would take 0.5 us more than the 1.3 us of today.

@@ -37,11 +37,15 @@ if TYPE_CHECKING:
     from attnplug.runtime.plan.grouping import with_num_blocks as with_num_blocks
     from attnplug.runtime.plan.model_plan import ModelPlan as ModelPlan
     from attnplug.runtime.plan.sharding import SharingCost as SharingCost
+    from attnplug.runtime.plan.state_plan import StatePlan as StatePlan
+    from attnplug.runtime.plan.state_plan import serving_states as serving_states
     from attnplug.runtime.ranks.rank_groups import RankWatch as RankWatch
     from attnplug.runtime.ranks.rank_groups import check_same_plan as check_same_plan
     from attnplug.runtime.ranks.rank_groups import context_parallel as context_parallel
     from attnplug.runtime.shared_graphs import SharedGraph as SharedGraph
     from attnplug.runtime.shared_graphs import SharedGraphs as SharedGraphs
+    from attnplug.runtime.states.state_step import StateStep as StateStep
+    from attnplug.runtime.states.state_table import StateTable as StateTable
     from attnplug.runtime.steps.attention_groups import AttentionGroup as AttentionGroup
     from attnplug.runtime.steps.attention_groups import WorkspaceUser as WorkspaceUser
     from attnplug.runtime.steps.attention_groups import build_attn_metadata as build_attn_metadata
@@ -71,6 +75,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "batch.placeholders": "PlaceholderMap",
         "ranks.rank_groups": "RankWatch check_same_plan context_parallel",
         "plan.sharding": "SharingCost",
+        "plan.state_plan": "StatePlan serving_states",
+        "states.state_step": "StateStep",
+        "states.state_table": "StateTable",
         "batch.staging": "CpuGpuBuffer StagingRing",
         "batch.step_batch": "StepBatch",
         "batch.step_batch_builder": "StepBatchBuilder",

@@ -43,6 +43,9 @@ from attnplug.runtime.plan.sharding import (
     last_readers,
     longest_sequence,
 )
+from attnplug.runtime.states.state_layers import StateLayer, StateLayers
+from attnplug.runtime.states.state_step import StateStep, check_state_step, refuse_of_attention
+from attnplug.runtime.states.state_table import StateTable
 from attnplug.runtime.steps.attention_groups import (
     AttentionGroup,
     init_attn_backend,
@@ -75,7 +78,8 @@ class AttentionRuntime(NotCopied):
     """The attention of a whole model over paged KV caches.
 
     Call `begin_step(batch)` once per step, then `forward(layer, q, k, v)` for each layer. A forward that raised
-    can be repeated, because it writes the same pages again. If `begin_step` raises, no step is active. Use the
+    can be repeated, because it writes the same pages again. A layer that keeps a state can be repeated in a step if no
+    page is both read and written: see `state_table`. If `begin_step` raises, no step is active. Use the
     runtime as a context manager, or `close()` it. Use one thread at a time; separate runtimes are independent.
 
     Args:
@@ -151,16 +155,24 @@ class AttentionRuntime(NotCopied):
         self.layers = {
             name: RuntimeLayer(name, plan.decisions[name], tensors, self.device, plan.kv_sharing.get(name))
             for name, tensors in tensors_by_layer.items()
+            if plan.decisions[name].spec.state is None
         }
+        """The attention layers, by name."""
         # The layers are made first, because builders read their impls.
         self.config = dataclasses.replace(config, layers=self.layers, context_chunk_rows=rows)
-        paged = {n: d for n, d in plan.decisions.items() if not d.spec.direct_kv}
+        paged = {n: d for n, d in plan.decisions.items() if d.spec.has_pages}
         self.attention_groups = init_attn_backend(
             groups, paged, self.config, self.device, self.fast_prefill_layers
         )
         """The layers with pages, grouped by builder."""
         make_direct = functools.partial(init_direct_groups, config=self.config, device=self.device)
         self._direct_groups = make_direct({n: d for n, d in plan.decisions.items() if d.spec.direct_kv})
+        states = plan.states
+        self._states = (
+            None
+            if states is None
+            else StateLayers(plan, states, tensors_by_layer, self.config, self._home, allocator)
+        )
         self._sharded: ShardedLayers | None = None
         if plan.context_parallel is not None:
             # Only here, because torch may be built without torch.distributed.
@@ -257,6 +269,38 @@ class AttentionRuntime(NotCopied):
         )
 
     @property
+    def state_layers(self) -> Mapping[str, StateLayer]:
+        """The layers that keep a state, by name."""
+        return {} if self._states is None else self._states.layers
+
+    @property
+    def state_pool(self) -> BlockPool:
+        """The pages of states. A number is a page of each layer; a prefix cache adds users to those of checkpoints.
+
+        Raises:
+            BatchError: no layer keeps a state.
+        """
+        return self._own_states().pool
+
+    def state_table(self, *, in_place: bool = True) -> StateTable:
+        """A StateTable of the pages of the plan; its steps are the `states` of `begin_step`.
+
+        Args:
+            in_place: whether a step may write the pages that it reads. Layers then run once in a step.
+
+        Raises:
+            BatchError: no layer keeps a state, or the runtime is closed.
+        """
+        self._check_open()
+        states = self._own_states()
+        return StateTable(states.plan, states.pool, in_place=in_place, device=self._home)
+
+    def _own_states(self) -> StateLayers:
+        if self._states is None:
+            raise BatchError("plan", len(self.plan.decisions), "layers keep no states")
+        return self._states
+
+    @property
     def new_token_groups(self) -> tuple[AttentionGroup, ...]:
         """The builders for the new tokens of layers whose tokens ranks share; empty without context parallelism."""
         return () if self._sharded is None else tuple(self._sharded.groups)
@@ -279,6 +323,8 @@ class AttentionRuntime(NotCopied):
     @property
     def tree_refusal(self) -> str | None:
         """Why steps cannot verify trees of drafts: the first layer that refuses, and its reason; None if they can."""
+        if self._states is not None:
+            return f"layer {next(iter(self._states.layers))}: it keeps a state, which a chain of tokens has and no tree"
         return self.prefix_sharing.tree_refusal
 
     def warm_up(self) -> WarmUpReport:
@@ -299,6 +345,7 @@ class AttentionRuntime(NotCopied):
         *,
         metadata: Mapping[str, AttentionMetadata] | None = None,
         draft_index: int | None = None,
+        states: StateStep | None = None,
     ) -> None:
         """Build the metadata of a step for all layers.
 
@@ -309,9 +356,10 @@ class AttentionRuntime(NotCopied):
             draft_index: the number of a draft step, below `config.num_speculative_tokens`: 0 for the step that
                 gives the first draft token. Builders then build by `build_for_drafting`, which is cheap. The step
                 that verifies the drafts is a plain one.
+            states: for the layers that keep a state, from `StateTable.step`. Without it they have no step.
 
         Raises:
-            BatchError: neither batch nor direct is given; the batch does not fit the plan, its device or its pool (on a
+            BatchError: none of batch, direct and states is given; states of another batch; the batch does not fit the plan, its device or its pool (on a
                 GPU, only debug mode checks the pool); no layer has direct K and V; a layer with mm_prefix gets no
                 spans, or a sparse layer no selection; the draft step is out of range or given with metadata; the
                 runtime is closed.
@@ -322,7 +370,10 @@ class AttentionRuntime(NotCopied):
         # For earlier steps: a GPU's answer comes after the step that asked for it.
         self._comparison.check()
         has = self._sharded is not None, bool(self._direct_groups), self.config.num_speculative_tokens
-        check_arguments(batch, direct, metadata, draft_index, *has, self._home)
+        if states is not None:
+            check_state_step(states, batch, self._own_states().plan.num_states, self._home)
+        if states is None or batch is not None or direct is not None:
+            check_arguments(batch, direct, metadata, draft_index, *has, self._home)
         step: dict[str, LayerStep] = {}
         if batch is not None:
             check_current("batch", batch.stamps)
@@ -347,6 +398,8 @@ class AttentionRuntime(NotCopied):
             self._comparison.begin("direct", direct)
             check_inputs("direct", direct, self._needed_direct)
             step |= direct_steps(self._direct_groups, direct, draft_index)
+        if states is not None:
+            self._own_states().begin(states)
         self._given = None if batch is None else batch.common, direct
         self._stamps = () if batch is None else batch.stamps
         # Set last: if a builder raises, or an interrupt does, no step is active.
@@ -363,8 +416,13 @@ class AttentionRuntime(NotCopied):
         output_lse: torch.Tensor | None = None,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
+        decay: torch.Tensor | None = None,
+        beta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Write the layer's new K and V and attend.
+        """Write the layer's new K and V and attend, or advance the states of a layer that keeps one.
+
+        A layer with a state takes the arguments of `StateImpl.advance`: `query [T, Hk, K]`, `key`, `value [T, Hv, V]`, a
+        `decay`, and `beta` with the delta rule; a convolution takes its input `[T, C]` as `query`.
 
         Args:
             layer_name: a layer of the plan.
@@ -379,20 +437,26 @@ class AttentionRuntime(NotCopied):
                 `output` says the quantisation, which the layer's impl must support.
             output_block_scale: scales of the blocks of each row, for the kernel to write, with as many rows as
                 `output`.
+            decay: of a layer with a state, float32 `[T, Hv]` or `[T, Hv, K]`: the logarithm of what stays of it.
+            beta: of such a layer, `[T, Hv]`.
 
         Returns:
             The output; its rows past the step's tokens are unspecified.
 
         Raises:
-            BatchError: no step is active for the layer; the layer is unknown; tensors do not fit the layer or the step;
+            BatchError: no step is active for the layer; the layer is unknown; a layer with a state runs a second time on
+                states that it overwrote; tensors do not fit the layer or the step;
                 the layer's impl does not support the output's quantisation; the runtime is closed. Debug mode also
                 refuses NaN in the arguments, and a selection of a sparse layer that is missing or not allowed.
             BackendFaultError: in debug mode, if a backend gives another shape or dtype, or NaN.
         """
         self._check_open()
-        layer = self.layers.get(layer_name) if isinstance(layer_name, str) else None
-        if layer is None:
-            raise BatchError("layer_name", layer_name, f"is not one of the plan's {len(self.layers)} layers")
+        if self._states is not None and layer_name in self._states.layers:
+            refuse_of_attention(layer_name, output_lse, output_scale, output_block_scale)
+            check_current("batch", self._stamps)
+            given = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
+            return self._states.forward(layer_name, given, output, self.debug)
+        layer = self._attention_layer(layer_name, decay=decay, beta=beta)
         step = self._step.get(layer_name)
         if step is None:
             argument = "direct=..." if layer.spec.direct_kv else "a batch"
@@ -404,11 +468,11 @@ class AttentionRuntime(NotCopied):
         metadata, tokens, keys, shared = step
         # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
         sharded = self._sharded if self._sharded and layer_name in self._sharded.names else None
-        given = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        scales: dict[str, Any] = {name: scale for name, scale in given.items() if scale is not None}
+        asked = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        scales: dict[str, Any] = {name: scale for name, scale in asked.items() if scale is not None}
         if scales:
             read = {"query": query, "key": key, "value": value, "output_lse": output_lse}
-            self._check_scales(layer, step, output, given, read)
+            self._check_scales(layer, step, output, asked, read)
         layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
         if output is None:
             output = layer.new_output(query)
@@ -436,6 +500,17 @@ class AttentionRuntime(NotCopied):
         if self.debug:
             layer.check_result(found, output, output_lse, tokens)
         return output
+
+    def _attention_layer(self, layer_name: object, **given: torch.Tensor | None) -> RuntimeLayer:
+        """The layer; BatchError if it is unknown, or if arguments of layers with a state are given."""
+        layer = self.layers.get(layer_name) if isinstance(layer_name, str) else None
+        if layer is None:
+            known = len(self.plan.decisions)
+            raise BatchError("layer_name", layer_name, f"is not one of the plan's {known} layers")
+        for field, tensor in given.items():
+            if tensor is not None:
+                raise BatchError(field, "given", f"must be None: layer {layer_name} keeps no state")
+        return layer
 
     def _check_scales(
         self,
@@ -481,6 +556,8 @@ class AttentionRuntime(NotCopied):
         self._step, self._given, self._stamps = {}, (None, None), ()
         if self._sharded is not None:
             self._sharded.end()
+        if self._states is not None:
+            self._states.end()
 
     def close(self) -> None:
         """Release caches and workspaces; all methods except `close` raise afterwards."""
@@ -491,6 +568,8 @@ class AttentionRuntime(NotCopied):
         self._direct_groups.clear()
         self.prefix_sharing.close()
         self._sharded = None
+        if self._states is not None:
+            self._states.close()
         for layer in self.layers.values():
             layer.kv_cache, layer.cache_memory = None, NO_CACHES
 

@@ -81,6 +81,12 @@ class GraphState(NotCopied):
         self.max_query_len = integer("max_query_len", max_query_len)
         if not 1 <= self.max_query_len <= self.max_model_len:
             raise BatchError("max_query_len", self.max_query_len, f"must be in 1 .. {self.max_model_len}")
+        if runtime.state_layers:
+            name, limit = (
+                next(iter(runtime.state_layers)),
+                "keeps a state, and graphs of such layers are not captured",
+            )
+            raise BatchError("runtime.plan", name, limit, "capture the other layers with a plan of their own")
         self._runtime = runtime
         groups = runtime.kv_cache_config.kv_cache_groups
         self._cross = cross_groups(runtime.kv_cache_config)

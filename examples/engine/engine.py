@@ -14,10 +14,12 @@ import torch
 from model import page_model
 from pages import Page, Pages
 from ranks import Ranks
+from states import StatePages
 from transformers import PreTrainedModel
 
 from attnplug.core import BuilderConfig
 from attnplug.errors import BatchError
+from attnplug.runtime import StateStep, StepBatch
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -140,6 +142,7 @@ class Engine:
         )
         self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
+        self.states = StatePages(self.runtime, self.pages.size) if self.runtime.state_layers else None
         self.branches = integer(
             "draft_branches", draft_branches, 1, max(draft_tokens, 1), "draft more tokens"
         )
@@ -240,7 +243,7 @@ class Engine:
         ready = [self.running[name] for name in batch.req_ids if name in wanted]
         ids, at = torch.tensor([tokens, positions], device=self.model.device)
         with self.ranks.step(str((batch.req_ids, tokens, positions))):
-            self.runtime.begin_step(batch)
+            self.runtime.begin_step(batch, states=self._states_of(batch, counts))
             rows = batch.common.logits_indices_padded
             given = {"position_ids": at[None], "logits_to_keep": rows, "use_cache": False}
             logits = self.model(ids[None], **given).logits[0]
@@ -248,6 +251,8 @@ class Engine:
         kept = {name: nodes[name] for name in trees}
         self.runtime.keep_path(batch, kept)
         self.builder.finish_step(counts | kept)
+        if self.states is not None:
+            self.states.finish(counts)
         self.steps += 1
         for name, count in counts.items():
             request, before = self.running[name], self.running[name].computed // self.pages.size
@@ -255,6 +260,8 @@ class Engine:
             self.pages.add_keys(request.keys, request.tokens)
             for page in range(before, request.computed // self.pages.size):
                 self.pages.store(request.keys[page], request.pages[page])
+            if self.states is not None and not request.error:
+                self.states.store(name, request.keys)
         for request in ready:
             if request.error:
                 # Its K and V may be NaN too, so no other request may find them.
@@ -262,6 +269,17 @@ class Engine:
             if request.is_done:
                 self._release(request)
         return ready
+
+    def _states_of(self, batch: StepBatch, counts: dict[str, int]) -> StateStep | None:
+        """The states of a step; None for a model without any."""
+        if self.states is None:
+            return None
+        running = self.running
+        drafts = {name: len(running[name].drafts) for name in counts if running[name].drafts}
+        ends = {
+            name: (running[name].computed, running[name].computed + count) for name, count in counts.items()
+        }
+        return self.states.step(batch, drafts, ends)
 
     def _draw(self, ready: list[Request], logits: torch.Tensor, counts: dict[str, int]) -> dict[str, int]:
         """Draw the tokens of requests, whose logits are in order, and leave only accepted drafts in `counts`.
@@ -334,14 +352,23 @@ class Engine:
         """Start a request on the pages found of its prefix, and new ones for the rest, if they are free."""
         self.pages.add_keys(request.keys, request.tokens)
         # The last token is always computed: its logits are wanted.
-        request.pages = self.pages.find(request.keys[: (len(request.tokens) - 1) // self.pages.size])
+        keys = request.keys[: (len(request.tokens) - 1) // self.pages.size]
+        if self.states is not None:
+            # Keys and values without the state after them are of no use.
+            keys = keys[: self.states.longest(keys)]
+        request.pages = self.pages.find(keys)
         found = len(request.pages)
+        if self.states is not None and found < len(keys):
+            self.pages.free(request.pages)
+            request.pages, found = [], 0
         if not self._grow(request, len(request.tokens)):
             self.pages.free(request.pages)
             return False
         self.pages.shared += found
         request.computed = found * self.pages.size
         self.builder.add_request(request.name, self.pages.by_group(request.pages), request.computed)
+        if self.states is not None:
+            self.states.add(request.name, request.keys[:found])
         self.running[request.name] = request
         return True
 
@@ -357,6 +384,8 @@ class Engine:
     def _release(self, request: Request) -> None:
         del self.running[request.name]
         self.builder.remove_request(request.name)
+        if self.states is not None:
+            self.states.remove(request.name)
         self.pages.free(request.pages)
         request.pages, request.computed = [], 0
 

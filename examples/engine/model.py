@@ -10,13 +10,14 @@ import torch
 import torch.distributed as dist
 from fixed_rows import fix_rows
 from ranks import Ranks
+from states import number_of_states, page_size, page_states, weights_of
 from transformers import AttentionInterface, PreTrainedModel
 
 import attnplug
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
-from attnplug.runtime import AttentionRuntime, check_same_plan
+from attnplug.runtime import AttentionRuntime, check_same_plan, serving_states
 
 NAME = "attnplug_engine"  # without a mask entry transformers makes no mask: the runtime knows who sees what
 
@@ -71,23 +72,33 @@ def page_model(
     if not model._can_set_attn_implementation():
         raise ModelConfigError(f"{type(model).__name__} never calls transformers' AttentionInterface")
     read = read_config(model.config)
-    kinds = {spec.attn_type.value for spec in read.layers.values()} | {*read.other_layers.values()}
+    # Experts and MLPs see single tokens, so they need nothing of the runtime.
+    others = {kind for kind in read.other_layers.values() if kind not in ("moe", "mlp")}
+    kinds = {spec.attn_type.value for spec in read.layers.values()} | others
     if kinds != {"decoder"} or read.kv_sharing:
         raise ModelConfigError(f"{read.name} has other layers than decoders with KV of their own: {kinds}")
-    modules = {name: model.get_submodule(name) for name in read.layers}
+    modules = {name: model.get_submodule(name) for name, spec in read.layers.items() if spec.state is None}
     ranks = Ranks() if ranks is None else ranks
     asked = {"block_size": block_size, "dtype": model.dtype, "invariance": tuple(invariance)}
-    layers = {name: spec.replace(**asked) for name, spec in read.layers.items()}
+    layers = {name: read.layers[name].replace(**asked) for name in modules}
     layers = {name: ranks.own_part(spec) for name, spec in layers.items()}
     given = {"num_blocks": num_blocks, "context_parallel": ranks.tokens, **(planning or {})}
+    states = {name: spec.replace(dtype=model.dtype) for name, spec in read.layers.items() if spec.state}
+    if states:
+        drafts = limits.num_speculative_tokens
+        size = page_size(layers, functools.partial(attnplug.plan, device=model.device, **given))
+        layers |= serving_states(states, drafts=drafts, block_size=size)
+        given["num_states"] = number_of_states(limits.max_num_seqs, drafts)
     plan = attnplug.plan(layers, model.device, **given)
     if ranks.watch is not None:
         check_same_plan(plan, dist.group.WORLD)
     tensors = {name: tensors_of(module, layers[name]) for name, module in modules.items()}
+    tensors |= weights_of(model, states)
     runtime = AttentionRuntime(plan, tensors, config=limits, device=model.device)
     for name, module in modules.items():
         module.paged_forward = functools.partial(runtime.forward, name)
         module.paged_spec = layers[name]
+    page_states(model, runtime)
     AttentionInterface.register(NAME, attention)
     model.set_attn_implementation(NAME)
     if invariance:

@@ -256,7 +256,7 @@ def test_an_interrupt_while_shrinking_keeps_the_report(command, torch_checks, mo
     outcome = command(*first(torch_checks, 3), "--shrink", "7", "--summary")
     assert outcome.code == 1
     assert "3 checks failed, 0 checks passed in " in outcome.out
-    assert re.search(r"\d of 12 kinds of mistakes were tried, and \d of them (was|were) found\n", outcome.out)
+    assert re.search(r"\d of 13 kinds of mistakes were tried, and \d of them (was|were) found\n", outcome.out)
     assert "--resume" not in outcome.out
 
 

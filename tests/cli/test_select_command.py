@@ -22,13 +22,16 @@ LAYERS = {
     "glm-4.7-flash": 47,
     "gpt-oss-20b": 24,
     "kimi-k2": 61,
+    "kimi-linear-48b": 47,
     "llama-3.1-70b": 80,
     "llama-3.1-8b": 32,
     "llama-4-scout-text": 48,
     "mistral-7b-v0.1": 32,
+    "nemotron-3-nano-30b": 52,
     "phi-3-mini-4k": 32,
     "qwen3-30b-a3b": 48,
     "qwen3-8b": 36,
+    "qwen3-next-80b": 84,
     "whisper-large-v3": 96,
 }
 

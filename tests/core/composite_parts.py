@@ -90,7 +90,7 @@ def member(
     declared = {
         "device_types": ("cpu", "cuda"),
         "supported_dtypes": ("float32", "bfloat16"),
-        "features": ~Feature(0) & ~(Feature.MLA | Feature.SPARSE),
+        "features": ~Feature(0) & ~(Feature.MLA | Feature.SPARSE | Feature.STATE),
         "get_name": staticmethod(lambda: name),
         "get_impl_cls": classmethod(lambda cls: impl),
         "get_builder_cls": classmethod(lambda cls: builder),

@@ -16,7 +16,7 @@ from attnplug.core import (
 CPU = Device("cpu")
 H100 = Device("cuda", (9, 0))
 EVERYTHING = ~Feature(0)
-ONE_KIND_ONLY = Feature.MLA | Feature.SPARSE
+ONE_KIND_ONLY = Feature.MLA | Feature.SPARSE | Feature.STATE
 """Features that narrow a backend: with them it serves nothing else."""
 
 
@@ -44,6 +44,7 @@ class Generous(Plain):
     supported_kv_cache_dtypes = ("auto", "fp8", "fp8_e5m2", "float16", "int8")
     features = EVERYTHING & ~ONE_KIND_ONLY
     supported_invariances = ("batch", "rows", "heads")
+    supported_state_rules = ("linear", "delta", "conv")
 
 
 class Latent(Generous):

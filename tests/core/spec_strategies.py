@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from attnplug.core import AttentionType, LayerSpec, MLADims, SparseSpec
+from attnplug.core.state.dims import StateDims
 
 SIZES = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64}
 """The least that a LayerSpec needs."""
@@ -21,11 +22,19 @@ _scales = st.floats(1e-3, 1e3)
 _sparse = st.builds(SparseSpec, st.just("token_topk"), _sizes) | st.builds(
     SparseSpec, st.just("block"), _sizes, st.integers(2, 128)
 )
+_recurrences = st.builds(
+    StateDims,
+    rule=st.sampled_from(["linear", "delta"]),
+    decay=st.sampled_from(["head", "row"]),
+    drafts=st.integers(0, 8),
+)
 
 
 @st.composite
 def spec_arguments(draw: st.DrawFn) -> dict[str, Any]:
     """Keyword arguments from which a LayerSpec can be made."""
+    if draw(st.integers(0, 7)) == 7:
+        return draw(_state_arguments())
     arguments: dict[str, Any] = {
         "dtype": draw(st.sampled_from(["float16", "bfloat16", "float32"])),
         "kv_cache_dtype": draw(st.sampled_from(["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "float16"])),
@@ -54,6 +63,24 @@ def spec_arguments(draw: st.DrawFn) -> dict[str, Any]:
     else:
         arguments["window"] = draw(st.tuples(st.integers(-1, 100), st.integers(-1, 100)))
     return arguments
+
+
+@st.composite
+def _state_arguments(draw: st.DrawFn) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "dtype": draw(st.sampled_from(["float16", "bfloat16", "float32"])),
+        "kv_cache_dtype": draw(st.sampled_from(["auto", "float32", "bfloat16", "float16"])),
+        "block_size": draw(st.none() | _sizes),
+        "scale": draw(st.none() | _scales),
+    }
+    groups, heads = draw(st.integers(1, 16)), draw(st.integers(1, 16))
+    if draw(_flags):
+        conv = StateDims(
+            rule="conv", width=draw(st.integers(2, 8)), activation=draw(st.sampled_from([None, "silu"]))
+        )
+        return {**arguments, "num_heads": heads, "num_kv_heads": heads, "head_size": 1, "state": conv}
+    arguments |= {"num_heads": heads * groups, "num_kv_heads": heads, "state": draw(_recurrences)}
+    return {**arguments, "head_size": draw(_sizes), "head_size_v": draw(st.none() | _sizes)}
 
 
 def _is_causal(arguments: dict[str, Any]) -> bool:

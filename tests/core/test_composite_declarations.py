@@ -24,7 +24,8 @@ from attnplug.core.mla_backend import MLADecodeBackend
 
 CPU = Device("cpu")
 ALL, NONE = member("ALL", features=~Feature(0)), member("NONE", features=Feature(0))
-UNSERVED = Feature.MLA | Feature.DIRECT_KV | Feature.ENCODER
+STATES = Feature.STATE | Feature.STATE_DRAFTS | Feature.STATE_CHECKPOINTS
+UNSERVED = Feature.MLA | Feature.DIRECT_KV | Feature.ENCODER | STATES
 DIMS = MLADims(q_lora_rank=None, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
 LATENT = SPEC.replace(mla=DIMS)
 

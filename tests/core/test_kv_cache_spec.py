@@ -162,7 +162,7 @@ def test_a_block_size_that_a_layer_fixed_is_not_rewritten() -> None:
 @given(specs(), st.integers(1, 256))
 def test_a_page_is_a_whole_number_of_tokens(spec: LayerSpec, block_size: int) -> None:
     cache = kv_cache_spec_for(spec, spec.block_size or block_size)
-    assert (cache is None) is spec.direct_kv
+    assert (cache is None) is not spec.has_pages
     if cache is not None:
         width = spec.head_size if spec.mla else spec.head_size + spec.head_size_v
         sizes = {"float32": 4, "float16": 2, "bfloat16": 2}

@@ -16,6 +16,7 @@ from spec_strategies import MLA_SIZES, SIZES, spec_arguments
 
 from attnplug.core import AttentionType, Feature, LayerSpec, MLADims, Phase, SparseSpec
 from attnplug.core.checks import check_positive
+from attnplug.core.state.dims import StateDims
 from attnplug.errors import SpecError
 
 
@@ -206,7 +207,7 @@ def test_attributes_have_exact_types(arguments: dict[str, Any]) -> None:
     exact |= {"dtype": str, "kv_cache_dtype": str, "attn_type": AttentionType, "causal": bool, "scale": float}
     exact |= dict.fromkeys(("has_sinks", "has_alibi", "mm_prefix", "direct_kv", "needs_lse"), bool)
     optional: dict[str, Any] = {"block_size": int, "chunk_size": int, "logits_soft_cap": float}
-    optional |= {"mla": MLADims, "sparse": SparseSpec}
+    optional |= {"mla": MLADims, "sparse": SparseSpec, "state": StateDims}
     for name, kind in exact.items():
         assert type(getattr(spec, name)) is kind, name
     for name, kind in optional.items():

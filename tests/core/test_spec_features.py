@@ -11,9 +11,11 @@ from spec_strategies import MLA_SIZES, SIZES, specs
 
 from attnplug.core import AttentionType, Feature, LayerSpec, SparseSpec
 from attnplug.core.spec import KINDS
+from attnplug.core.state.dims import StateDims
 
 NON_CAUSAL, ENCODER = Feature.NON_CAUSAL, Feature.ENCODER
 NOTHING = Feature(0)
+DELTA, CONV = StateDims(rule="delta", decay="head"), StateDims(rule="conv", width=4)
 
 ASKED: list[tuple[dict[str, Any], Feature]] = [
     ({}, NOTHING),
@@ -49,6 +51,11 @@ ASKED: list[tuple[dict[str, Any], Feature]] = [
     ({"direct_kv": True}, Feature.DIRECT_KV),
     ({"needs_lse": True}, Feature.LSE),
     ({"invariance": ("batch",)}, Feature.INVARIANCE),
+    ({"state": DELTA}, Feature.STATE),
+    ({"state": DELTA, "head_size_v": 32}, Feature.STATE),
+    ({"state": dataclasses.replace(DELTA, drafts=3)}, Feature.STATE | Feature.STATE_DRAFTS),
+    ({"state": DELTA, "block_size": 64}, Feature.STATE | Feature.STATE_CHECKPOINTS),
+    ({"state": CONV, "num_kv_heads": 8, "head_size": 1}, Feature.STATE),
 ]
 
 
@@ -88,6 +95,8 @@ def test_what_is_asked_together_is_the_union(spec: LayerSpec) -> None:
         ({"attn_type": "encoder_only", "window": (4, 4)}, ("encoder", "sliding")),
         ({"attn_type": "encoder_decoder"}, ("cross",)),
         (MLA_SIZES, ("mla",)),
+        ({"state": DELTA}, ("state",)),
+        ({"state": CONV, "num_kv_heads": 8, "head_size": 1}, ("conv",)),
         ({**MLA_SIZES, "sliding_window": 4}, ("mla", "sliding")),
     ],
     ids=str,

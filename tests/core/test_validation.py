@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from spec_strategies import MLA_SIZES, SIZES, specs
 
 from attnplug.core import AttentionType, Device, Feature, LayerSpec, Phase, Reason, SparseSpec
 from attnplug.core.reasons import REASON_CODES
+from attnplug.core.state.dims import StateDims
 from attnplug.errors import SpecError
 
 SPEC = LayerSpec(**SIZES)
+DELTA = StateDims(rule="delta", decay="head")
 phases = st.sampled_from([None, *Phase])
 devices = st.sampled_from([CPU, H100, Device("cuda"), Device("rocm", (9, 4)), Device("xpu")])
 backends = st.sampled_from([Plain, Generous, Latent, Picky])
@@ -132,6 +135,9 @@ def test_a_feature_that_is_not_declared_is_refused(flag: Feature) -> None:
         Feature.CROSS: {"attn_type": "encoder_decoder"},
         Feature.ENCODER: {"attn_type": "encoder_only"},
         Feature.INVARIANCE: {"invariance": ("batch",)},
+        Feature.STATE: {"state": DELTA},
+        Feature.STATE_DRAFTS: {"state": dataclasses.replace(DELTA, drafts=2)},
+        Feature.STATE_CHECKPOINTS: {"state": DELTA, "block_size": 64},
     }
     own_codes = {
         Feature.SINKS: "sink",
@@ -148,6 +154,8 @@ def test_a_feature_that_is_not_declared_is_refused(flag: Feature) -> None:
         everything_else &= ~Feature.SPARSE
     if spec.mla is None:
         everything_else &= ~Feature.MLA
+    if spec.state is None:
+        everything_else &= ~Feature.STATE
     backend = variant(Generous, features=everything_else)
     assert codes(backend.validate_configuration(spec, CPU)) == [
         own_codes.get(flag, f"feature.{str(flag.name).lower()}")

@@ -64,6 +64,7 @@ def test_times_over_latents_say_so_and_are_only_where_they_were_taken(
         "deepseek-v3.2": ["51 (latents)", "-"],
         "glm-4.7-flash": ["-", "-"],
         "kimi-k2": ["-", "-"],
+        "kimi-linear-48b": ["-", "-"],
     }
 
 

@@ -6,46 +6,69 @@ from attnplug.core.spec import LayerSpec
 from attnplug.integrations.transformers import read_config
 
 
-def test_jamba_names_its_mamba_layers(small):
+def kinds_of(model):
+    """By layer, its first kind."""
+    return {name: spec.kinds[0] for name, spec in model.layers.items()}
+
+
+def test_jamba_has_a_convolution_and_a_state_in_each_mamba_layer(small):
     model = read_config(small("Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=2))
 
-    assert list(model.layers) == ["model.layers.1.self_attn", "model.layers.3.self_attn"]
-    assert dict(model.other_layers) == {"model.layers.0.mamba": "mamba", "model.layers.2.mamba": "mamba"}
+    assert kinds_of(model) == {
+        "model.layers.0.mamba.conv1d": "conv",
+        "model.layers.0.mamba": "state",
+        "model.layers.1.self_attn": "full",
+        "model.layers.2.mamba.conv1d": "conv",
+        "model.layers.2.mamba": "state",
+        "model.layers.3.self_attn": "full",
+    }
+    assert not model.other_layers
 
 
-def test_bamba_names_its_mamba_layers(small):
+def test_bamba_has_states(small):
     config = small("Bamba", attn_layer_indices=[2], mamba_n_heads=8, mamba_d_head=16)
 
     model = read_config(config)
 
-    assert list(model.layers) == ["model.layers.2.self_attn"]
-    assert set(model.other_layers.values()) == {"mamba"}
-    assert len(model.other_layers) == 3
+    assert list(kinds_of(model).values()) == ["conv", "state"] * 2 + ["full"] + ["conv", "state"]
+    assert not model.other_layers
 
 
 def test_falcon_h1_has_attention_and_mamba_in_each_layer(small):
     model = read_config(small("FalconH1", mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16))
 
-    assert list(model.layers) == [f"model.layers.{i}.self_attn" for i in range(4)]
-    assert dict(model.other_layers) == {f"model.layers.{i}.mamba": "mamba" for i in range(4)}
+    assert list(kinds_of(model).values()) == ["conv", "state", "full"] * 4
+    assert list(model.layers)[:3] == [
+        f"model.layers.0.{part}" for part in ("mamba.conv1d", "mamba", "self_attn")
+    ]
 
 
-def test_qwen_3_next_names_its_linear_attention(small):
+def test_qwen_3_next_has_gated_delta_nets(small):
     config = small(
         "Qwen3Next", linear_num_value_heads=4, linear_num_key_heads=2, num_experts=2, num_experts_per_tok=1
     )
 
     model = read_config(config)
 
-    assert list(model.layers) == ["model.layers.3.self_attn"]
-    assert dict(model.other_layers) == {f"model.layers.{i}.linear_attn": "linear_attention" for i in range(3)}
+    assert list(kinds_of(model).values()) == ["conv", "state"] * 3 + ["full"]
+    spec = model.layers["model.layers.0.linear_attn"]
+    assert (spec.num_heads, spec.num_kv_heads) == (4, 2)
 
 
-def test_lfm_2_names_its_convolutions(small):
+def test_lfm_2_has_convolutions(small):
     model = read_config(small("Lfm2", layer_types=["conv", "full_attention"] * 2))
 
+    assert list(kinds_of(model).values()) == ["conv", "full"] * 2
+    assert not model.other_layers
+
+
+def test_transformers_computes_its_states_itself(small):
+    config = small("Lfm2", layer_types=["conv", "full_attention"] * 2)
+
+    model = read_config(config, client="transformers")
+
+    assert list(kinds_of(model).values()) == ["full"] * 2
     assert dict(model.other_layers) == {"model.layers.0.conv": "conv", "model.layers.2.conv": "conv"}
-    assert len(model.layers) == 2
 
 
 def test_nemotron_h_names_layers_of_every_kind(small):
@@ -54,15 +77,22 @@ def test_nemotron_h_names_layers_of_every_kind(small):
 
     model = read_config(config)
 
-    assert list(model.other_layers.values()) == ["mamba", "moe", "mlp"]
-    assert len(model.layers) == 1
+    assert list(model.other_layers.values()) == ["moe", "mlp"]
+    assert list(kinds_of(model).values()) == ["conv", "state", "full"]
 
 
-def test_a_model_of_mamba_alone_has_no_attention_layers(small):
+def test_a_model_of_mamba_alone_has_states_and_no_attention(small):
     model = read_config(small("Mamba"))
 
+    assert list(kinds_of(model).values()) == ["conv", "state"] * 4
+    assert not model.other_layers
+
+
+def test_an_unknown_recurrence_is_named(small):
+    model = read_config(small("Rwkv"))
+
     assert not model.layers
-    assert list(model.other_layers.values()) == ["mamba"] * 4
+    assert set(model.other_layers.values()) == {"rwkv"}
 
 
 def test_one_attention_shared_by_several_layers_is_read_at_each(small):
@@ -71,8 +101,10 @@ def test_one_attention_shared_by_several_layers_is_read_at_each(small):
 
     model = read_config(config)
 
-    assert list(model.layers) == [f"model.layers.{i}.shared_transformer.self_attn" for i in (1, 3)]
-    assert list(model.other_layers.values()) == ["mamba"] * 4
+    attention = [name for name, kind in kinds_of(model).items() if kind == "full"]
+    assert attention == [f"model.layers.{i}.shared_transformer.self_attn" for i in (1, 3)]
+    assert list(kinds_of(model).values()).count("state") == 4
+    assert not model.other_layers
 
 
 def test_convolutions_inside_attention_are_named_beside_it(small):

@@ -13,8 +13,11 @@ __all__ = ["HOSTILE", "cell", "finding", "hostile_matrix", "run", "synthetic_mat
 HOSTILE = "</script><img src=x onerror=alert(1)> | `a` *b* [c](javascript:d) \x1b[31m\u202e &amp; <!--"
 """A name or reason that ends what it stands in, wherever that is."""
 
+LATER = Feature.INVARIANCE | Feature.STATE | Feature.STATE_DRAFTS | Feature.STATE_CHECKPOINTS
+"""Features that no run of this matrix knows."""
+
 AXES: dict[str, tuple[object, ...]] = {
-    "feature": ("plain", *(str(flag.name).lower() for flag in Feature if flag is not Feature.INVARIANCE)),
+    "feature": ("plain", *(str(flag.name).lower() for flag in Feature if flag not in LATER)),
     "phase": ("prefill", "decode", "mixed"),
     "head_size": (128, 64, 16, 32, 80, 96, 112, 192, 256, 576),
     "dtype": ("bfloat16", "float16", "float32"),

@@ -45,7 +45,7 @@ def test_the_order_of_cells_is_that_of_the_axes_with_sizes_ascending() -> None:
     ids = [finding.cell.id for finding in run.findings]
     assert ids[:2] == ["plain/mixed/d16/bfloat16/auto/b1/NHD", "plain/mixed/d16/bfloat16/auto/b8/NHD"]
     assert [each for each in ids if each.startswith("encoder/")][-1].startswith("encoder/prefill/d320/")
-    assert ids[-1].startswith("invariance/")
+    assert ids[-1].startswith("state_checkpoints/")
 
 
 def test_a_run_says_whose_it_is_and_that_nothing_was_looked_up() -> None:

@@ -15,6 +15,8 @@ from attnplug.matrix.model import Cell
 IMPLIED = {
     "encoder": Feature.DIRECT_KV | Feature.NON_CAUSAL,
     "cross": Feature.NON_CAUSAL,
+    "state_drafts": Feature.STATE,
+    "state_checkpoints": Feature.STATE,
 }
 
 
@@ -24,7 +26,7 @@ def cell(feature: str, head_size: int = 128, kv: str = "auto", block_size: int |
 
 
 def natural(feature: str) -> Cell:
-    if feature in ("direct_kv", "encoder"):
+    if feature in ("direct_kv", "encoder") or feature.startswith("state"):
         return cell(feature, block_size=None)
     if feature == "mla":
         return cell(feature, 576)

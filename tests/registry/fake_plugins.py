@@ -20,7 +20,7 @@ class Serves(AttentionBackend):
 
     device_types = ("cpu", "cuda")
     supported_dtypes = ("float16", "bfloat16", "float32")
-    features = ~Feature(0) & ~(Feature.MLA | Feature.SPARSE)
+    features = ~Feature(0) & ~(Feature.MLA | Feature.SPARSE | Feature.STATE)
 
     @staticmethod
     def get_name() -> str:

@@ -389,7 +389,7 @@ def test_example_models_are_planned_by_phases_for_a_gpu_elsewhere(path):
         made = plan(read, HOPPER, per_phase=True, assume_installed="all")
     for name, spec in read.layers.items():
         members = made.members[name]
-        if spec.direct_kv:
+        if not spec.has_pages:
             assert members[Phase.PREFILL] == members[Phase.DECODE]
         elif spec.mla is not None and spec.sparse is not None:
             # Nothing is expanded: each query is a decode of its chosen latents.

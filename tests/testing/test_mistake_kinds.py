@@ -1,4 +1,4 @@
-"""The twelve kinds of mistakes: each check finds one of them, and a run says what it proved."""
+"""The thirteen kinds of mistakes: each check finds one of them, and a run says what it proved."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def without_kind(checks: list[Check]) -> list[str]:
     return [check.id for check in checks if not any(kind.has(check.id) for kind in MISTAKE_KINDS)]
 
 
-def test_there_are_twelve_kinds_and_each_check_finds_one() -> None:
-    assert len({kind.name for kind in MISTAKE_KINDS}) == 12
+def test_there_are_thirteen_kinds_and_each_check_finds_one() -> None:
+    assert len({kind.name for kind in MISTAKE_KINDS}) == 13
     checks = conformance_checks(TorchBackend, device="cpu", only=["tensors/*"])
     assert without_kind(checks) == []
     assert [kind.name for kind in MISTAKE_KINDS if not any(kind.has(check.id) for check in checks)] == []

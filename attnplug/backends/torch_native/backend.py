@@ -1,4 +1,4 @@
-"""The declarations of TORCH: every feature, those of latent attention in a class of its own."""
+"""The declarations of TORCH: every feature, those of latent attention and of state layers in classes of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from attnplug.core.features import Feature
 from attnplug.core.kv_format import CODEC
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.state.dims import STATE_DTYPES, STATE_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from attnplug.backends.torch_native.builder import TorchMetadataBuilder
     from attnplug.backends.torch_native.impl import TorchImpl
     from attnplug.backends.torch_native.latent import TorchMLABuilder, TorchMLAImpl
+    from attnplug.backends.torch_native.state.builder import TorchStateBuilder
+    from attnplug.backends.torch_native.state.impl import TorchStateImpl
     from attnplug.core.device import Device
 
 
@@ -66,8 +69,12 @@ class TorchBackend(AttentionBackend):
 
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
-        """TorchMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
-        return TorchMLABackend.for_layer(spec) if spec.mla is not None and cls is TorchBackend else cls
+        """A class of its own for latent attention and for state layers; a subclass of this one has none of them."""
+        if cls is not TorchBackend:
+            return cls
+        if spec.state is not None:
+            return TorchStateBackend
+        return TorchMLABackend.for_layer(spec) if spec.mla is not None else cls
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -138,3 +145,37 @@ class TorchMLABackend(MLADecodeBackend):
         from attnplug.backends.torch_native.latent import TorchMLABuilder
 
         return TorchMLABuilder
+
+
+class TorchStateBackend(AttentionBackend):
+    """State layers in plain PyTorch: any sizes, any number of drafts, checkpoints at any distance."""
+
+    device_types: ClassVar[Sequence[str]] = TorchBackend.device_types
+    supported_dtypes: ClassVar[Sequence[object]] = TorchBackend.supported_dtypes
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = STATE_DTYPES
+    features: ClassVar[Feature] = Feature.STATE | Feature.STATE_DRAFTS | Feature.STATE_CHECKPOINTS
+    supported_state_rules: ClassVar[Sequence[str]] = STATE_RULES
+
+    @staticmethod
+    def get_name() -> str:
+        """The name, "TORCH"."""
+        return TorchBackend.get_name()
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """0: every other backend that serves the layer comes first."""
+        return 0
+
+    @classmethod
+    def get_impl_cls(cls) -> type[TorchStateImpl]:
+        """TorchStateImpl."""
+        from attnplug.backends.torch_native.state.impl import TorchStateImpl
+
+        return TorchStateImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TorchStateBuilder]:
+        """TorchStateBuilder."""
+        from attnplug.backends.torch_native.state.builder import TorchStateBuilder
+
+        return TorchStateBuilder

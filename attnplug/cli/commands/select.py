@@ -33,6 +33,7 @@ from attnplug.cli.output.own_output import is_quiet
 from attnplug.cli.output.run_report import waiting
 from attnplug.cli.output.select_report import (
     ASSUMES,
+    STATES,
     LayerStrip,
     advice_as_data,
     advice_for,
@@ -48,6 +49,7 @@ from attnplug.cli.output.select_report import (
 from attnplug.core.errors import PolicyError
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.model_spec import NOT_READ, Client
+from attnplug.registry.selection.policy import rule_sets
 
 if TYPE_CHECKING:
     from attnplug.core.device import Device
@@ -94,6 +96,16 @@ def select(
             "--memory", metavar="BYTES", help="Show the KV cache that fits in this memory, such as 80GiB."
         ),
     ] = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            "--requests",
+            metavar="N",
+            min=1,
+            help="Requests whose states are taken from --memory. \\[default: 256]",
+            show_default=False,
+        ),
+    ] = None,
     why: Annotated[bool, typer.Option("--why", help="Show the reasons of each refused backend.")] = False,
     as_json: AsJson = False,
     _quiet: Quiet = False,
@@ -105,9 +117,7 @@ def select(
     from attnplug.registry.devices import resolve_device
     from attnplug.runtime.plan.plan_choice import has_phase_rules
 
-    if per_phase is not None and phase is not None:
-        limit = f"cannot be combined with --phase {phase}"
-        raise PolicyError("--per-phase", per_phase, limit, "give one of the two")
+    _check_options(per_phase, phase, requests, memory)
     if client is Client.TRANSFORMERS:
         _refuse_pages(kv_cache_dtype, block_size, memory)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
@@ -117,8 +127,8 @@ def select(
     specs = dict(model.layers)
     if block_size is not None:
         for name, spec in model.layers.items():
-            # Layers with direct K and V have no pages.
-            specs[name] = spec if spec.direct_kv else spec.replace(block_size=block_size)
+            # Other layers have no pages of tokens.
+            specs[name] = spec.replace(block_size=block_size) if spec.has_pages else spec
     asked = settings(backend, option, assume_installed, allow_refuted, tuned, no_tuned, device)
     where = resolve_device(device)
     # One backend serves all calls of transformers, unless the user asks for a phase's own.
@@ -129,10 +139,10 @@ def select(
         decisions, by_phase, notes = _for_one_phase(specs, where, phase, asked, client)
     alone = {name: phases_alone(decision, by_phase) for name, decision in decisions.items()}
     advice = advice_for(_asked(decisions, alone))
-    budget = budget_for(decisions, model, memory) if memory is not None else None
+    budget = budget_for(decisions, model, memory, requests) if memory is not None else None
     if dtype is None:
         notes = (*notes, *_float32_note(list(_asked(decisions, alone))))
-    notes = (*(note.removesuffix(".") for note in model.notes), *notes)
+    notes = (*(note.removesuffix(".") for note in model.notes), *notes, *_rule_note(backend, decisions))
     every = list(decisions.values())
     if as_json:
         data: dict[str, Any] = {
@@ -161,6 +171,17 @@ def select(
         if memory is not None:
             print_budget(budget, model, memory)
     raise typer.Exit(0 if all(every) else 3)
+
+
+def _check_options(
+    per_phase: bool | None, phase: Phase | None, requests: int | None, memory: str | None
+) -> None:
+    """PolicyError for options that need each other, or exclude each other."""
+    if per_phase is not None and phase is not None:
+        limit = f"cannot be combined with --phase {phase}"
+        raise PolicyError("--per-phase", per_phase, limit, "give one of the two")
+    if requests is not None and memory is None:
+        raise PolicyError("--requests", requests, "needs --memory, from which their states are taken")
 
 
 def _for_one_phase(
@@ -196,6 +217,19 @@ def _float32_note(decisions: Sequence[Decision]) -> tuple[str, ...]:
     layers = layers_in_words(list(dict.fromkeys(name for names in refused.values() for name in names)))
     told = f"The file's dtype float32 decided against {', '.join(refused)} for layers {layers}"
     return (f"{told}; --dtype bfloat16 shows the choice in 16 bits",)
+
+
+def _rule_note(backend: str | None, decisions: Mapping[str, Decision]) -> tuple[str, ...]:
+    """A note if a rule for all layers, or for a phase, left out the layers that keep a state."""
+    rules = [rule for rules in rule_sets(backend) for rule in rules if rule.scope in ("default", "phase")]
+    free = [each for each in decisions.values() if each.spec.state is not None and each.rule is None]
+    if not rules or not free:
+        return ()
+    named = ", ".join(dict.fromkeys(map(str, rules)))
+    kinds = ",".join(f"{kind}=NAME" for kind in dict.fromkeys(each.spec.kinds[0] for each in free))
+    served = ", ".join(dict.fromkeys(str(each.backend) for each in free))
+    text = f"{named} is for attention layers: {len(free)} layers with a state are served by {served}"
+    return (f"{text}; a rule such as {kinds} chooses for them",)
 
 
 def _refuse_pages(kv_cache_dtype: str, block_size: int | None, memory: str | None) -> None:
@@ -305,7 +339,8 @@ def _print_rest(model: ModelSpec) -> None:
         names = [name for name, its in model.other_layers.items() if its == kind]
         part, unread, reason = kind.partition(NOT_READ)
         shown = f"{count} x {part} ({layers_in_words(names)})"
-        out.print(f"not read: {shown}, because {reason}" if unread else f"not attention: {shown}")
+        lost = "; their state is not counted" if part.startswith(STATES) else ""
+        out.print(f"not read: {shown}, because {reason}" if unread else f"not attention: {shown}{lost}")
     if model.kv_sharing:
         targets = layers_in_words(sorted(set(model.kv_sharing.values())))
         out.print(f"KV shared: layers {layers_in_words(list(model.kv_sharing))} read the cache of {targets}")

@@ -120,7 +120,7 @@ def features_in_words(spec: LayerSpec) -> str:
         asked &= ~Feature.NON_CAUSAL & ~Feature.DIRECT_KV
     words = [flag.shown(spec) for flag in asked]
     masks = Feature.SLIDING_WINDOW | Feature.CHUNKED_LOCAL | Feature.CROSS | Feature.ENCODER
-    return ", ".join(words if asked & masks or spec.mla else ["full", *words])
+    return ", ".join(words if asked & masks or spec.mla or spec.state else ["full", *words])
 
 
 def layers_in_words(names: Sequence[str], limit: int = 4) -> str:

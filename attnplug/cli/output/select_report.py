@@ -225,8 +225,8 @@ _KINDS = {
     "MLA": "mla",
     "Cross": "cross",
 }
-_STATES = ("mamba", "linear_attention", "conv", "recurrent", "rwkv", "xlstm")
-"""Kinds of other layers that keep a state of fixed size for each request."""
+STATES = ("mamba", "linear_attention", "conv", "recurrent", "rwkv", "xlstm")
+"""Kinds of other layers that keep a state of fixed size for each request, in a form that the reader does not know."""
 # These parts see a whole input at once, and keep no state.
 _ENCODER = re.compile(r"vision|visual|image|audio|speech|encoder|tower")
 
@@ -235,13 +235,15 @@ def left_out(model: ModelSpec) -> dict[str, int]:
     """The layers whose states the estimate does not count, by kind: they depend on requests, not on tokens."""
     kept = (kind for name, kind in model.other_layers.items() if not _ENCODER.search(name))
     kinds = Counter(re.split(r"[^a-z_0-9]", kind)[0] for kind in kept)
-    return {kind: count for kind, count in kinds.items() if kind.startswith(_STATES)}
+    return {kind: count for kind, count in kinds.items() if kind.startswith(STATES)}
 
 
-def budget_for(decisions: Mapping[str, Decision], model: ModelSpec, memory: str) -> MemoryBudget | None:
+def budget_for(
+    decisions: Mapping[str, Decision], model: ModelSpec, memory: str, requests: int | None = None
+) -> MemoryBudget | None:
     """The KV cache that fits into `memory`; None if a layer has no backend, so no known page size.
 
-    The index keys of sparse layers count as part of each block.
+    The index keys of sparse layers count as part of each block. The states of so many `requests` get their bytes first.
 
     Raises:
         LayoutError: `memory` cannot be parsed or is too small, or pages cannot be made equal.
@@ -249,6 +251,7 @@ def budget_for(decisions: Mapping[str, Decision], model: ModelSpec, memory: str)
     from attnplug.core.config import CONTEXT_CHUNK_ROWS
     from attnplug.runtime.plan.budget import fit_kv_cache, index_key_bytes, most_workspace_bytes, parse_memory
     from attnplug.runtime.plan.grouping import group_kv_caches, planned_caches, unify_page_sizes
+    from attnplug.runtime.plan.state_plan import state_plan, states_for
 
     size = parse_memory(memory)
     if not all(decisions.values()):
@@ -261,7 +264,12 @@ def budget_for(decisions: Mapping[str, Decision], model: ModelSpec, memory: str)
         for name, elements in model.index_keys.items()
         if name in caches
     )
-    return fit_kv_cache(config, size, prefill_workspace=workspace, index_keys=keys)
+    specs = {name: decision.spec for name, decision in decisions.items()}
+    given = (
+        None if requests is None or not any(spec.state for spec in specs.values()) else states_for(requests)
+    )
+    states = state_plan(specs, given)
+    return fit_kv_cache(config, size, prefill_workspace=workspace, index_keys=keys, states=states)
 
 
 def print_budget(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> None:
@@ -278,6 +286,20 @@ def print_budget(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> 
         out.print(Paragraph(f"{text} Take them from the memory yourself."))
 
 
+def _print_states(budget: MemoryBudget, memory: str) -> None:
+    states = budget.states
+    if states is None:
+        return
+    text = (
+        f"States of {len(states.caches)} layers, taken from the {memory} first: {states.bytes:,} bytes "
+        f"({states.bytes / 2**30:.1f} GiB) for {states.max_requests:,} requests. Each request needs "
+        f"{states.bytes_per_state:,} bytes, whatever its length; one page more is the null page."
+    )
+    out = console()
+    out.print()
+    out.print(Paragraph(text))
+
+
 def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> None:
     from attnplug.core.config import CONTEXT_CHUNK_ROWS
 
@@ -285,6 +307,7 @@ def _print_blocks(budget: MemoryBudget | None, model: ModelSpec, memory: str) ->
     if budget is None:
         out.print(f"\nNo estimate for {memory}: a layer has no backend, so its page size is unknown.")
         return
+    _print_states(budget, memory)
     if not budget.groups:
         out.print(f"\nNo estimate for {memory}: no layer keeps a KV cache.")
         return

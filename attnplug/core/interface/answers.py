@@ -382,7 +382,10 @@ def _plain_values(values: object) -> tuple[str, ...]:
 
 DECLARED: Mapping[str, _Check] = {
     **dict.fromkeys(
-        ("device_types", "supported_phases", "supported_sparse_kinds", "supported_invariances"),
+        (
+            *("device_types", "supported_phases", "supported_sparse_kinds"),
+            *("supported_invariances", "supported_state_rules"),
+        ),
         lambda values: _plain_values(_in_any_order(values)),
     ),
     **dict.fromkeys(("supported_dtypes", "supported_kv_cache_dtypes"), _dtypes),

@@ -39,6 +39,7 @@ from attnplug.core.interface.signatures import (
 from attnplug.core.interface.vllm_names import VLLM_BACKEND_NAMES, VLLM_BUILDER_NAMES, VLLM_IMPL_NAMES
 from attnplug.core.invariance import INVARIANCES
 from attnplug.core.spec import Phase
+from attnplug.core.state.dims import STATE_RULES
 
 _CLAIMS = ("supports_", "supported_", "get_supported_", "get_kv_cache_", "get_required_", "can_return_")
 """Beginnings of names that state what a class can do. attnplug reads only those of its interface."""
@@ -49,7 +50,7 @@ _PLAIN = (tuple, list, set, frozenset)
 _UNREAD = PortedName("remove it: attnplug has nothing like it")
 _SEQUENCES = (
     *("device_types", "supported_dtypes", "supported_kv_cache_dtypes", "supported_phases"),
-    *("supported_sparse_kinds", "supported_invariances"),
+    *("supported_sparse_kinds", "supported_invariances", "supported_state_rules"),
 )
 _FLAGS = ("step_safe", "quantizes_queries", "serves_dense", "depends_on_capability")
 
@@ -240,6 +241,8 @@ def _entry(field: str, value: object) -> str | None:
         return "which is no text"
     if field == "supported_invariances" and value not in INVARIANCES:
         return f"which is none of {', '.join(INVARIANCES)}"
+    if field == "supported_state_rules" and value not in STATE_RULES:
+        return f"which is none of {', '.join(STATE_RULES)}"
     if field == "supported_dtypes":
         if isinstance(value, str) and bare_dtype_name(value, field) not in DTYPES:
             near = difflib.get_close_matches(value, DTYPES, 1)

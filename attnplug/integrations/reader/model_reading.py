@@ -30,6 +30,7 @@ from attnplug.integrations.reader.mixers import (
     works_on_single_tokens,
 )
 from attnplug.integrations.reader.model_inputs import LONG, Sizes, encoder_tokens, input_attempts, read_sizes
+from attnplug.integrations.reader.state_specs import state_specs
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,
@@ -306,6 +307,8 @@ def _layers(
         client=client,
     )
     layers: dict[str, LayerSpec] = {}
+    # transformers computes its states itself, so its client has attention layers alone.
+    states = state_specs(trace.model, trace.states, ranks) if client is Client.ENGINE else []
     sharing: dict[str, str] = {}
     owners: dict[int, str] = {}
     runs: Counter[str] = Counter()
@@ -318,7 +321,8 @@ def _layers(
             f"{own}: {type(trace.model.get_submodule(own)).__name__} computes attention of its own and would never "
             "call attnplug; leave the model's attn_implementation unchanged"
         )
-    for call in trace.calls:
+    for place, call in enumerate(trace.calls):
+        layers |= {name: spec for after, name, spec in states if after == place}
         spec = maker.spec(call)
         visit = (call.path, call.visit)
         if visit in previous:
@@ -346,6 +350,7 @@ def _layers(
         fields = _own_attention(path, trace.model.get_submodule(path), config, why)
         dtype = str(trace.model.dtype).removeprefix("torch.")
         layers[path] = make_spec(path, ranks=ranks, dtype=dtype, kv_cache_dtype=kv_cache_dtype, **fields)
+    layers |= {name: spec for after, name, spec in states if after == len(trace.calls)}
     return layers, sharing
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import sys
 import threading
@@ -21,6 +22,7 @@ from attnplug.integrations.reader.device_mode import ValuesWithoutWeights
 from attnplug.integrations.reader.mask_pattern import MaskPattern, UnknownMaskError, read_mask
 from attnplug.integrations.reader.mixers import looks_like_attention, parents
 from attnplug.integrations.reader.own_attention import Follower, OwnAttention, by_heads
+from attnplug.integrations.reader.state_calls import StateCall, lightning_call, states_recorded
 
 PROBE = "attnplug_reader"
 """The name of the recording attention and mask functions in transformers' interfaces."""
@@ -58,7 +60,7 @@ class AttentionCall:
 
 
 class Trace:
-    """Record of one run: `calls` in order, the modules that ran (`executed`, `visits`).
+    """Record of one run: `calls` and `states` in order, the modules that ran (`executed`, `visits`).
 
     `own_attention` has the paths of attention without a recorded call, and the reason.
     """
@@ -67,6 +69,7 @@ class Trace:
         self.model = model
         self.lengths = lengths
         self.calls: list[AttentionCall] = []
+        self.states: list[StateCall] = []
         self.own_attention: dict[str, str] = {}
         self.executed: set[str] = set()
         self.stack: list[tuple[str, int, set[float]]] = []
@@ -97,6 +100,8 @@ class Trace:
         self.executed.add(path)
         self.stack.append((path, self.visits, set()))
         self.constants[self.visits], self.inputs[self.visits] = [], (args, kwargs)
+        if (state := lightning_call(self, module)) is not None:
+            self.states.append(state)
 
     def leave(self) -> None:
         """Note that the innermost forward ends."""
@@ -418,7 +423,13 @@ def record_run(
         # After errors too: a part may fail inside one that `_failing_parts_skipped` lets go on.
         handles.append(module.register_forward_hook(lambda *_: trace.leave(), always_call=True))
     try:
-        with torch.no_grad(), torch.device("meta"), ValuesWithoutWeights(), _Watch(trace) as watch:
+        with (
+            states_recorded(trace, functools.partial(_current.get, None)),
+            torch.no_grad(),
+            torch.device("meta"),
+            ValuesWithoutWeights(),
+            _Watch(trace) as watch,
+        ):
             part(**inputs)
             watch.follower.end()
     except Exception as error:

@@ -192,7 +192,7 @@ def preferred_pages(
     backend: type[AttentionBackend], spec: LayerSpec, device: Device
 ) -> tuple[int, str] | None:
     """The block size and the layout that a backend prefers for a layer's pages; None without pages."""
-    if spec.direct_kv:
+    if not spec.has_pages:
         return None
     size: int = spec.block_size or answer(backend, "get_preferred_block_size", spec, device)
     layouts = answer(backend, "supported_kv_cache_layouts")

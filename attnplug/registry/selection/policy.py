@@ -45,11 +45,16 @@ class Rule:
         return self.backend if self.scope == "default" else f"{self.pattern}={self.backend}"
 
     def matches(self, spec: LayerSpec, phase: Phase | None, layer_name: str | None) -> bool:
-        """Whether the rule is for this layer in this phase."""
+        """Whether the rule is for this layer in this phase.
+
+        A rule for everything else, or for a phase, is for attention: few backends serve state layers too.
+        """
         if self.scope == "layer":
             return layer_name is not None and fnmatch.fnmatchcase(layer_name, self.pattern)
         if self.scope == "kind":
             return self.pattern in spec.kinds
+        if spec.state is not None:
+            return False
         if self.scope == "phase":
             return phase is not None and self.pattern == phase
         return True
@@ -59,7 +64,8 @@ def parse_rules(given: str | Mapping[str, str] | None, source: str = ARGUMENT) -
     """Rules, most specific first, from "FLASH_ATTN,sliding=TRITON,decode=FLASHINFER" or a mapping.
 
     A key is a kind of layer (KINDS), a phase, or else a layer-name glob (the longest first). A bare
-    name, or the key "*", is for everything else. If a layer has two kinds, the one that
+    name, or the key "*", is for all other attention layers. State layers follow a rule for "state", "conv" or their
+    names alone. If a layer has two kinds, the one that
     `LayerSpec.kinds` names first decides.
 
     Raises:

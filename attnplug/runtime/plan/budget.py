@@ -25,6 +25,7 @@ from attnplug.core.spec import LayerSpec
 from attnplug.mla.chunks import prefill_workspace_bytes
 from attnplug.runtime.plan.grouping import num_padding_layers
 from attnplug.runtime.plan.sharding import tokens_per_block
+from attnplug.runtime.plan.state_plan import StatePlan
 
 _ANY_LENGTH = 1 << 62
 _MOST_MEMORY = 1 << 62
@@ -46,6 +47,7 @@ class MemoryBudget:
         prefill_workspace: bytes of `memory` for the computed tokens that prefills of latent attention expand.
         context_parallel: the ranks that share tokens; the memory is that of one of them. None for one alone.
         index_keys: bytes of `bytes_per_block` for the index keys of sparse layers, which the engine allocates.
+        states: the pool of states, whose bytes are taken from `memory` first; None without layers that keep one.
     """
 
     memory: int
@@ -57,6 +59,7 @@ class MemoryBudget:
     prefill_workspace: int = 0
     context_parallel: ContextParallel | None = None
     index_keys: int = 0
+    states: StatePlan | None = None
 
     @property
     def usable_blocks(self) -> int:
@@ -74,6 +77,14 @@ class MemoryBudget:
             "prefill_workspace": self.prefill_workspace,
             "bytes_per_block": self.bytes_per_block,
             "index_keys": self.index_keys,
+            "states": None
+            if self.states is None
+            else {
+                "layers": list(self.states.caches),
+                "num_states": self.states.num_states,
+                "bytes_per_state": self.states.bytes_per_state,
+                "bytes": self.states.bytes,
+            },
             "num_blocks": self.num_blocks,
             "max_tokens": self.max_tokens,
             "padding_layers": self.padding_layers,
@@ -167,6 +178,7 @@ def index_key_bytes(spec: LayerSpec, elements: int) -> int:
     new_tokens=at_least(1, LayoutError),
     prefill_workspace=at_least(0, LayoutError),
     context_parallel=one_of(ContextParallel, error=LayoutError),
+    states=one_of(StatePlan, error=LayoutError),
 )
 def fit_kv_cache(
     config: KVCacheConfig,
@@ -175,6 +187,7 @@ def fit_kv_cache(
     prefill_workspace: int = 0,
     context_parallel: ContextParallel | None = None,
     index_keys: int = 0,
+    states: StatePlan | None = None,
 ) -> MemoryBudget:
     """The budget for `memory` bytes; ignores the configuration's own number of blocks.
 
@@ -185,15 +198,18 @@ def fit_kv_cache(
         prefill_workspace: bytes that the caches leave free; see `ModelPlan.prefill_workspace_bytes`.
         context_parallel: the ranks that share tokens, each with `memory` bytes.
         index_keys: bytes that the index keys of all sparse layers need for the tokens of one block number.
+        states: the pool of states, which gets its bytes first.
 
     Raises:
-        LayoutError: the null block and one more block do not fit.
+        LayoutError: the null block and one more block do not fit, or beside states a block for each of their requests.
     """
-    groups = config.kv_cache_groups
+    groups, pool = config.kv_cache_groups, 0 if states is None else states.bytes
     if not groups:
-        return MemoryBudget(memory, 0, 0, None, 0, (), prefill_workspace, context_parallel)
+        check_room_for_states(states, memory - prefill_workspace, 0)
+        return MemoryBudget(memory, 0, 0, None, 0, (), prefill_workspace, context_parallel, states=states)
     each = bytes_per_block(config) + index_keys
-    blocks = (memory - prefill_workspace) // each
+    check_room_for_states(states, memory - prefill_workspace, each)
+    blocks = (memory - prefill_workspace - pool) // each
     if blocks < 2:
         limit = f"must have room for two blocks of {each} bytes"
         remedy = f"did you mean {memory}GiB?" if memory < 2048 else None
@@ -219,5 +235,16 @@ def fit_kv_cache(
         longest = low
     padding = num_padding_layers(config)
     return MemoryBudget(
-        *(memory, each, blocks, longest, padding, groups, prefill_workspace, context_parallel, index_keys)
+        *(memory, each, blocks, longest, padding, groups, prefill_workspace, context_parallel, index_keys),
+        states=states,
     )
+
+
+def check_room_for_states(states: StatePlan | None, memory: int, block: int) -> None:
+    """LayoutError unless the states fit into `memory` bytes with a block of `block` bytes for each of their requests."""
+    if states is None or states.bytes + (1 + states.max_requests) * block <= memory:
+        return
+    limit = f"must have room for {states.num_states} states of {states.bytes_per_state:,} bytes"
+    if block:
+        limit += f", and for {1 + states.max_requests} blocks of {block:,} bytes, one for each request and the null block"
+    raise LayoutError("memory", memory, limit, "give more memory, or plan with fewer num_states")

@@ -21,6 +21,7 @@ from attnplug.registry.selection.decision import VERSION, Decision, as_text, che
 from attnplug.runtime.plan.budget import MemoryBudget, bytes_per_block, fit_kv_cache, most_workspace_bytes
 from attnplug.runtime.plan.grouping import group_kv_caches, planned_caches
 from attnplug.runtime.plan.sharding import SharingCost, is_sharded, tokens_per_block
+from attnplug.runtime.plan.state_plan import StatePlan, state_plan
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -49,6 +50,7 @@ class ModelPlan:
             Ranks of one model need equal ones, because other times may choose other backends.
         context_parallel: the rank of this process among those that share the tokens of `sharded_layers`; None alone.
         new_tokens: by sharded layer, the decision for the tokens of a step, whose K and V come with the call.
+        num_states: pages of the pool of states, the null page included; None without layers that keep a state.
     """
 
     decisions: Mapping[str, Decision]
@@ -62,6 +64,7 @@ class ModelPlan:
     tuned: str | None = None
     context_parallel: ContextParallel | None = None
     new_tokens: Mapping[str, Decision] = dataclasses.field(default_factory=dict)
+    num_states: int | None = None
 
     @property
     def specs(self) -> dict[str, LayerSpec]:
@@ -73,6 +76,11 @@ class ModelPlan:
         """The KV groups and raw tensors; over one block where the plan has no number of blocks."""
         num_blocks = 1 if self.num_blocks is None else self.num_blocks
         return group_kv_caches(planned_caches(self.decisions), num_blocks, self.kv_sharing)
+
+    @property
+    def states(self) -> StatePlan | None:
+        """The pool of states, which all layers share by page numbers; None without layers that keep a state."""
+        return state_plan(self.specs, self.num_states)
 
     @property
     def sharded_layers(self) -> tuple[str, ...]:
@@ -101,13 +109,20 @@ class ModelPlan:
     def budget(self) -> MemoryBudget | None:
         """The requests that fit into the memory or the blocks given; None without either."""
         config, memory, workspace = self.kv_cache_config, self.memory, self.prefill_workspace_bytes()
+        states = self.states
         if memory is None:
             if self.num_blocks is None:
                 return None
-            memory = bytes_per_block(config) * self.num_blocks + workspace
-        return fit_kv_cache(
-            config, memory, prefill_workspace=workspace, context_parallel=self.context_parallel
+            # A number of blocks says nothing of requests, so the states are beside them.
+            memory, states = bytes_per_block(config) * self.num_blocks + workspace, None
+        found = fit_kv_cache(
+            config,
+            memory,
+            prefill_workspace=workspace,
+            context_parallel=self.context_parallel,
+            states=states,
         )
+        return dataclasses.replace(found, states=self.states)
 
     @property
     def sharing_cost(self) -> SharingCost | None:
@@ -178,6 +193,8 @@ class ModelPlan:
             parts.append(f"one sequence of {tokens} tokens fits")
         if self.context_parallel is not None:
             parts.append(self._sharing(self.context_parallel))
+        if (states := self.states) is not None:
+            parts.append(f"{states.num_states:,} states of {states.bytes_per_state:,} bytes")
         if workspace := self.prefill_workspace_bytes():
             parts.append(f"a prefill workspace of {workspace:,} bytes")
         cost = self.sharing_cost
@@ -210,7 +227,7 @@ class ModelPlan:
         """A digest of all decisions that must be equal on the ranks of a group; it leaves out the rank."""
         place = self.context_parallel
         shared = None if place is None else [place.size, place.interleave]
-        pool = self.num_blocks, self.context_chunk_rows
+        pool = self.num_blocks, self.context_chunk_rows, self.num_states
         facts = [self.device.to_dict(), dict(self.kv_sharing), *pool, self.tuned, shared]
         return _digest([list(self.layer_digests().items()), facts])
 
@@ -239,6 +256,7 @@ class ModelPlan:
             "tuned": self.tuned,
             "context_parallel": self.context_parallel and self.context_parallel.to_dict(),
             "new_tokens": {name: decision.to_dict() for name, decision in self.new_tokens.items()},
+            "num_states": self.num_states,
             "sharing_cost": self.sharing_cost and self.sharing_cost.to_dict(),
             "notes": list(self.notes),
         }
@@ -272,8 +290,8 @@ class ModelPlan:
         with reading("plan"):
             check_schema(data, SCHEMA)
             by_phase, kv_sharing = typed(data, "by_phase", dict), typed(data, "kv_sharing", dict)
-            # Older files have neither.
-            data = {"context_parallel": None, "new_tokens": {}, **data}
+            # Older files have none of these.
+            data = {"context_parallel": None, "new_tokens": {}, "num_states": None, **data}
             place, new_tokens = typed(data, "context_parallel", dict, None), typed(data, "new_tokens", dict)
             if not all(type(value) is str for value in kv_sharing.values()):
                 raise TypeError("kv_sharing must map layer names to layer names")
@@ -295,6 +313,7 @@ class ModelPlan:
                 tuned=typed({"tuned": None, **data}, "tuned", str, None),
                 context_parallel=None if place is None else ContextParallel.from_dict(place),
                 new_tokens={name: decision(item) for name, item in new_tokens.items()},
+                num_states=typed(data, "num_states", int, None),
             )
             # Computed here, so that this call refuses layers whose caches do not fit each other.
             _ = made.budget

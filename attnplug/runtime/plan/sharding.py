@@ -71,9 +71,12 @@ def new_tokens_spec(spec: LayerSpec) -> LayerSpec:
 
 def refusal(spec: LayerSpec) -> Reason | None:
     """The reason why ranks cannot share the tokens of a layer, or None. Whole layers are not refused."""
+    remedy = "plan without context_parallel"
+    if spec.state is not None:
+        fact = "a state not supported under context parallelism: it is of all tokens before a rank's own"
+        return Reason(fact, code=CODE, field="state", remedy=remedy)
     if not is_sharded(spec):
         return None
-    remedy = "plan without context_parallel"
     facts = (
         (spec.has_alibi, "alibi", "has_alibi", "a rank's keys are not at consecutive positions"),
         (spec.sparse is not None, "sparse attention", "sparse", "a selection is of the keys of all ranks"),

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from attnplug.core.backend import AttentionBackend
+from attnplug.core.features import Feature
 from attnplug.core.mla_backend import MLADecodeBackend
 from attnplug.core.spec import LayerSpec
+from attnplug.core.state.dims import StateDims
 from attnplug.registry.default import get_registry
 from attnplug.registry.devices import DeviceLike, resolve_device
 from attnplug.registry.plugins.options import build_options
@@ -47,6 +49,7 @@ from attnplug.testing.conformance.numbers import (
 )
 from attnplug.testing.conformance.process import lightness, process_memory, process_state
 from attnplug.testing.conformance.serving import context_parallel, forests, gpu, runtimes, serving
+from attnplug.testing.conformance.states import state_checks
 from attnplug.testing.conformance.target import Target, latent_dims, layer_fields
 
 GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
@@ -103,6 +106,15 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     gpu.checks: True,
     gpu.graph_checks: True,
 }
+STATE_GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
+    attributes.checks,
+    stable_answers.checks,
+    attributes.interface_checks,
+    lightness.checks,
+    refusals.checks,
+    state_checks.checks,
+)
+"""The functions for a class that serves layers with a state, and so no attention."""
 """Functions that list the checks of a target, always the same in the same order.
 
 Of classes that serve other layers under the backend's name, those with True are listed: the others check what the
@@ -148,21 +160,26 @@ def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
         return "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
 
     groups = [each for each in GROUPS if each not in _SLOW_TO_LIST or may_be_wanted(_SLOW_TO_LIST[each])]
+    if Feature.STATE in target.backend.features:
+        groups = [*STATE_GROUPS]
     checks = [check for group in groups for check in list_group(group, target)]
     for prefix, other in _other_targets(target).items():
         if may_be_wanted(prefix):
-            named = (
-                check
-                for group, is_of_all in GROUPS.items()
-                if is_of_all
-                for check in list_group(group, other)
-            )
+            of_class = [group for group, is_of_all in GROUPS.items() if is_of_all]
+            if Feature.STATE in other.backend.features:
+                of_class = [state_checks.checks]
+            named = (check for group in of_class for check in list_group(group, other))
             checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
     return checks
 
 
 _REFERENCE = "TORCH"
-_OTHER_LAYERS = {"mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dims((512, 64), 128, 128)}))}
+_OTHER_LAYERS = {
+    "mla": LayerSpec(num_heads=4, **layer_fields({"mla": latent_dims((512, 64), 128, 128)})),
+    "state": LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=128, state=StateDims(rule="delta", decay="head")
+    ),
+}
 """Layers that another class may serve under a backend's name, by the first word of the ids of its checks."""
 
 

@@ -1,4 +1,4 @@
-"""The twelve kinds of mistakes that the kit looks for, with the checks that find each, and what a run proves of them."""
+"""The thirteen kinds of mistakes that the kit looks for, with the checks that find each, and what a run proves of them."""
 
 from __future__ import annotations
 
@@ -171,6 +171,7 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
             ),
         ),
     ),
+    MistakeKind("states of requests", ("states/*",), ("state",)),
     MistakeKind("ranks and merging", ("merge/*", "context_parallel/*"), ("lse",)),
     MistakeKind(
         "declarations and process",

@@ -1,0 +1,1 @@
+"""State layers in plain PyTorch: recurrences token by token and in chunks, and short convolutions."""

@@ -1,0 +1,115 @@
+"""One step of the layers that keep a state: where each request starts, and which page gets the state after each token."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from attnplug.core.arguments import instance
+from attnplug.core.errors import BatchError
+from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attnplug.runtime.batch.step_batch import StepBatch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class StateStep:
+    """The pages of a step.
+
+    Args:
+        common: the step's batch, with `state_pages` and with slots that are pages.
+        overwrites: whether a page that a request starts from is also written, so that a layer can run once only.
+        ran: the layers that ran.
+    """
+
+    common: CommonAttentionMetadata
+    overwrites: bool
+    ran: set[str] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata, reads: Sequence[int], slots: Sequence[int]) -> StateStep:
+        """The step of a batch.
+
+        Args:
+            common: the batch.
+            reads: by request, the page that it starts from; -1 starts from zeros.
+            slots: by token, the page that gets the state after it, or -1.
+        """
+        device = common.query_start_loc.device
+        pages = torch.tensor(reads, dtype=torch.int32, device="cpu")
+        stored = torch.tensor(slots, dtype=torch.int64, device="cpu")
+        written = common.changed(
+            causal=None,
+            state_pages=pages.to(device, non_blocking=True),
+            state_pages_cpu=pages,
+            slot_mapping=stored.to(device, non_blocking=True),
+            state_slots_cpu=stored,
+        )
+        return cls(written, not {*reads, PAD_SLOT_ID}.isdisjoint({*slots} - {PAD_SLOT_ID}))
+
+    @classmethod
+    def padding(cls, common: CommonAttentionMetadata) -> StateStep:
+        """The step of a dummy batch, for profiles and warm-ups: it reads and writes no page of a request."""
+        return cls.of(common, [PAD_SLOT_ID] * common.num_reqs, [PAD_SLOT_ID] * common.num_actual_tokens)
+
+
+def batch_of(
+    names: Sequence[str], scheduled: Sequence[int], computed: Sequence[int]
+) -> CommonAttentionMetadata:
+    """The batch of a model without attention layers, on the host: requests, their new tokens and those before."""
+    starts = np.concatenate([[0], np.cumsum(scheduled)]).astype(np.int32)
+    lengths = (np.asarray(scheduled) + np.asarray(computed)).astype(np.int32)
+    locations, tokens = torch.from_numpy(starts), int(starts[-1])
+    return CommonAttentionMetadata(
+        query_start_loc=locations,
+        query_start_loc_cpu=locations,
+        seq_lens=torch.from_numpy(lengths),
+        num_reqs=len(names),
+        num_actual_tokens=tokens,
+        max_query_len=max(scheduled, default=0),
+        max_seq_len=int(lengths.max(initial=0)),
+        block_table_tensor=torch.zeros(len(names), 0, dtype=torch.int32),
+        slot_mapping=torch.full((tokens,), PAD_SLOT_ID, dtype=torch.int64),
+        seq_lens_host=lengths,
+    )
+
+
+def check_state_step(states: object, batch: StepBatch | None, num_states: int, device: torch.device) -> None:
+    """BatchError unless these are the pages of a step of `batch`, on its device and in a pool of so many pages."""
+    step = instance("states", states, StateStep, remedy="make it by StateTable.step")
+    common = step.common
+    if batch is not None and common.query_start_loc is not batch.common.query_start_loc:
+        limit = "is of another batch"
+        raise BatchError("states", f"{common.num_reqs} requests", limit, "make it by StateTable.step(batch)")
+    if common.query_start_loc.device != device:
+        found = str(common.query_start_loc.device)
+        raise BatchError("states.common.device", found, f"must be {device}, the runtime's")
+    for field in ("state_pages_cpu", "state_slots_cpu"):
+        pages = getattr(common, field)
+        if not isinstance(pages, torch.Tensor):
+            raise BatchError(f"states.common.{field}", pages, "must be a tensor of pages on the host")
+        if pages.numel() and not -1 <= int(pages.min()) <= int(pages.max()) < num_states:
+            worst = int(pages.max()) if int(pages.max()) >= num_states else int(pages.min())
+            raise BatchError(
+                f"states.common.{field}", worst, f"must be in -1 .. {num_states - 1}, pages of the pool"
+            )
+        if bool((pages == 0).any()):
+            raise BatchError(f"states.common.{field}", 0, "is the null page, which no request has")
+
+
+def refuse_of_attention(
+    layer_name: str,
+    output_lse: torch.Tensor | None,
+    output_scale: torch.Tensor | None,
+    output_block_scale: torch.Tensor | None,
+) -> None:
+    """BatchError for arguments of attention in the call of a layer that keeps a state."""
+    given = {
+        "output_lse": output_lse,
+        "output_scale": output_scale,
+        "output_block_scale": output_block_scale,
+    }
+    if (name := next((name for name, each in given.items() if each is not None), None)) is not None:
+        raise BatchError(name, "given", f"must be None: layer {layer_name} keeps a state")

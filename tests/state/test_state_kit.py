@@ -1,0 +1,134 @@
+"""The kit catches planted mistakes of state layers, and passes right backends of other forms."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+
+import pytest
+from state_mutants import MUTANTS, RIGHT
+
+from attnplug.backends.torch_native.backend import TorchStateBackend
+from attnplug.core import Device, LayerSpec
+from attnplug.testing.conformance import Check, ConformanceError, conformance_checks
+from attnplug.testing.conformance.states import state_checks
+from attnplug.testing.conformance.target import Target
+
+ROWS = [(family, name) for family, names in MUTANTS.items() for name in names]
+NAMED = {
+    "decay after the update": "the decay comes after the update",
+    "output before the update": "the output comes before the update",
+    "delta before the decay": "the delta is computed before the decay",
+    "beta on the value only": "beta is applied to the value only",
+    "beta twice": "beta is applied twice",
+    "beta ignored": "beta is ignored",
+    "delta ignored": "the delta rule is ignored",
+    "value heads take key heads h % Hk": "value heads have the key heads h % Hk",
+    "scale ignored": "the scale is ignored",
+    "scale twice": "the scale is applied twice",
+    "exp of exp": "the decay is taken as a factor, not as its logarithm",
+    "log2": "the decay is taken as a logarithm to base 2",
+    "row decay of the first row": "the decay of the first row for all rows",
+    "the next head": "the decay of the next head",
+    "ignored": "the decay is ignored",
+    "zeros though given": "the step starts from zeros",
+    "later chunks from zeros": "the step starts from zeros",
+    "flipped taps": "the taps of a convolution are flipped",
+    "bias dropped": "the bias of a convolution is ignored",
+    "activation dropped": "the activation of a convolution is ignored",
+}
+"""The words of the failure for mistakes that one change of the rules explains."""
+
+
+LAYERS = ("linear-head", "delta-row", "delta-head", "linear-row", "conv4", "conv3")
+SLOW = {f"chunks of {size}" for size in (1, 16, 32, 128)} | {"computes in float64", "solves systems"}
+
+
+def quick_checks(backend: type) -> Iterator[Check]:
+    """The checks of one layer of each kind, in float32, those of all kinds before the next schedule."""
+    own = list(state_checks.checks(Target(backend, Device("cpu"))))
+    for schedule in (
+        "decodes",
+        "dummies",
+        "chunks",
+        "mixed",
+        "prompts",
+        "strong",
+        "drafts",
+        "checkpoints",
+        "repeats",
+        "random",
+    ):
+        for layer in LAYERS:
+            found = [check for check in own if re.match(rf"states/{schedule}-{layer}-float32-h", check.id)]
+            # The last one has a scale of its own, and the first has K = V.
+            yield from (
+                found[:1] if "conv" in layer else [found[0], *(found[-1:] if schedule == "decodes" else [])]
+            )
+
+
+def failures(backend: type, until: str | None = None) -> list[ConformanceError]:
+    """The first failure, or all until one has this name."""
+    found: list[ConformanceError] = []
+    for check in quick_checks(backend):
+        try:
+            check()
+        except ConformanceError as problem:
+            found.append(problem)
+            if until is None or problem.named == until:
+                break
+    return found
+
+
+@pytest.mark.parametrize(("family", "name"), ROWS)
+def test_a_mistake_is_caught(family: str, name: str) -> None:
+    assert failures(MUTANTS[family][name])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_mistake_in_one_rule_is_named(name: str) -> None:
+    backend = next(names[name] for names in MUTANTS.values() if name in names)
+    assert failures(backend, until=NAMED[name])[-1].named == NAMED[name]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in RIGHT]
+)
+def test_a_right_backend_of_another_form_passes(name: str) -> None:
+    problems = failures(RIGHT[name])
+    assert not problems, problems[0]
+
+
+def test_torch_passes_within_a_minute() -> None:
+    began = time.process_time()
+    checks = conformance_checks(TorchStateBackend, device="cpu", only=["states/*"])
+    assert {check.id.split("/")[0] for check in checks} >= {"declaration", "refused", "states"}
+    for check in checks:
+        if check.id.startswith("states/"):
+            check()
+    assert time.process_time() - began < 60
+
+
+def test_torch_is_checked_for_states_under_its_own_name() -> None:
+    from attnplug.backends.torch_native import TorchBackend
+
+    ids = [check.id for check in conformance_checks(TorchBackend, device="cpu", only=["state/*"])]
+    assert any(each.startswith("state/states/drafts-delta-head-float32") for each in ids)
+
+
+def test_a_rule_that_nothing_serves_fails() -> None:
+    class Boasts(TorchStateBackend):
+        @classmethod
+        def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+            return "it serves nothing"
+
+    checks, texts = state_checks.checks(Target(Boasts, Device("cpu"))), []
+    for check in checks:
+        with pytest.raises(ConformanceError) as caught:
+            check()
+        texts.append(str(caught.value))
+    assert texts == [
+        f"supported_state_rules has {rule}, and the backend serves no layer of it"
+        for rule in ("linear", "delta", "conv")
+    ]
