@@ -33,7 +33,11 @@ COMMANDS = {
     "select": ("select", GPT, "--device", "h100", "--memory", "80GiB", *ALL),
     "select-why": ("select", GPT, "--device", "a100", "--kv-cache-dtype", "fp8", "--why"),
     "select-per-phase": ("select", "examples/models/deepseek-v3.json", "--device", "h100", "--per-phase", *ALL),
+    "select-hybrid": (
+        "select", "examples/models/qwen3-next-80b.json", "--device", "h100", "--memory", "40GiB", "--backend", "TRITON", *ALL,
+    ),
     "explain": ("explain", "--device", "h100"),
+    "explain-state": ("explain", "--state", "delta,head,3", "--device", "cpu"),
     "explain-none": ("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "h100"),
     "explain-code": ("explain-code", "head_size"),
     "explain-code-all": ("explain-code",),

@@ -105,6 +105,7 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     runtimes.checks: True,
     gpu.checks: True,
     gpu.graph_checks: True,
+    state_checks.checks: True,
 }
 STATE_GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
     attributes.checks,
@@ -160,17 +161,20 @@ def target_checks(target: Target, only: Iterable[str] = ("*",)) -> list[Check]:
         return "listed" in areas or any(fnmatch.fnmatch(area, each) for each in areas)
 
     groups = [each for each in GROUPS if each not in _SLOW_TO_LIST or may_be_wanted(_SLOW_TO_LIST[each])]
-    if Feature.STATE in target.backend.features:
-        groups = [*STATE_GROUPS]
+    groups = [group for group in groups if _is_for(group, target)]
     checks = [check for group in groups for check in list_group(group, target)]
     for prefix, other in _other_targets(target).items():
         if may_be_wanted(prefix):
-            of_class = [group for group, is_of_all in GROUPS.items() if is_of_all]
-            if Feature.STATE in other.backend.features:
-                of_class = [state_checks.checks]
+            of_class = [group for group, is_of_all in GROUPS.items() if is_of_all and _is_for(group, other)]
             named = (check for group in of_class for check in list_group(group, other))
             checks += [dataclasses.replace(check, id=f"{prefix}/{check.id}") for check in named]
     return checks
+
+
+def _is_for(group: Callable[[Target], Iterator[Check]], target: Target) -> bool:
+    """Whether a group is for the layers of a target: those with a state have groups of their own."""
+    has_states, _ = guarded_call(lambda: Feature.STATE in target.backend.features)
+    return group in STATE_GROUPS if has_states else group is not state_checks.checks
 
 
 _REFERENCE = "TORCH"
