@@ -20,6 +20,7 @@ from sglang_stubs import (
     take_slots,
 )
 
+from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core.errors import BatchError, NoBackendError, SpecError
 from attnplug.integrations.sglang import decisions
 
@@ -411,3 +412,27 @@ def test_graphs_read_tensors_that_stay() -> None:
     replayed.seq_lens = replayed.seq_lens_cpu = torch.ones(6, dtype=torch.int64)
     with pytest.raises(BatchError, match="must be at most 5 requests"):
         backend.init_forward_metadata_out_graph(replayed)
+
+
+def test_a_warm_up_runs_each_kind_of_step_and_writes_no_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnplug.integrations.sglang.warm_up import warm_up  # it needs the stand-ins of SGLang
+
+    serving = served(None)
+    serving.check("EXTEND", [5, 9, 1])
+    before = serving.run.token_to_kv_pool.buffers[0].clone()
+    assert warm_up(serving.backend) == 0  # TORCH compiles nothing
+    monkeypatch.setattr("attnplug.integrations.sglang.warm_up.compiles", lambda decision: True)
+    seen: list[tuple[int, int]] = []
+    attend_once = TorchImpl.attend
+
+    def noted(impl: Any, layer: Any, query: torch.Tensor, *given: Any, **asked: Any) -> torch.Tensor:
+        metadata = given[3]
+        seen.append((query.shape[0], int(metadata.slot_mapping.max())))
+        return attend_once(impl, layer, query, *given, **asked)
+
+    monkeypatch.setattr(TorchImpl, "attend", noted)
+    assert warm_up(serving.backend) == len(seen) > 10
+    assert {rows for rows, _ in seen} >= {1, 4, 64}
+    assert {slot for _, slot in seen} == {-1}
+    assert torch.equal(before, serving.run.token_to_kv_pool.buffers[0])
+    serving.check("DECODE", [1, 1, 1])

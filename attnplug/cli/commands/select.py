@@ -141,6 +141,7 @@ def select(
             "decisions": [decision.to_dict() for decision in every],
             "other_layers": dict(model.other_layers),
             "kv_sharing": dict(model.kv_sharing),
+            "prefixes": {str(each.layer_name): each.prefix_refusal for each in every if each},
             "advice": advice_as_data(advice),
         }
         if by_phase:
@@ -249,6 +250,14 @@ def _print(
                 phase = f", {decision.phase}" if decision.phase else ""
                 out.print(f"\nlayers {layers} ({features_in_words(decision.spec)}{phase}):")
                 out.print(decision.table())
+            if first:
+                reason = first.prefix_refusal
+                read = (
+                    "once for all requests that begin with it"
+                    if reason is None
+                    else f"by each request: {reason}"
+                )
+                out.print(Paragraph(f"A shared prefix is read {read}."))
     if not all(decisions):
         lacking = sum(not decision for decision in decisions)
         out.print(f"\nNo backend for {lacking} of {len(decisions)} layers.")

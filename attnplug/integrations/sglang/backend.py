@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.interface.impl_and_builder import checked_metadata
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.integrations.binding import GrowingBuilder
 from attnplug.integrations.sglang.batches import check_fields
 from attnplug.integrations.sglang.bound import Bound, Choice, decide
@@ -19,6 +21,7 @@ from attnplug.integrations.sglang.graphs import GraphBuffers, GraphStep, check_s
 from attnplug.integrations.sglang.layers import look
 from attnplug.integrations.sglang.runner import check_runner, drafts_of_runner, facts_of
 from attnplug.integrations.sglang.steps import CROSS, Rows, Step
+from attnplug.integrations.sglang.warm_up import warm_up
 from attnplug.registry.selection.decision import Decision
 
 
@@ -64,9 +67,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         """By requests and their queries, the metadata of each kind that a graph reads."""
         self._capturing = False
         self._step: Step | GraphStep | None = None
-        for layer in runner.model.modules():
-            if isinstance(layer, RadixAttention):
-                decide(layer, self._name(layer), self.pool, self.facts, self.choice, has_sinks=False)
+        for layer in self.attention_layers():
+            decide(layer, self._name(layer), self.pool, self.facts, self.choice, has_sinks=False)
 
     @property
     def token_to_kv_pool(self) -> Any:
@@ -78,6 +80,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         if pool is not self.pool:
             limit = "is put in place for a draft that reads another model's pages, which is not served"
             raise SpecError("token_to_kv_pool", type(pool).__name__, limit, OTHER)
+
+    def attention_layers(self) -> Iterator[Any]:
+        """The model's attention layers."""
+        return (layer for layer in self.runner.model.modules() if isinstance(layer, RadixAttention))
 
     def decisions(self) -> dict[str, Decision]:
         """The decision for each layer that has run, by its path in the model."""
@@ -100,6 +106,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
 
         Graphs that were captured with smaller sizes are forgotten, and a replay of theirs is an error.
         """
+        if self._buffers is None and self.device.type != "cpu":
+            warm_up(self)
         tokens, given = max(max_bs, max_num_tokens), self._buffers
         if given is not None and given.max_reqs >= max_bs and given.max_tokens >= tokens:
             return
@@ -249,6 +257,11 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
             check_support(support, str(bound.decision.backend), step.queries)
         method = "build_for_cudagraph_capture"
         return checked_metadata(backend, method, builder.build_for_cudagraph_capture(common))
+
+    def builder_of(self, bound: Bound) -> AttentionMetadataBuilder[Any]:
+        """The builder of a kind's steps outside of graphs, of the first sizes."""
+        growing = self._builder(self._builders, bound)
+        return growing.fitting(growing.config.max_num_seqs, growing.config.max_num_batched_tokens)
 
     def _builder(self, builders: dict[Any, GrowingBuilder], bound: Bound) -> GrowingBuilder:
         if bound.kind not in builders:
