@@ -38,6 +38,7 @@ from attnplug.registry.measured.tuned_files import read_table, update_table
 from attnplug.tuning.jobs import Job, run_jobs
 from attnplug.tuning.regret import CellRegret, regrets, summaries, versions_of
 from attnplug.tuning.session import Tuner
+from attnplug.tuning.step_regret import kinds, step_regrets
 from attnplug.tuning.workloads import Workload, layers_of, workload_of
 
 MODELS = Path(__file__).parents[1] / "examples" / "models"
@@ -45,11 +46,13 @@ SIX = "llama-3.1-8b,llama-3.1-70b,qwen3-30b-a3b,mistral-7b-v0.1,gemma-3-27b-text
 BACKENDS = "TRITON,FLASHINFER,FLASH_ATTN_4,FLASH_ATTN_2,TORCH"
 TABLE = (
     "decode 64 x 4k ragged, decode 8 x 4k ragged, decode 1 x 4k, decode 4 x 32k, decode 16 x 4 of 4k, "
-    "prefill 4 x 1k, prefill 1 x 8k, prefill 4 x 512 of 4k ragged"
+    "prefill 4 x 1k, prefill 1 x 8k, prefill 4 x 512 of 4k ragged, prefill 64 x 100, prefill 16 x 300, "
+    "mixed 24 x 3k + 1 x 512 of 512"
 )
 HELD = (
     "decode 48 x 6k ragged, decode 12 x 3k ragged, decode 2 x 6k, decode 2 x 24k, decode 12 x 4 of 6k, "
-    "prefill 3 x 1500, prefill 1 x 5k, prefill 3 x 700 of 5k ragged"
+    "prefill 3 x 1500, prefill 1 x 5k, prefill 3 x 700 of 5k ragged, prefill 90 x 60, prefill 20 x 250, "
+    "mixed 20 x 3k + 1 x 400 of 2k"
 )
 
 
@@ -209,6 +212,10 @@ def report(options: argparse.Namespace) -> int:
     for each in policies:
         shares = "  ".join(f"{name} {100 * getattr(each, name):5.1f} %" for name in ("mean", "p95", "worst"))
         print(f"{each.policy:32}  {shares}  at most {100 * each.over_default:+.1f} % against priorities")
+    steps = step_regrets(registry, held, {"packaged table": table}, assume_installed=assumed)
+    for kind in kinds(steps):
+        shares = f"mean {100 * kind.mean:5.1f} %  worst {100 * kind.worst:5.1f} %"
+        print(f"plan by {kind.policy:24}  {kind.kind:14} {kind.cells:4} cells  {shares}")
     worst = sorted(cells, key=lambda cell: cell.regret("priorities"), reverse=True)
     print("priorities are farthest from the best at:")
     for cell in worst[:12]:

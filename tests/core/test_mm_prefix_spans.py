@@ -15,7 +15,7 @@ from attnplug.core.batch import (
     make_local_attention_virtual_batches,
     split_attn_metadata,
 )
-from attnplug.core.composite.step_split import split_step
+from attnplug.core.composite.routing import Router
 from attnplug.errors import BatchError
 
 TWO = [[0, 0], [0, 0], [1, 3], [1, 3], [3, 5], [3, 5]]
@@ -33,7 +33,7 @@ def cut(*tokens: int, common=None):
 
 
 def test_a_composite_cuts_them_between_requests():
-    parts = split_step(step(mm_prefix_spans_cpu=torch.tensor(TWO).int()), 1, is_cross=False)
+    parts = Router(()).split(step(mm_prefix_spans_cpu=torch.tensor(TWO).int()), 1, is_cross=False)
     assert parts.decode is not None
     assert parts.prefill is not None
     assert parts.decode.mm_prefix_spans.tolist() == TWO[:1]

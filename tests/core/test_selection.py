@@ -10,7 +10,7 @@ from sample_batches import batch
 
 from attnplug.core import CommonAttentionMetadata, Selection, SparseSpec
 from attnplug.core.batch import UBatchSlice, split_attn_metadata
-from attnplug.core.composite.step_split import split_step
+from attnplug.core.composite.routing import Router
 from attnplug.errors import BatchError
 
 TOKENS, BLOCKS = SparseSpec("token_topk", 3), SparseSpec("block", 2, 4)
@@ -137,7 +137,7 @@ def test_a_view_without_padding_has_the_rows_of_its_tokens() -> None:
 
 def test_the_halves_of_a_composite_have_their_own_rows() -> None:
     common = step([1, 1, 3], [4, 5, 6])
-    cut = split_step(common, 1, False)
+    cut = Router(()).split(common, 1, False)
     assert cut.decode is not None
     assert cut.prefill is not None
     assert (rows_of(cut.decode), rows_of(cut.prefill)) == ([0, 1], [2, 3, 4])

@@ -81,19 +81,19 @@ def test_a_range_covers_those_whose_steps_it_has(one, other, numbers):
         (
             StepRange(StepKind.PREFILL, query=(1, 256)),
             "prefill query ..256",
-            "prefills with at most 256 tokens in the longest query",
+            "prefills with at most 256 new tokens a request",
         ),
         (
             StepRange(StepKind.MIXED, requests=(17, 34), keys=(1, 4096)),
             "mixed requests 17..34 keys ..4096",
-            "mixed steps with 17 to 34 requests and at most 4096 tokens in the longest request",
+            "mixed steps with 17 to 34 requests and at most 4096 tokens a request",
         ),
         (
             StepRange(StepKind.PREFILL, query=(2, 9), requests=(1, 3), rows=(4, None)),
             "prefill query 2..9 requests ..3 rows 4..",
-            "prefills with 2 to 9 tokens in the longest query, at most 3 requests and at least 4 tokens",
+            "prefills with 2 to 9 new tokens in the longest request, at most 3 requests and at least 4 new tokens",
         ),
-        (StepRange(StepKind.DECODE, rows=(5, None)), "decode rows 5..", "decodes with at least 5 tokens"),
+        (StepRange(StepKind.DECODE, rows=(5, None)), "decode rows 5..", "decodes with at least 5 new tokens"),
     ],
 )
 def test_a_range_is_said_in_text_and_in_words(steps, text, words):

@@ -63,7 +63,7 @@ def test_steps_of_a_range_run_on_the_backend_that_ranks_highest_there():
     assert decision.members == {Phase.PREFILL: "P", Phase.DECODE: "D"}
     assert said(decision) == [
         f"{SMALL.words} run on S: priority 99 for such steps, and P+D has 90",
-        "prefills with at most 12 tokens in the longest query run on S: priority 95 for such steps, and P has 90",
+        "prefills with at most 12 new tokens a request run on S: priority 95 for such steps, and P has 90",
         "decodes of several tokens run on S: priority 91 for such steps, and D has 90",
     ]
     assert decision.full_name == (
@@ -119,7 +119,7 @@ def test_a_range_whose_backend_shares_no_cache_is_noted_with_the_reason():
     assert (decision.backend, decision.steps) == ("P+D", ())
     (note,) = made.notes
     assert note.startswith(
-        "prefills with at most 12 tokens in the longest query would run on S, but KV layouts differ"
+        "prefills with at most 12 new tokens a request would run on S, but KV layouts differ"
     )
 
 
@@ -307,18 +307,17 @@ def words_choose(texts, threshold, lens, longest):
         kind = "decodes of several tokens" if text.startswith("decodes of several") else text.split()[0]
         limits = {}
         for least, most, what in re.findall(
-            r"(?:at most|(\d+) to) (\d+) (tokens in the longest query|requests|tokens in the longest request|tokens)",
-            text,
+            r"(?:at most|(\d+) to) (\d+) (new tokens a request|requests|tokens a request|new tokens)", text
         ):
             limits[what] = int(least or 1), int(most)
         rules.append((kind, limits, text.split(" run on ")[1].split(":")[0]))
 
     def member(kind, part, default):
         found = {
-            "tokens in the longest query": max(part),
+            "new tokens a request": max(part),
             "requests": len(part),
-            "tokens": sum(part),
-            "tokens in the longest request": longest,
+            "new tokens": sum(part),
+            "tokens a request": longest,
         }
         for each, limits, name in rules:
             if each == kind and all(low <= found[what] <= high for what, (low, high) in limits.items()):

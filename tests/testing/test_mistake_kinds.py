@@ -43,6 +43,8 @@ def test_each_numeric_case_finds_a_kind(level: Level) -> None:
         ("mla/cache/only-slots-written-mixed", ["cache writes"]),
         ("gpu/graph-decode", ["graphs and buffers"]),
         ("builder/build-full", ["builders and metadata"]),
+        ("composite/route-1-prefill", ["builders and metadata"]),
+        ("mla/composite/other-steps", ["builders and metadata"]),
         ("correct/mixed-h8x1-d64-float32-fp8-b16-HND", ["heads and head sizes", "cache reads and pages", "storage types and dtypes"]),
     ],
 )  # fmt: skip

@@ -45,12 +45,13 @@ class Router:
         Args:
             common: the step, decodes first.
             threshold: the longest query of a decode.
-            is_cross: see `split_step`.
+            is_cross: see `split_at`.
             cut: whether every mixed step is cut, as for captures and for parts that share a prefix.
 
         Raises:
             BatchError: start locations that decrease or pass `num_actual_tokens`.
         """
+        # `split_attn_metadata` takes four times the host's time, because it also cuts inside requests.
         reqs, rest, tokens, others = split_decodes_and_prefills(common, threshold)
         longest, keys = common.max_query_len, common.max_seq_len
         if not rest:

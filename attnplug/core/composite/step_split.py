@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from attnplug.core.batch.splitting import split_decodes_and_prefills
 from attnplug.core.metadata import LENGTHS_ON_HOST, OPTIONAL_ROWS, CommonAttentionMetadata
 from attnplug.core.spec import Phase
 
@@ -27,30 +26,6 @@ class StepSplit:
     prefill_place: str = Phase.PREFILL
 
 
-def split_step(common: CommonAttentionMetadata, threshold: int, is_cross: bool) -> StepSplit:
-    """Cut the step before its first query longer than `threshold`; nothing is read back.
-
-    The parts are views of the step's tensors. Only the start locations of the rest are new, because they begin at 0:
-    one subtraction on the device. The parts do not have the indices of wanted logits.
-
-    Args:
-        common: the step, decodes first, without direct K and V.
-        threshold: the longest query of a decode.
-        is_cross: whether slots are of encoder tokens, which no query owns; then each part has them all.
-
-    Raises:
-        BatchError: start locations that decrease or pass `num_actual_tokens`.
-    """
-    # `split_attn_metadata` takes four times the host's time, because it also cuts inside requests.
-    reqs, rest, tokens, _ = split_decodes_and_prefills(common, threshold)
-    if not rest:
-        return StepSplit(reqs, tokens, common, None)
-    if not reqs:
-        return StepSplit(0, 0, None, common)
-    # A threshold of 1 gives the longest query without a look at the lengths.
-    return split_at(common, reqs, tokens, is_cross, longest=1 if threshold == 1 else None)
-
-
 def split_at(
     common: CommonAttentionMetadata,
     reqs: int,
@@ -58,9 +33,17 @@ def split_at(
     is_cross: bool = False,
     longest: int | None = None,
 ) -> StepSplit:
-    """Cut the step after `reqs` requests, which have `tokens` queries; both parts have requests. See `split_step`.
+    """Cut the step after `reqs` requests, which have `tokens` queries; both parts have requests. Nothing is read back.
 
-    `longest` is the longest query of the first part; None if it must be computed.
+    The parts are views of the step's tensors. Only the start locations of the rest are new, because they begin at 0:
+    one subtraction on the device. The parts do not have the indices of wanted logits.
+
+    Args:
+        common: the step, decodes first, without direct K and V.
+        reqs: requests of the first part.
+        tokens: their queries.
+        is_cross: whether slots are of encoder tokens, which no query owns; then each part has them all.
+        longest: the longest query of the first part; None if it must be computed.
     """
     end, starts, starts_cpu = common.num_reqs, common.query_start_loc, common.query_start_loc_cpu
     own = starts[reqs : end + 1] - tokens, torch.from_numpy(starts_cpu.numpy()[reqs:] - tokens)

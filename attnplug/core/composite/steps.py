@@ -49,12 +49,9 @@ _PLURAL = {
     StepKind.PREFILL: "prefills",
     StepKind.MIXED: "mixed steps",
 }
-_WORDS = {
-    "query": "tokens in the longest query",
-    "requests": "requests",
-    "rows": "tokens",
-    "keys": "tokens in the longest request",
-}
+_WORDS = {"query": "new tokens", "requests": "requests", "rows": "new tokens", "keys": "tokens"}
+_OF_REQUESTS = ("query", "keys")
+"""Quantities of the longest request."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,8 +149,8 @@ class StepRange:
 
     @property
     def words(self) -> str:
-        """The steps in words: "prefills with at most 256 tokens in the longest query"."""
-        limits = [f"{_amount(*value)} {_WORDS[name]}" for name, value in self._limited()]
+        """The steps in words: "prefills with at most 256 new tokens a request"."""
+        limits = [_limit_in_words(name, *value) for name, value in self._limited()]
         if not limits:
             return _PLURAL[self.kind]
         *most, last = limits
@@ -181,10 +178,15 @@ def _span(least: int, most: int | None) -> str:
     return f"{least if least > 1 else ''}..{'' if most is None else most}"
 
 
-def _amount(least: int, most: int | None) -> str:
+def _limit_in_words(name: str, least: int, most: int | None) -> str:
+    what = _WORDS[name]
+    of = ""
+    if name in _OF_REQUESTS:
+        # Of the longest request all have at most as many.
+        of = " a request" if least == 1 else " in the longest request"
     if most is None:
-        return f"at least {least}"
-    return f"at most {most}" if least == 1 else f"{least} to {most}"
+        return f"at least {least} {what}{of}"
+    return f"at most {most} {what}{of}" if least == 1 else f"{least} to {most} {what}{of}"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

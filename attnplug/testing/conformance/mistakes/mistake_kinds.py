@@ -135,7 +135,7 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
     ),
     MistakeKind(
         "builders and metadata",
-        ("builder/[!ca]*", "builder/common-*", "tensors/misfits-*"),
+        ("builder/[!ca]*", "builder/common-*", "tensors/misfits-*", "composite/*"),
     ),
     MistakeKind(
         "graphs and buffers",
