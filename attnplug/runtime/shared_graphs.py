@@ -130,13 +130,16 @@ class SharedGraphs(NotCopied):
         shape = next(iter(batch.trees.values())).shape if batch.trees else None
         query_len = 1 if shape is None else shape.parents.size
         buffers = self._state.get_graph_input_buffers(key.batch_size, query_len)
-        found: list[tuple[SharingLayers, list[tuple[Twins, Rows]], Paths | None]] = []
-        shares = bool(batch.trees)
         held, notes = self._held[key], list[str]()
-        for each, forest in self._runtime.prefix_sharing.forests(batch, by_graph=True):
-            if each.names[0] not in held:
-                continue
-            shares = shares or isinstance(forest, Forest)
+        forests = [
+            each
+            for each in self._runtime.prefix_sharing.forests(batch, by_graph=True)
+            if each[0].names[0] in held
+        ]
+        if not batch.trees and all(isinstance(forest, str) for _, forest in forests):
+            return None
+        found: list[tuple[SharingLayers, list[tuple[Twins, Rows]], Paths | None]] = []
+        for each, forest in forests:
             notes.append(note_of(each, forest, len(batch.trees)))
             # Each tree has a piece of its own, so that the rows of all are in order.
             nodes = forest if isinstance(forest, Forest) and shape is None else None
@@ -144,8 +147,6 @@ class SharedGraphs(NotCopied):
             if not calls:
                 return None
             found.append((each, calls, paths))
-        if not shares:
-            return None
         plain = dataclasses.replace(batch, trees={}) if batch.trees else batch
         self._state.prepare_graph_input_buffers(buffers, plain)
         steps: dict[str, SharedStep] = {}

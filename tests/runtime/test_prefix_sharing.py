@@ -19,7 +19,7 @@ from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.runtime import AttentionRuntime
-from attnplug.runtime.batch.forest_prices import SharingPrices
+from attnplug.runtime.batch.forest_prices import SharingPrices, prices_of
 from attnplug.runtime.steps import shared_step
 from attnplug.runtime.steps.shared_step import SharedStep
 
@@ -338,3 +338,12 @@ def test_prefixes_below_the_one_that_all_requests_share_are_worth_more_than_a_ke
     model.step(**dict.fromkeys(model.requests, 1))
     assert counted.parts[-1] == 2
     assert "3 shared prefixes with" in model.runtime.step_notes[0]
+
+
+@pytest.mark.parametrize("name", ["TRITON", "FLASH_ATTN_4+TRITON", "A+TRITON[prefill query ..384 on TRITON]"])
+def test_the_prices_of_a_composite_are_those_of_its_decodes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert prices_of(torch.device("cuda"), name) == prices_of(torch.device("cuda"), "TRITON")
+    assert prices_of(torch.device("cuda"), "TRITON+OTHER") is None

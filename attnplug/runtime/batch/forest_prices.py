@@ -63,6 +63,8 @@ _TRITON = {
 
 def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     """The prices of a backend on a device; None if nobody has measured them, so that nothing is shared there."""
+    # Of a composite, "A+B[ranges of steps]", B attends the decodes, which shared prefixes are for.
+    backend = backend.partition("[")[0].rpartition("+")[2]
     if device.type == "cpu":
         return _CPU if backend == "TORCH" else None
     if device.type != "cuda" or backend != "TRITON":
