@@ -117,12 +117,16 @@ class LayerPrices:
             prices.host,
         )
 
-    def saved(self, readers: int, rows: int, keys: int) -> float:
-        """The seconds that a node saves: `keys` tokens that `readers` requests with `rows` new tokens share."""
+    def saved(self, readers: int, rows: int, keys: int, piece_rows: int = 0) -> float:
+        """The seconds that a node saves: `keys` tokens that `readers` requests with `rows` new tokens share.
+
+        A graph reads them once for each `piece_rows` new tokens; 0 for a step outside of graphs, which reads them once.
+        """
         if self.safety == 0:
             return (readers - 1) * keys * self.key_read
         # A piece by itself takes a tenth longer to read than as a part of a request.
-        apart = 1.1 * keys * self.key_read + rows * (keys * self.key_product + self.merge)
+        reads = 1 + self.reread * (-(-rows // piece_rows) - 1) if piece_rows else 1.0
+        apart = 1.1 * reads * keys * self.key_read + rows * (keys * self.key_product + self.merge)
         return self.reread * readers * keys * self.key_read - apart
 
     def plain(self, keys: int) -> float:
