@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime as dt
+import functools
 import json
 import pathlib
 import random
@@ -310,7 +311,8 @@ def would_share(cell: Cell, device: str, backend: str | None, layers: int) -> bo
     for row, (held, _) in zip(table, tables, strict=True):
         row[: len(held)] = held
     computed, new = np.array([tokens for _, tokens in tables]), np.ones(len(tables), dtype=np.int64)
-    forest = find_forest(table, SIZE, new, reach_of(computed, new, SIZE), prices.saved)
+    saves = functools.partial(prices.saved, piece_rows=16)
+    forest = find_forest(table, SIZE, new, reach_of(computed, new, SIZE), saves)
     saved = 0.0 if forest is None else forest.saved - new.size * prices.merge
     plain = prices.plain(int((computed + 1).sum()))
     return prices.pays(saved, plain) and not prices.waits(plain, layers)

@@ -133,7 +133,7 @@ class SharedGraphs(NotCopied):
         held, notes = self._held[key], list[str]()
         forests = [
             each
-            for each in self._runtime.prefix_sharing.forests(batch, by_graph=True)
+            for each in self._runtime.prefix_sharing.forests(batch, piece_rows=self._rows)
             if each[0].names[0] in held
         ]
         if not batch.trees and all(isinstance(forest, str) for _, forest in forests):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -126,11 +127,11 @@ class PrefixSharing(NotCopied):
         return steps
 
     def forests(
-        self, batch: StepBatch, own_prefix: Collection[str] = (), by_graph: bool = False
+        self, batch: StepBatch, own_prefix: Collection[str] = (), piece_rows: int = 0
     ) -> Iterator[tuple[SharingLayers, Forest | str]]:
         """The layers with the prefixes that they share in a step, or why they share none; arguments as `begin`.
 
-        `by_graph` leaves the host's time out of the price.
+        With `piece_rows`, the new tokens of a piece in a graph, the price is that of the graph.
         """
         host, trees = batch.host, trees_of(batch)
         found: dict[tuple[object, ...], Forest | str] = {}
@@ -140,7 +141,7 @@ class PrefixSharing(NotCopied):
                 continue
             key = at, each.left, each.chunk, each.prices, each.refusal
             if key not in found:
-                found[key] = self._find(batch, host, each, trees, by_graph)
+                found[key] = self._find(batch, host, each, trees, piece_rows)
             forest = found[key]
             if each.names[0] in own_prefix and (
                 isinstance(forest, str) or forest.saved < _BETTER * _saved_by_own(batch, host, each)
@@ -154,7 +155,7 @@ class PrefixSharing(NotCopied):
         host: HostRows,
         each: SharingLayers,
         trees: Mapping[int, DraftTree],
-        by_graph: bool,
+        piece_rows: int,
     ) -> Forest | str:
         """The nodes of a step that are worth their calls, or why there are none."""
         if each.refusal is not None:
@@ -167,11 +168,12 @@ class PrefixSharing(NotCopied):
         if table.shape[0] < 2 or (is_plain and not may_share(table)):
             return "no blocks are shared"
         plain = prices.plain(int((host.computed + host.scheduled).sum()))
-        if prices.waits(plain, len(each.names) if by_graph else 0):
+        if prices.waits(plain, len(each.names) if piece_rows else 0):
             return f"a plain layer takes {plain * 1e6:.0f} us, and the host more for shared prefixes"
         size = batch.block_sizes[at]
         reach = _reach(host, size, each, trees)
-        forest = find_forest(table, size, host.scheduled, reach, prices.saved)
+        saves = functools.partial(prices.saved, piece_rows=piece_rows)
+        forest = find_forest(table, size, host.scheduled, reach, saves)
         if forest is None:
             return "no shared blocks are worth a call of their own"
         tokens = int(host.scheduled.sum())
