@@ -56,8 +56,10 @@ _CPU = SharingPrices(bandwidth=3.5e9, reread=1.0, products=5e10, calls=3e-3)
 # The host's time is that of an engine without graphs, which waits for it in each layer.
 # Fitted to 52 cells of TRITON on an H200 and of a sketch on an H100 (benchmarks/prefix_forests.py), by the device's name.
 _TRITON = {
-    "H200": SharingPrices(bandwidth=4.58e12, reread=0.74, products=7e14, calls=2e-5, margin=0.05, host=1e-3),
-    "H100": SharingPrices(bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=2e-5, margin=0.05, host=1e-3),
+    "H200": SharingPrices(bandwidth=4.58e12, reread=0.74, products=7e14, calls=2.5e-5, margin=0.1, host=1e-3),
+    "H100": SharingPrices(
+        bandwidth=2.7e12, reread=0.45, products=3.2e14, calls=2.5e-5, margin=0.1, host=1e-3
+    ),
 }
 
 
