@@ -112,6 +112,8 @@ def measurable(spec: LayerSpec, workload: Workload) -> tuple[Workload, str]:
             (),
             f"is {'sparse' if spec.sparse else 'of spans'}: its steps need inputs that no workload describes",
         )
+    if spec.state is not None:
+        return (), "keeps a state: no workload has the pages of its steps"
     if spec.attn_type == "encoder_decoder":
         return (), "attends an encoder: no workload has its tokens"
     part = shapes_for(spec, workload)
@@ -129,6 +131,6 @@ def layers_of(specs: Mapping[str, LayerSpec], block_size: int | None) -> dict[La
 
     kinds: dict[object, tuple[LayerSpec, list[str]]] = {}
     for name, spec in specs.items():
-        asked = spec if spec.direct_kv or block_size is None else spec.replace(block_size=block_size)
+        asked = spec if not spec.has_pages or block_size is None else spec.replace(block_size=block_size)
         kinds.setdefault((layer_key(asked), asked.block_size), (asked, []))[1].append(name)
     return dict(kinds.values())

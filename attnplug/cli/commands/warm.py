@@ -174,7 +174,7 @@ def _plan(
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
         model = read_config(config, **reading)
     specs = {
-        name: spec if spec.direct_kv or block_size is None else spec.replace(block_size=block_size)
+        name: spec if not spec.has_pages or block_size is None else spec.replace(block_size=block_size)
         for name, spec in model.layers.items()
     }
     # What is installed here will be in the image, so nothing else is assumed.
