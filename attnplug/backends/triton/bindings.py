@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from attnplug.backends.impl import Pages
+from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
@@ -97,6 +98,7 @@ class BoundLayer:
         output: `[T, H, Dv]`, with a last stride of 1.
         output_lse: `[T, H]`, or None.
         scales: of stored keys and values.
+        paged: whether keys are read from pages, and not given with the call.
     """
 
     def __init__(
@@ -108,8 +110,16 @@ class BoundLayer:
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
         scales: tuple[float, float],
+        paged: bool = True,
     ) -> None:
         self.kv_heads = spec.num_kv_heads
+        self.rotation = rotation_of(spec, query.device) if paged else None
+        """Turns the queries and outputs of rotated formats; None for other layers."""
+        q_strides, out_strides = query.stride(), output.stride()
+        if self.rotation is not None:
+            # The kernels read and write turned rows, in buffers of their own.
+            q_strides = out_strides = (spec.num_heads * spec.head_size, spec.head_size, 1)
+        k_scale, v_scale = opened_scale(spec, scales) if paged else scales
         self._reach = reach
         self._gpu = gpu_of(query.device)
         self._spec = spec
@@ -120,19 +130,19 @@ class BoundLayer:
         self._tile = fixed_tile(self._widest, self._itemsize) if spec.invariance else None
         # 64 heads over 256k tokens of 128 elements pass 2**31. Only such layers compute
         # offsets of heads in 64 bits, because registers grow from 168 to 254 with them.
-        is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
+        is_far = spec.num_heads * max(q_strides[1], out_strides[1]) > 1 << 31
         self._values: dict[str, Any] = {
-            "scale": spec.scale * scales[0],
-            "value_scale": scales[1],
+            "scale": spec.scale * k_scale,
+            "value_scale": v_scale,
             "cap": spec.logits_soft_cap or 1.0,
             # Windows and chunks are arguments, so layers of other widths share a compiled kernel.
             "left": reach.left,
             "right": reach.right,
             "chunk": reach.chunk,
-            "stride_qt": query.stride(0),
-            "stride_qh": query.stride(1),
-            "stride_ot": output.stride(0),
-            "stride_oh": output.stride(1),
+            "stride_qt": q_strides[0],
+            "stride_qh": q_strides[1],
+            "stride_ot": out_strides[0],
+            "stride_oh": out_strides[1],
             "stride_lse": 0 if output_lse is None else output_lse.stride(0),
             "GROUP": self._group,
             "D": spec.head_size,
@@ -148,6 +158,7 @@ class BoundLayer:
             # Rows that may come in any step have splits by position, others by the lengths of their request.
             "FIXED": self._tile is not None,
             "EVEN": "rows" not in spec.invariance,
+            "FORMAT": None,
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}
@@ -183,6 +194,7 @@ class BoundLayer:
             values = {**self._values, **self._whole_tiles(pages.k)}
             values |= _strides(pages.k.stride(), pages.v.stride())
             values |= _paired(pages.v, launch.block_m)
+            values |= format_values(self._spec, pages.k, pages.v)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
             values["PDL"] = can_overlap(pages.k.device)
             found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
@@ -259,6 +271,7 @@ class BoundLayer:
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
+            values |= format_values(self._spec, k, v)
             kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
             found = self._prefills[key] = Prefill(kernel, block_m // self._group)
         return found
@@ -311,6 +324,7 @@ class BoundLayer:
             **self._whole_tiles(pages.k),
             **_strides(pages.k.stride(), pages.v.stride()),
             **_paired(pages.v, block_m),
+            **format_values(self._spec, pages.k, pages.v),
             "BLOCK_SIZE": pages.k.shape[1],
             "max_rows": rows,
             "stride_table": stride_table,
@@ -380,7 +394,8 @@ def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
 
 def _computed(spec: LayerSpec, device: torch.device) -> Any:
     """The type that the kernels multiply in; None for the type of the queries."""
-    if spec.dtype != "bfloat16":
+    # Turned queries are float32, whatever the type of the layer.
+    if spec.dtype != "bfloat16" and (spec.dtype == "float32" or row_of(spec) is None):
         return None
     if device.type == "cpu":
         return tl.float32  # the interpreter multiplies bfloat16 as integers

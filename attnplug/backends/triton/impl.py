@@ -24,6 +24,7 @@ from attnplug.ops.checks import (
     refuse_output_scales,
 )
 from attnplug.ops.reach import Reach
+from attnplug.ops.triton.kv_format_write import bound_codec_write
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
 
@@ -43,6 +44,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     can_return_lse_for_decode = True
     _reads_adjacent = True
     _bind_write = BoundWrite
+    _bind_codec = staticmethod(bound_codec_write)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +85,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             output_lse[: meta.num_actual_tokens] = dense[: meta.num_actual_tokens]
             return output
         scales = self._scales(layer, query.dtype if kv_cache is None else kv_cache.dtype)
-        bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales)
+        bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales, kv_cache is not None)
         lse = query if output_lse is None else output_lse
         # Without a copy of a column of a larger tensor, kernels would read what is beside it.
         sinks = tensors.sinks.contiguous() if use_sinks and tensors.sinks is not None else query
@@ -92,10 +94,17 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if self.spec.mm_prefix:
             check_spans_given(meta.spans is not None, self.spec)
             spans = query if meta.spans is None else meta.spans
-        call = query, output, lse, sinks, slopes, spans
         if kv_cache is None or self.spec.direct_kv:
             check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
+            written, rotation = output, bound.rotation
+            batch_rows = meta.query_start_loc, meta.num_reqs, meta.num_actual_tokens
+            if rotation is not None:
+                sizes = 2, meta.num_actual_tokens, *query.shape[1:]
+                turned = torch.empty(sizes, dtype=torch.float32, device=query.device)
+                rotation.turn(query, turned[0], *batch_rows)
+                query, output = turned
+            call = query, output, lse, sinks, slopes, spans
             if kv_cache is None:
                 key, value = check_keys(key, value, meta.key_rows, self.spec)
                 k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
@@ -123,7 +132,9 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                     _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
                 else:
                     _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
-        return output
+            if rotation is not None:
+                rotation.turn(output, written, *batch_rows, back=True)
+        return written
 
     @functools.cached_property
     def by_shares(self) -> bool:
@@ -150,10 +161,11 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         use_sinks: bool,
         meta: TritonMetadata,
         scales: tuple[float, float],
+        paged: bool,
     ) -> BoundLayer:
         """The layer bound for calls like this; the first such call is checked."""
         tokens, asked, written = meta.num_actual_tokens, query.shape, output.shape
-        form: tuple[object, ...] = (meta.causal, use_sinks, scales, query.device)
+        form: tuple[object, ...] = (meta.causal, use_sinks, scales, query.device, paged)
         form += (asked[1:], query.stride(), query.dtype, written[1:], output.stride(), output.dtype)
         least = tokens
         if output_lse is not None:
@@ -174,7 +186,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         tensors = self.tensors if use_sinks else dataclasses.replace(self.tensors, sinks=None)
         if len(self._bound) == _MOST_FORMS:
             self._bound.clear()
-        bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, query, output, output_lse, scales)
+        given = query, output, output_lse
+        bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, *given, scales, paged)
         return bound
 
 

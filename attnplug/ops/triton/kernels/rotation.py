@@ -1,0 +1,66 @@
+"""Rows turned by a matrix of ones and minus ones, in tensor cores and to the last bits of float32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def turned(rows, matrix, stride_in, stride_out, factor, D: tl.constexpr, PARTS: tl.constexpr):
+    """Float32 rows `[R, D]` times `matrix [D, D]`, times `factor`; D is a power of two, from 16 on.
+
+    The matrix is bfloat16, which has its numbers exactly. PARTS terms of bfloat16 have those of the rows: 1 is exact for
+    rows of bfloat16, 2 for float16 and 3 for float32. With 0 the product is one of float32, for the interpreter.
+    """
+    dims = tl.arange(0, D)
+    signs = tl.load(matrix + dims[:, None] * stride_in + dims[None, :] * stride_out)
+    if PARTS == 0:
+        found = tl.dot(rows, signs.to(tl.float32), input_precision="ieee")
+    else:
+        found = tl.zeros([rows.shape[0], D], tl.float32)
+        for _ in tl.static_range(PARTS):
+            part = rows.to(tl.bfloat16)
+            found = tl.dot(part, signs, found)
+            rows = rows - part.to(tl.float32)
+    return found * factor
+
+
+@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["query_start_loc"])
+def turn_kernel(
+    rows,
+    output,
+    matrix,
+    query_start_loc,
+    num_reqs,
+    stride_rt,
+    stride_rh,
+    stride_ot,
+    stride_oh,
+    stride_in,
+    stride_out,
+    factor,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The rows of all tokens of requests, TILE of (token, head) per program; rows of padding are not written."""
+    first = tl.load(query_start_loc)
+    count = (tl.load(query_start_loc + num_reqs) - first) * HEADS
+    begin = tl.program_id(0) * TILE
+    if begin >= count:
+        return
+    at = begin + tl.arange(0, TILE)
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    mask = (at < count)[:, None] & (dims < D)
+    tokens = (first + at // HEADS).to(tl.int64)
+    heads = (at % HEADS).to(tl.int64)
+    x = tl.load(rows + (tokens * stride_rt + heads * stride_rh)[:, None] + dims, mask=mask, other=0.0)
+    y = turned(x.to(tl.float32), matrix, stride_in, stride_out, factor, BLOCK_D, PARTS)
+    tl.store(
+        output + (tokens * stride_ot + heads * stride_oh)[:, None] + dims,
+        y.to(output.dtype.element_ty),
+        mask=mask,
+    )
