@@ -94,9 +94,11 @@ class BoundFormatWrite:
         data = page_planes(k_cache, row, head_size)[0].stride()
         # The kernel has the strides of keys for both.
         places = scale_places(row, head_size, k_cache, v_cache)
-        codec = make_codec(row, head_size)
+        codec: Any = make_codec(row, head_size)
         turn = Rotation.of(codec, key.device) if hasattr(codec, "rotate") else None
         self._matrix = None if turn is None else turn.matrix
+        # Layers of float32 have bounds that a scale with another last bit would pass.
+        exact = torch.float32 in (key.dtype, value.dtype)
         values = {
             "k_scale": float(scales[0]),
             "v_scale": float(scales[1]),
@@ -114,9 +116,12 @@ class BoundFormatWrite:
             "BLOCK_D": max(power_of_two(head_size), 16),
             "TILE": self._tile,
             "PARTS": max(exact_parts(key), exact_parts(value)),
+            "BLOCK": codec.block if exact and turn is not None else 0,
             "FORMAT": row.name,
         }
-        self._kernel = BoundKernel(_KERNEL, 7, values, num_warps=4)
+        # Sums in the order of the codec are its sums only if no product is fused with them.
+        options = {"enable_fp_fusion": False} if values["BLOCK"] else {}
+        self._kernel = BoundKernel(_KERNEL, 7, values, num_warps=4, **options)
 
     def __call__(
         self,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+_MOST_LOG = tl.constexpr(8)
+"""Of the longest row, which has 256 elements."""
+
 
 @triton.jit
 def turned(rows, matrix, stride_in, stride_out, factor, D: tl.constexpr, PARTS: tl.constexpr):
@@ -24,6 +27,36 @@ def turned(rows, matrix, stride_in, stride_out, factor, D: tl.constexpr, PARTS: 
             found = tl.dot(part, signs, found)
             rows = rows - part.to(tl.float32)
     return found * factor
+
+
+@triton.jit
+def turned_in_order(rows, matrix, stride_in, factor, D: tl.constexpr, BLOCK: tl.constexpr):
+    """As `turned` for rows of any numbers, by the sums and in the order of `Rotated4Codec.rotate`.
+
+    BLOCK elements of a row are turned together. The compiler must not fuse products with sums.
+    """
+    R: tl.constexpr = rows.shape[0]
+    dims = tl.arange(0, D)
+    signs = tl.load(matrix + dims * stride_in + dims // BLOCK * BLOCK).to(tl.float32)
+    rows = rows * signs[None, :] * factor
+    for log in tl.static_range(_MOST_LOG):
+        # Elements at a distance of STEP are added, and subtracted.
+        STEP: tl.constexpr = 1 << log
+        if STEP < BLOCK:
+            one, other = tl.split(rows.reshape(R, D // (2 * STEP), 2, STEP).permute(0, 1, 3, 2))
+            rows = tl.join(one + other, one - other).permute(0, 1, 3, 2).reshape(R, D)
+    return rows
+
+
+@triton.jit
+def sum_in_order(rows):
+    """The sums of rows `[R, D]`, halves added to halves, as the codec adds them."""
+    for _ in tl.static_range(_MOST_LOG):
+        if rows.shape[1] > 1:
+            halves = rows.reshape(rows.shape[0], 2, rows.shape[1] // 2).permute(0, 2, 1)
+            one, other = tl.split(halves)
+            rows = one + other
+    return rows.reshape(rows.shape[0])
 
 
 @triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=["query_start_loc"])
