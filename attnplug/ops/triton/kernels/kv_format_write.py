@@ -8,7 +8,6 @@ import triton.language as tl
 from attnplug.ops.triton.kernels.kv_write import encode_8_bits
 from attnplug.ops.triton.kernels.rotation import sum_in_order, turned, turned_in_order
 
-_NAN = tl.constexpr(float("nan"))
 # The sum of it and a float32 below 2**22 is rounded to a whole number, ties to even.
 _WHOLE = tl.constexpr(12582912.0)
 _STEP = tl.constexpr(0.3352)
@@ -135,7 +134,7 @@ def _int8(x):
     """Integers as bytes `[R, D]`, and scales `[R]`: those of `attnplug.ops.kv_codecs.Int8TokenHeadCodec`."""
     x = _clamped(x, 1.7014118346046923e38)
     own = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), tl.full([x.shape[0]], 127.0, tl.float32)), 2.0**-120)
-    own = tl.where(_has_nan(x), _NAN, own)
+    own = tl.where(_has_nan(x), float("nan"), own)
     codes = _rounded(tl.div_rn(x, tl.broadcast_to(own[:, None], x.shape)))
     codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
     return (codes.to(tl.int32) & 0xFF).to(tl.uint8), own
