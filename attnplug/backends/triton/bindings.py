@@ -27,6 +27,7 @@ from attnplug.backends.triton.launch import (
     share_launch,
 )
 from attnplug.backends.triton.layout import head_tiles, tile_side
+from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.specialized import (
     ROWS,
@@ -162,6 +163,7 @@ class BoundLayer:
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}
+        self._register_launches: dict[object, RegisterLaunch | None] = {}
         self._decode_key: object = None
         self._prefills: dict[object, Prefill] = {}
         self._decode: Decode
@@ -185,7 +187,12 @@ class BoundLayer:
         """
         itemsize = self._read_itemsize(pages)
         rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
-        launch = share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
+        in_registers = None if sharing else self._in_registers(pages, rows)
+        launch = (
+            share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
+            if in_registers is None
+            else in_registers.launch
+        )
         key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:
@@ -197,8 +204,21 @@ class BoundLayer:
             values |= format_values(self._spec, pages.k, pages.v)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
             values["PDL"] = can_overlap(pages.k.device)
-            found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
+            kernel: Any = None
+            if in_registers is not None:
+                kernel, values = register_kernel(), values | in_registers.values
+            found = bind_shares(self._spec, self._reach, values, launch, self._gpu, kernel)
+            self._shares[key] = found
         return found
+
+    def _in_registers(self, pages: Pages, rows: int) -> RegisterLaunch | None:
+        """As `register_launch`, which looks at the planes of pages: too long for each step."""
+        key = pages.form, row_tile(rows)
+        if key not in self._register_launches:
+            if len(self._register_launches) == _MOST_LAUNCHES:
+                self._register_launches.clear()
+            self._register_launches[key] = register_launch(self._spec, pages, rows, pages.k.device)
+        return self._register_launches[key]
 
     @property
     def fixed(self) -> bool:

@@ -78,11 +78,12 @@ def runs_gluon(device: torch.device) -> bool:
     """Whether the kernels in Gluon run on a device: of compute capability 9.0, with Gluon as it is since Triton 3.6."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and _has_gluon()
+    return torch.cuda.get_device_capability(device) == (9, 0) and has_gluon()
 
 
 @functools.cache
-def _has_gluon() -> bool:
+def has_gluon() -> bool:
+    """Whether Gluon is there, as it is since Triton 3.6."""
     try:
         from triton.experimental.gluon import language
     except ImportError:

@@ -121,7 +121,21 @@ def decode_kernel(
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
     q, q_tail, scale = load_queries(
-        query, rows, num_rows, first, heads, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE, False, FORMAT
+        query,
+        rows,
+        num_rows,
+        first,
+        heads,
+        stride_qt,
+        stride_qh,
+        GROUP,
+        D,
+        BLOCK_D,
+        0,
+        scale,
+        COMPUTE,
+        False,
+        FORMAT,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
