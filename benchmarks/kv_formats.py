@@ -118,7 +118,7 @@ def _compile(cell: Cell, name: str) -> None:
 def _compile_in_parts(arguments: list[str], jobs: int) -> None:
     command = [sys.executable, __file__, *arguments, "--compile"]
     runs = [subprocess.Popen([*command, f"{part + 1}/{jobs}"]) for part in range(jobs)]
-    if any([run.wait() for run in runs]):
+    if sum(run.wait() != 0 for run in runs):
         raise SystemExit("a process that compiles has failed")
 
 

@@ -19,11 +19,12 @@ _MOST_ROWS = 16
 
 
 class _Tile(NamedTuple):
-    """Tokens of a warp, programs per multiprocessor, and the limit of registers of a thread; None without."""
+    """Tokens of a warp, programs per multiprocessor, the limit of registers of a thread or None, and warps."""
 
     tokens: int
     waves: int
     max_registers: int | None
+    warps: int = 4
 
 
 _NAMES = ("fp8_e4m3", "fp8_e5m2", "int8_token_head", "nvfp4", "rotated4")
@@ -69,7 +70,7 @@ def register_launch(
     if values and not _has_whole_scales(values["FORMAT"], spec.head_size):
         return None
     tokens = tile.tokens if block_size % tile.tokens == 0 else _PAGES_OF
-    warps = 4
+    warps = tile.warps
     launch = ShareLaunch(row_tile(rows), tokens * warps, warps, 1, tile.waves, 4, 4, tile.max_registers)
     own = {"PAGES": tuple(strides[0]), "WARPS": warps, "NAME": name, "FORMAT": values.get("FORMAT")}
     return RegisterLaunch(launch, own)
