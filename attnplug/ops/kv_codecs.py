@@ -31,7 +31,10 @@ class Int8TokenHeadCodec:
 
 
 class NVFP4Codec:
-    """E2M1 in four bits, an E4M3 scale for each 16 elements, and the layer's scale. Even elements have the low bits."""
+    """E2M1 in four bits, an E4M3 scale for each 16 elements, and the layer's scale. Even elements have the low bits.
+
+    The scale of a block with NaN is the byte 0xFF.
+    """
 
     def __init__(self, head_size: int) -> None:
         self.head_size = head_size
@@ -49,6 +52,8 @@ class NVFP4Codec:
         size = exact.abs()
         codes = torch.bucketize(size, below) + torch.bucketize(size, above, right=True)
         codes += 8 * torch.signbit(exact)
+        # Moved to float16 by kernels, the negative NaN of E4M3 is one there too.
+        stored = torch.where(stored.isnan(), 0xFF, stored.view(torch.uint8)).view(torch.float8_e4m3fn)
         return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), stored
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:

@@ -57,10 +57,8 @@ def open_rows(
         own = _scales(scales, scale_rows, there, tl.float32, MASKED, FORMAT)
     elif FORMAT[0] == "nvfp4":
         # E4M3 moved by 7 bits is float16, times 2**-8; E2M1 moved by 9, times 2**-14. 2**9 is left to the caller.
-        stored = _bytes(scales, scale_rows, there, D // 16, WIDTH // 8, MASKED).to(tl.int16) & 0x7F
-        of_block = tl.where(stored == 0x7F, float("nan"), _half(stored << 7).to(tl.float32) * 8192.0).to(
-            tl.float16
-        )
+        of_block = _bytes(scales, scale_rows, there, D // 16, WIDTH // 8, MASKED).to(tl.int16)
+        of_block = _half(of_block << 7) * 8192.0
         of_block = tl.broadcast_to(of_block[:, :, None], [codes.shape[0], WIDTH // 8, 8])
         of_block = tl.reshape(of_block, [codes.shape[0], WIDTH])
         low = _half(((codes & 7) << 9) | ((codes & 8) << 12)) * of_block

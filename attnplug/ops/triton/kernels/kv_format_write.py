@@ -151,7 +151,7 @@ def _nvfp4(x, scale, R: tl.constexpr, D: tl.constexpr):
     stored = tl.div_rn(largest, tl.full([R, G], 6.0, tl.float32))
     stored = tl.minimum(tl.maximum(stored, 2.0**-9), 448.0)
     no_number = tl.sum((even != even).to(tl.int32) + (odd != odd).to(tl.int32), 2) > 0
-    bits = tl.where(no_number, 0x7F, encode_8_bits(stored, 3, 7, False))
+    bits = tl.where(no_number, 0xFF, encode_8_bits(stored, 3, 7, False))
     # E4M3 moved by 7 bits is float16, times 2**-8.
     wide = (bits.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
     wide = tl.broadcast_to(wide[:, :, None], [R, G, 8])

@@ -19,6 +19,7 @@ from attnplug.backends.triton.kernels.registers.openings import (
     log2,
     open_keys,
     open_values,
+    prefetch,
     turn,
 )
 from attnplug.backends.triton.kernels.registers.operands import (
@@ -374,13 +375,13 @@ def _scan(
     k_scales, v_scales, ks_offsets, vs_offsets = k_words, v_words, k_offsets, v_offsets
     if FORMAT is not None:
         # Pointers to the scales of the head, from those to its data.
-        k_scales = k_head + (FORMAT[1] + kv_head.to(gl.int64) * (FORMAT[3] - PAGES[2]))
-        v_scales = v_head + (FORMAT[1] + kv_head.to(gl.int64) * (FORMAT[3] - PAGES[2]))
+        k_start = k_head + (FORMAT[1] + kv_head.to(gl.int64) * (FORMAT[3] - PAGES[2]))
+        v_start = v_head + (FORMAT[1] + kv_head.to(gl.int64) * (FORMAT[3] - PAGES[2]))
     if BLOCKS:
         K_WORD: gl.constexpr = gl.int32 if K_COUNT == 4 else gl.int16 if K_COUNT == 2 else gl.uint8
         V_WORD: gl.constexpr = gl.int16 if V_COUNT == 2 else gl.uint8
-        k_scales = k_scales.to(gl.pointer_type(K_WORD), bitcast=True)
-        v_scales = v_scales.to(gl.pointer_type(V_WORD), bitcast=True)
+        k_scales = k_start.to(gl.pointer_type(K_WORD), bitcast=True)
+        v_scales = v_start.to(gl.pointer_type(V_WORD), bitcast=True)
         ks_offsets = key_offsets(KEY_SCALES, T, WARPS, FORMAT[2] // K_COUNT, 1)
         vs_offsets = value_offsets(VALUE_SCALES, T, WARPS, FORMAT[2] // V_COUNT, 1, V_THREADS)
         K_SCALES: gl.constexpr = (FORMAT[2], K_COUNT, KEY_SCALES)
@@ -388,8 +389,8 @@ def _scan(
     elif OWN:
         OWN_TYPE: gl.constexpr = gl.float32 if NAME == "int8_token_head" else gl.float16
         OWN_SIZE: gl.constexpr = 4 if NAME == "int8_token_head" else 2
-        k_scales = k_scales.to(gl.pointer_type(OWN_TYPE), bitcast=True)
-        v_scales = v_scales.to(gl.pointer_type(OWN_TYPE), bitcast=True)
+        k_scales = k_start.to(gl.pointer_type(OWN_TYPE), bitcast=True)
+        v_scales = v_start.to(gl.pointer_type(OWN_TYPE), bitcast=True)
         ks_offsets = (token % T) * (FORMAT[2] // OWN_SIZE)
         vs_offsets = ks_offsets
         K_SCALES: gl.constexpr = (FORMAT[2], OWN_SIZE, None)
@@ -401,6 +402,7 @@ def _scan(
     start = lo // BLOCK_N * BLOCK_N
     blocks, places = _warp_rows(table_row, start, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
     next_blocks, next_places = _warp_rows(table_row, start + BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
+    late_blocks, late_places = _warp_rows(table_row, start + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
     k, k_s = _load_keys(k_words, k_scales, k_offsets, ks_offsets, blocks, places, PAGES, KEYS, K_SCALES)
     v, v_odd, v_s, v_s_odd = _load_values(
         v_words, v_scales, v_offsets, vs_offsets, blocks, places, PAGES, VALUES, V_SCALES
@@ -411,6 +413,10 @@ def _scan(
     acc = gl.full([WARPS, W, N], 0.0, gl.float32, MMA)
     acc_high = acc
     for key in range(start, hi, BLOCK_N):
+        # The tile after the next comes to the L2 meanwhile: loads that wait for memory would need more registers.
+        _prefetch_rows(k_head, v_head, late_blocks, late_places, T, WARPS, W, PAGES[0], PAGES[1])
+        if FORMAT is not None:
+            _prefetch_rows(k_start, v_start, late_blocks, late_places, T, WARPS, 1, PAGES[0], FORMAT[2])
         logits = gl.full([WARPS, T, N], 0.0, gl.float32, MMA) + bias[:, None, :]
         opened = open_keys(k, NAME)
         a, b, c, d = opened[0], opened[1], opened[2], opened[3]
@@ -423,7 +429,9 @@ def _scan(
             a, b, c, d, e, f, g, h = a * s, b * s, c * s, d * s, e * s, f * s, g * s, h * s
         logits = mma_v2(keys_operand(a, b, c, d, LEFT, T, W, WARPS), q, logits)
         if PACKED:
-            logits = mma_v2(keys_operand(e, f, g, h, LEFT, T, W, WARPS), q_high, logits)
+            # Two sums of half the length, as a product waits for the sum before.
+            of_high = gl.full([WARPS, T, N], 0.0, gl.float32, MMA)
+            logits += mma_v2(keys_operand(e, f, g, h, LEFT, T, W, WARPS), q_high, of_high)
         if OWN:
             k_scale, v_scale = k_s.to(gl.float32), v_s.to(gl.float32)
         # The next keys take the registers of these ones.
@@ -494,8 +502,9 @@ def _scan(
         v, v_odd, v_s, v_s_odd = _load_values(
             v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, V_SCALES
         )
-        next_blocks, next_places = _warp_rows(
-            table_row, key + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
+        next_blocks, next_places = late_blocks, late_places
+        late_blocks, late_places = _warp_rows(
+            table_row, key + 3 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
         )
     whole_top = gl.max(top, 0)
     fade = gl.exp2(top - gl.convert_layout(whole_top, gl.SliceLayout(0, COLUMNS))[None, :])
@@ -506,6 +515,27 @@ def _scan(
     else:
         acc_high = acc
     return acc, acc_high, gl.convert_layout(whole_top, ROWS), total
+
+
+@gluon.jit
+def _prefetch_rows(
+    k,
+    v,
+    blocks,
+    places,
+    T: gl.constexpr,
+    WARPS: gl.constexpr,
+    BYTES: gl.constexpr,
+    BLOCK: gl.constexpr,
+    ROW: gl.constexpr,
+):
+    """Ask the L2 for rows of BYTES of a tile, a token for each thread of a warp; BLOCK and ROW are bytes from each to the next."""
+    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
+    rows = gl.convert_layout(blocks * BLOCK + places * ROW, gl.SliceLayout(1, L))[:, None]
+    rows = rows + gl.arange(0, T, layout=gl.SliceLayout(0, L))[None, :] * ROW
+    for line in gl.static_range((BYTES + 127) // 128):
+        prefetch((k + rows + line * 128).to(gl.int64))
+        prefetch((v + rows + line * 128).to(gl.int64))
 
 
 @gluon.jit

@@ -152,10 +152,7 @@ def open_values(even, odd, NAME: gl.constexpr):
 
 # E4M3 moved by 7 bits is float16 times 2**-8; times 2**13 it is 2**5 of the scale, and exact with E2M1 times 2**-14.
 def _block_scale(at: int, moved: str) -> str:
-    return (
-        f"{moved} and.b32 r, r, 0x3F80; mov.b32 {{l, h}}, r; mul.rn.f16 l, l, c; setp.eq.u32 p, r, 0x3F80;"
-        f" selp.b16 ${at}, 0x7E00, l, p;"
-    )
+    return f"{moved} and.b32 r, r, 0x7F80; mov.b32 {{l, h}}, r; mul.rn.f16 ${at}, l, c;"
 
 
 _SHIFTS = ("shl.b32 r, ${}, 7;", "shr.u32 r, ${}, 1;", "shr.u32 r, ${}, 9;", "shr.u32 r, ${}, 17;")
@@ -163,7 +160,7 @@ _SHIFTS = ("shl.b32 r, ${}, 7;", "shr.u32 r, ${}, 1;", "shr.u32 r, ${}, 9;", "sh
 
 def _block_scales(count: int) -> gl.constexpr:
     lines = (_block_scale(at, _SHIFTS[at].format(count)) for at in range(count))
-    text = "{ .reg .b32 r; .reg .b16 l, h, c; .reg .pred p; mov.b16 c, 0x7000; " + " ".join(lines) + " }"
+    text = "{ .reg .b32 r; .reg .b16 l, h, c; mov.b16 c, 0x7000; " + " ".join(lines) + " }"
     return gl.constexpr(text)
 
 
@@ -187,6 +184,14 @@ def block_scales(stored, COUNT: gl.constexpr):
 def log2(x):
     """By the GPU's approximation, for numbers that are not below the normal ones."""
     return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def prefetch(addresses):
+    """Ask the L2 for the lines of addresses, which are int64."""
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
