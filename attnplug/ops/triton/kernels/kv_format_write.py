@@ -137,7 +137,7 @@ def _int8(x):
     own = tl.where(_has_nan(x), float("nan"), own)
     codes = _rounded(tl.div_rn(x, tl.broadcast_to(own[:, None], x.shape)))
     codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
-    return (codes.to(tl.int32) & 0xFF).to(tl.uint8), own
+    return (_number(codes).to(tl.int32) & 0xFF).to(tl.uint8), own
 
 
 @triton.jit
@@ -209,13 +209,19 @@ def _rotated4(
         products = tl.sum(y * (steps - 7.5), 1)
     none = products == 0.0
     own = tl.where(none, 0.0, tl.div_rn(squares, tl.where(none, 1.0, products)))
-    return steps.to(tl.int32), tl.where(own > 65504.0, 65504.0, own).to(tl.float16)
+    return _number(steps).to(tl.int32), tl.where(own > 65504.0, 65504.0, own).to(tl.float16)
 
 
 @triton.jit
 def _clamped(x, limit):
     """Numbers beyond the limit become it, and NaN stays."""
     return tl.clamp(x, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _number(x):
+    """0 in place of NaN, which is no integer."""
+    return tl.where(x == x, x, 0.0)
 
 
 @triton.jit
