@@ -326,8 +326,8 @@ class BoundLayer:
 
     def _read_itemsize(self, pages: Pages) -> int:
         """Bytes of an element of a tile of keys."""
-        # Float32 products convert all that is stored.
-        return 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        # Float32 products convert all that is stored. Opened planes take the registers of 16 bits.
+        return 4 if self._itemsize == 4 else 2 if row_of(self._spec) else pages.k.dtype.itemsize
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec

@@ -11,8 +11,8 @@ from attnplug.ops.triton.kernels.rotation import turn_kernel
 from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _KERNEL: Any = turn_kernel
-_TILE = 32
-"""Rows of a program."""
+_TILE, _COLUMNS = 16, 64
+"""Rows of a program, and most columns."""
 
 
 class Rotation:
@@ -69,11 +69,13 @@ class Rotation:
                 "D": self.head_size,
                 "TILE": _TILE,
                 "BLOCK_D": self.matrix.shape[0],
-                "PARTS": exact_parts(rows),
+                "COLUMNS": min(self.matrix.shape[0], _COLUMNS),
+                # Two terms have more bits than an output of 16 bits.
+                "PARTS": exact_parts(rows) if output.dtype == torch.float32 else min(exact_parts(rows), 2),
             }
             kernel = self._bound[form] = BoundKernel(_KERNEL, 5, values, num_warps=4)
         programs = -(-tokens * rows.shape[1] // _TILE)
-        kernel((programs,), rows, output, self.matrix, query_start_loc, requests)
+        kernel((programs, -(-self.matrix.shape[0] // _COLUMNS)), rows, output, self.matrix, query_start_loc, requests)
 
 
 def exact_parts(rows: torch.Tensor) -> int:

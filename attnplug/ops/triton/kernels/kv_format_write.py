@@ -144,7 +144,8 @@ def _int8(x):
 def _nvfp4(x, scale, R: tl.constexpr, D: tl.constexpr):
     """Two codes in a byte `[R, D / 2]`, and E4M3 scales of blocks `[R, D / 16]`: those of `NVFP4Codec`."""
     G: tl.constexpr = D // 16
-    x = _clamped(x, 3.4028234663852886e38)
+    # The quotient stays finite: what is beyond the scales' range has the last code anyway.
+    x = _clamped(x, tl.minimum(scale, 1.0) * 3.4e38)
     x = tl.div_rn(x, tl.full(x.shape, 1.0, tl.float32) * scale)
     even, odd = tl.split(x.reshape(R, G, 8, 2))
     largest = tl.maximum(tl.max(tl.abs(even), 2), tl.max(tl.abs(odd), 2))
@@ -197,7 +198,7 @@ def _rotated4(
         y = turned_in_order(x, matrix, BLOCK_D, factor, BLOCK_D, BLOCK)
         squares = sum_in_order(y * y)
     else:
-        y = turned(x, matrix, BLOCK_D, 1, factor, BLOCK_D, PARTS)
+        y = turned(x, matrix, BLOCK_D, 1, factor, BLOCK_D, BLOCK_D, PARTS)
         squares = tl.sum(y * y, 1)
     rms = tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, 1.0, tl.float32) * D))
     step = (tl.maximum(rms, 2.0**-24) * _STEP)[:, None]

@@ -10,18 +10,20 @@ _MOST_LOG = tl.constexpr(8)
 
 
 @triton.jit
-def turned(rows, matrix, stride_in, stride_out, factor, D: tl.constexpr, PARTS: tl.constexpr):
-    """Float32 rows `[R, D]` times `matrix [D, D]`, times `factor`; D is a power of two, from 16 on.
+def turned(
+    rows, matrix, stride_in, stride_out, factor, D: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr
+):
+    """Float32 rows `[R, D]` times the first COLUMNS of `matrix [D, D]`, times `factor`; both are powers of two from 16 on.
 
     The matrix is bfloat16, which has its numbers exactly. PARTS terms of bfloat16 have those of the rows: 1 is exact for
     rows of bfloat16, 2 for float16 and 3 for float32. With 0 the product is one of float32, for the interpreter.
     """
-    dims = tl.arange(0, D)
-    signs = tl.load(matrix + dims[:, None] * stride_in + dims[None, :] * stride_out)
+    columns = tl.arange(0, COLUMNS)[None, :]
+    signs = tl.load(matrix + tl.arange(0, D)[:, None] * stride_in + columns * stride_out)
     if PARTS == 0:
         found = tl.dot(rows, signs.to(tl.float32), input_precision="ieee")
     else:
-        found = tl.zeros([rows.shape[0], D], tl.float32)
+        found = tl.zeros([rows.shape[0], COLUMNS], tl.float32)
         for _ in tl.static_range(PARTS):
             part = rows.to(tl.bfloat16)
             found = tl.dot(part, signs, found)
@@ -77,23 +79,24 @@ def turn_kernel(
     D: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The rows of all tokens of requests, TILE of (token, head) per program; rows of padding are not written."""
+    """COLUMNS of the rows of all tokens of requests, TILE of (token, head) per program; padding is not written."""
     first = tl.load(query_start_loc)
     count = (tl.load(query_start_loc + num_reqs) - first) * HEADS
     begin = tl.program_id(0) * TILE
     if begin >= count:
         return
     at = begin + tl.arange(0, TILE)
+    inside = (at < count)[:, None]
     dims = tl.arange(0, BLOCK_D)[None, :]
-    mask = (at < count)[:, None] & (dims < D)
     tokens = (first + at // HEADS).to(tl.int64)
     heads = (at % HEADS).to(tl.int64)
-    x = tl.load(rows + (tokens * stride_rt + heads * stride_rh)[:, None] + dims, mask=mask, other=0.0)
-    y = turned(x.to(tl.float32), matrix, stride_in, stride_out, factor, BLOCK_D, PARTS)
-    tl.store(
-        output + (tokens * stride_ot + heads * stride_oh)[:, None] + dims,
-        y.to(output.dtype.element_ty),
-        mask=mask,
-    )
+    places = rows + (tokens * stride_rt + heads * stride_rh)[:, None] + dims
+    x = tl.load(places, mask=inside & (dims < D), other=0.0).to(tl.float32)
+    skipped = tl.program_id(1) * COLUMNS
+    y = turned(x, matrix + skipped * stride_out, stride_in, stride_out, factor, BLOCK_D, COLUMNS, PARTS)
+    columns = skipped + tl.arange(0, COLUMNS)[None, :]
+    into = output + (tokens * stride_ot + heads * stride_oh)[:, None] + columns
+    tl.store(into, y.to(output.dtype.element_ty), mask=inside & (columns < D))

@@ -19,7 +19,6 @@ from attnplug.backends.triton.kernels.registers.openings import (
     log2,
     open_keys,
     open_values,
-    prefetch,
     turn,
 )
 from attnplug.backends.triton.kernels.registers.operands import (
@@ -391,7 +390,7 @@ def _scan(
         OWN_SIZE: gl.constexpr = 4 if NAME == "int8_token_head" else 2
         k_scales = k_start.to(gl.pointer_type(OWN_TYPE), bitcast=True)
         v_scales = v_start.to(gl.pointer_type(OWN_TYPE), bitcast=True)
-        ks_offsets = (token % T) * (FORMAT[2] // OWN_SIZE)
+        ks_offsets = gl.arange(0, T, layout=gl.SliceLayout(0, TOKENS))[None, :] * (FORMAT[2] // OWN_SIZE)
         vs_offsets = ks_offsets
         K_SCALES: gl.constexpr = (FORMAT[2], OWN_SIZE, None)
         V_SCALES: gl.constexpr = K_SCALES
@@ -402,10 +401,14 @@ def _scan(
     start = lo // BLOCK_N * BLOCK_N
     blocks, places = _warp_rows(table_row, start, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
     next_blocks, next_places = _warp_rows(table_row, start + BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
-    late_blocks, late_places = _warp_rows(table_row, start + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
     k, k_s = _load_keys(k_words, k_scales, k_offsets, ks_offsets, blocks, places, PAGES, KEYS, K_SCALES)
     v, v_odd, v_s, v_s_odd = _load_values(
         v_words, v_scales, v_offsets, vs_offsets, blocks, places, PAGES, VALUES, V_SCALES
+    )
+    late_blocks, late_places = _warp_rows(table_row, start + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
+    logits = _logits(k, k_s, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME)
+    k, k_s = _load_keys(
+        k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, K_SCALES
     )
 
     top = gl.full([WARPS, N], _UNSEEN, gl.float32, COLUMNS)
@@ -413,45 +416,16 @@ def _scan(
     acc = gl.full([WARPS, W, N], 0.0, gl.float32, MMA)
     acc_high = acc
     for key in range(start, hi, BLOCK_N):
-        # The tile after the next comes to the L2 meanwhile: loads that wait for memory would need more registers.
-        _prefetch_rows(k_head, v_head, late_blocks, late_places, T, WARPS, W, PAGES[0], PAGES[1])
-        if FORMAT is not None:
-            _prefetch_rows(k_start, v_start, late_blocks, late_places, T, WARPS, 1, PAGES[0], FORMAT[2])
-        logits = gl.full([WARPS, T, N], 0.0, gl.float32, MMA) + bias[:, None, :]
-        opened = open_keys(k, NAME)
-        a, b, c, d = opened[0], opened[1], opened[2], opened[3]
-        if PACKED:
-            e, f, g, h = opened[4], opened[5], opened[6], opened[7]
-        if BLOCKS:
-            s = block_scales(k_s.to(gl.int32), K_COUNT)
-            s = s.reshape([T // 8, WARPS, 8, 4, K_COUNT, 1]).broadcast_to([T // 8, WARPS, 8, 4, K_COUNT, 2])
-            s = gl.convert_layout(s.reshape([T // 8, WARPS, 8, 4, W // 16]), KEYS)
-            a, b, c, d, e, f, g, h = a * s, b * s, c * s, d * s, e * s, f * s, g * s, h * s
-        logits = mma_v2(keys_operand(a, b, c, d, LEFT, T, W, WARPS), q, logits)
-        if PACKED:
-            # Two sums of half the length, as a product waits for the sum before.
-            of_high = gl.full([WARPS, T, N], 0.0, gl.float32, MMA)
-            logits += mma_v2(keys_operand(e, f, g, h, LEFT, T, W, WARPS), q_high, of_high)
-        if OWN:
-            k_scale, v_scale = k_s.to(gl.float32), v_s.to(gl.float32)
-        # The next keys take the registers of these ones.
+        # The products of the next keys run during the softmax of these.
+        next_logits = _logits(k, k_s, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME)
         k, k_s = _load_keys(
-            k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, K_SCALES
+            k_words, k_scales, k_offsets, ks_offsets, late_blocks, late_places, PAGES, KEYS, K_SCALES
         )
         is_edge = (key < full_lo) | (key + BLOCK_N > full_hi)
-        if OWN and is_edge:
-            there = (key + token >= lo) & (key + token < hi)
-            k_scale, v_scale = gl.where(there, k_scale, 0.0), gl.where(there, v_scale, 0.0)
-        if HAS_CAP:
-            if OWN:
-                logits = logits * (k_scale * (scale / cap))[:, :, None]
-            else:
-                logits = logits * (scale / cap)
-            logits = _tanh(logits) * (cap * LOG2E)
-        elif OWN:
-            logits = logits * (k_scale * (scale * LOG2E))[:, :, None]
-        else:
-            logits = logits * (scale * LOG2E)
+        if OWN:
+            v_scale = v_s.to(gl.float32)
+            if is_edge:
+                v_scale = gl.where((key + token >= lo) & (key + token < hi), v_scale, 0.0)
         if is_edge:
             keys = (key + token)[:, :, None]
             seen = (keys >= lo) & (keys < hi)
@@ -502,6 +476,7 @@ def _scan(
         v, v_odd, v_s, v_s_odd = _load_values(
             v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, V_SCALES
         )
+        logits = next_logits
         next_blocks, next_places = late_blocks, late_places
         late_blocks, late_places = _warp_rows(
             table_row, key + 3 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
@@ -518,24 +493,52 @@ def _scan(
 
 
 @gluon.jit
-def _prefetch_rows(
+def _logits(
     k,
-    v,
-    blocks,
-    places,
+    k_s,
+    q,
+    q_high,
+    bias,
+    scale,
+    cap,
+    MMA: gl.constexpr,
+    KEYS: gl.constexpr,
     T: gl.constexpr,
+    W: gl.constexpr,
     WARPS: gl.constexpr,
-    BYTES: gl.constexpr,
-    BLOCK: gl.constexpr,
-    ROW: gl.constexpr,
+    HAS_CAP: gl.constexpr,
+    PACKED: gl.constexpr,
+    OWN: gl.constexpr,
+    NAME: gl.constexpr,
 ):
-    """Ask the L2 for rows of BYTES of a tile, a token for each thread of a warp; BLOCK and ROW are bytes from each to the next."""
-    L: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [WARPS, 1], [1, 0])
-    rows = gl.convert_layout(blocks * BLOCK + places * ROW, gl.SliceLayout(1, L))[:, None]
-    rows = rows + gl.arange(0, T, layout=gl.SliceLayout(0, L))[None, :] * ROW
-    for line in gl.static_range((BYTES + 127) // 128):
-        prefetch((k + rows + line * 128).to(gl.int64))
-        prefetch((v + rows + line * 128).to(gl.int64))
+    """Logits `[WARPS, T, N]` in base 2 of the words of a tile of keys, with their scales and the cap."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    COUNT: gl.constexpr = W // 32
+    N: gl.constexpr = q.shape[2]
+    opened = open_keys(k, NAME)
+    a, b, c, d = opened[0], opened[1], opened[2], opened[3]
+    if PACKED:
+        e, f, g, h = opened[4], opened[5], opened[6], opened[7]
+    if NAME == "nvfp4":
+        s = block_scales(k_s.to(gl.int32), COUNT)
+        s = s.reshape([T // 8, WARPS, 8, 4, COUNT, 1]).broadcast_to([T // 8, WARPS, 8, 4, COUNT, 2])
+        s = gl.convert_layout(s.reshape([T // 8, WARPS, 8, 4, W // 16]), KEYS)
+        a, b, c, d, e, f, g, h = a * s, b * s, c * s, d * s, e * s, f * s, g * s, h * s
+    none = gl.full([WARPS, T, N], 0.0, gl.float32, MMA)
+    logits = mma_v2(keys_operand(a, b, c, d, LEFT, T, W, WARPS), q, none + bias[:, None, :])
+    if PACKED:
+        # Two sums of half the length, as a product waits for the sum before.
+        logits += mma_v2(keys_operand(e, f, g, h, LEFT, T, W, WARPS), q_high, none)
+    if HAS_CAP:
+        if OWN:
+            logits = logits * (k_s.to(gl.float32) * (scale / cap))[:, :, None]
+        else:
+            logits = logits * (scale / cap)
+        return _tanh(logits) * (cap * LOG2E)
+    elif OWN:
+        return logits * (k_s.to(gl.float32) * (scale * LOG2E))[:, :, None]
+    else:
+        return logits * (scale * LOG2E)
 
 
 @gluon.jit

@@ -187,14 +187,6 @@ def log2(x):
 
 
 @gluon.jit
-def prefetch(addresses):
-    """Ask the L2 for the lines of addresses, which are int64."""
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [addresses], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
 def turn(weights):
     """Each 8 x 8 block of halves transposed across the warp: what a product gives, as what the next one takes."""
     return gl.inline_asm_elementwise(
