@@ -25,6 +25,7 @@ class _Tile(NamedTuple):
     waves: int
     max_registers: int | None
     warps: int = 4
+    pinned: bool = False
 
 
 _NAMES = ("fp8_e4m3", "fp8_e5m2", "int8_token_head", "nvfp4", "rotated4")
@@ -44,9 +45,7 @@ def row_tile(rows: int) -> int:
     return 0 if rows > _MOST_ROWS else 8 if rows <= 8 else _MOST_ROWS
 
 
-def register_launch(
-    spec: LayerSpec, pages: Pages, rows: int, device: torch.device
-) -> RegisterLaunch | None:
+def register_launch(spec: LayerSpec, pages: Pages, rows: int, device: torch.device) -> RegisterLaunch | None:
     """The launch of register_decode_kernel; None where share_decode_kernel decodes.
 
     Args:
@@ -72,7 +71,13 @@ def register_launch(
     tokens = tile.tokens if block_size % tile.tokens == 0 else _PAGES_OF
     warps = tile.warps
     launch = ShareLaunch(row_tile(rows), tokens * warps, warps, 1, tile.waves, 4, 4, tile.max_registers)
-    own = {"PAGES": tuple(strides[0]), "WARPS": warps, "NAME": name, "FORMAT": values.get("FORMAT")}
+    own = {
+        "PAGES": tuple(strides[0]),
+        "WARPS": warps,
+        "PINNED": tile.pinned,
+        "NAME": name,
+        "FORMAT": values.get("FORMAT"),
+    }
     return RegisterLaunch(launch, own)
 
 

@@ -75,7 +75,14 @@ class Rotation:
             }
             kernel = self._bound[form] = BoundKernel(_KERNEL, 5, values, num_warps=4)
         programs = -(-tokens * rows.shape[1] // _TILE)
-        kernel((programs, -(-self.matrix.shape[0] // _COLUMNS)), rows, output, self.matrix, query_start_loc, requests)
+        kernel(
+            (programs, -(-self.matrix.shape[0] // _COLUMNS)),
+            rows,
+            output,
+            self.matrix,
+            query_start_loc,
+            requests,
+        )
 
 
 def exact_parts(rows: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from attnplug.backends.triton.kernels.formats import LEAST_SCALE, ROW_SCALES, SH
 from attnplug.backends.triton.kernels.ranges import common_range, key_range
 from attnplug.backends.triton.kernels.registers.openings import (
     block_scales,
+    keep_above,
     log2,
     open_keys,
     open_values,
@@ -101,6 +102,7 @@ def register_decode_kernel(
     HAS_LSE: gl.constexpr,
     COMPUTE: gl.constexpr,
     PDL: gl.constexpr,
+    PINNED: gl.constexpr,
     NAME: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
@@ -171,7 +173,7 @@ def register_decode_kernel(
             acc, acc_high, top, total = _scan(
                 q, q_high, scale * unit, bias, positions, lo, hi, full_lo, full_hi, k_head, v_head, kv_head,
                 table_row, cap, left, right, chunk, MMA, PAGES, BLOCK_SIZE, BLOCK_M, BLOCK_N, D, W, WARPS,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, PACKED, OWN, NAME, FORMAT,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, PACKED, OWN, PINNED, NAME, FORMAT,
             )  # fmt: skip
 
             rows = block * BLOCK_M + gl.arange(0, BLOCK_M, layout=ROWS)
@@ -333,6 +335,7 @@ def _scan(
     HAS_CAP: gl.constexpr,
     PACKED: gl.constexpr,
     OWN: gl.constexpr,
+    PINNED: gl.constexpr,
     NAME: gl.constexpr,
     FORMAT: gl.constexpr,
 ):
@@ -405,82 +408,93 @@ def _scan(
     v, v_odd, v_s, v_s_odd = _load_values(
         v_words, v_scales, v_offsets, vs_offsets, blocks, places, PAGES, VALUES, V_SCALES
     )
-    late_blocks, late_places = _warp_rows(table_row, start + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
-    logits = _logits(k, k_s, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME)
-    k, k_s = _load_keys(
-        k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, K_SCALES
-    )
-
     top = gl.full([WARPS, N], _UNSEEN, gl.float32, COLUMNS)
     total = gl.full([WARPS, N], 0.0, gl.float32, COLUMNS)
     acc = gl.full([WARPS, W, N], 0.0, gl.float32, MMA)
     acc_high = acc
-    for key in range(start, hi, BLOCK_N):
-        # The products of the next keys run during the softmax of these.
-        next_logits = _logits(k, k_s, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME)
-        k, k_s = _load_keys(
-            k_words, k_scales, k_offsets, ks_offsets, late_blocks, late_places, PAGES, KEYS, K_SCALES
-        )
-        is_edge = (key < full_lo) | (key + BLOCK_N > full_hi)
-        if OWN:
-            v_scale = v_s.to(gl.float32)
-            if is_edge:
-                v_scale = gl.where((key + token >= lo) & (key + token < hi), v_scale, 0.0)
-        if is_edge:
-            keys = (key + token)[:, :, None]
-            seen = (keys >= lo) & (keys < hi)
-            at = positions[None, None, :]
-            if HAS_LEFT:
-                seen = seen & (keys >= at - left)
-            if HAS_RIGHT:
-                seen = seen & (keys <= at + right)
-            if HAS_CHUNK:
-                seen = seen & (keys // chunk == gl.maximum(at, 0) // chunk) & (at >= 0)
-            logits = gl.where(seen, logits, float("-inf"))
-            # What is beside the keys may be no number, which a weight of 0 would not hide.
-            at_pair = key + even_tokens(VALUES, T, WARPS)
-            v = gl.where((at_pair >= lo) & (at_pair < hi), v, 0)
-            v_odd = gl.where((at_pair + 1 >= lo) & (at_pair + 1 < hi), v_odd, 0)
-            if BLOCKS:
-                at_pair = key + even_tokens(VALUE_SCALES, T, WARPS)
-                v_s = gl.where((at_pair >= lo) & (at_pair < hi), v_s, 0).to(v_s.dtype)
-                v_s_odd = gl.where((at_pair + 1 >= lo) & (at_pair + 1 < hi), v_s_odd, 0).to(v_s.dtype)
-        if OWN:
-            # As in scan.py, the maximum is that of weights times scales.
-            sizes = log2(gl.maximum(v_scale, LEAST_SCALE))
-            new_top = gl.maximum(top, gl.max(logits + sizes[:, :, None], 1))
+    full_lo = start + gl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
+    full_hi = full_lo + gl.maximum(full_hi - full_lo, 0) // BLOCK_N * BLOCK_N
+    # Without a limit on the left, the first tile begins with the first key. One loop with a branch for the masks would do
+    # less: the assembler moves loads past a branch, which is next to their use.
+    FLOOR: gl.constexpr = HAS_LEFT or HAS_CHUNK
+    for stretch in gl.static_range(0 if FLOOR else 1, 3):
+        if stretch == 0:
+            begin, end = start, gl.minimum(full_lo, hi)
+        elif stretch == 1:
+            begin, end = full_lo, full_hi
         else:
-            new_top = gl.maximum(top, gl.max(logits, 1))
-        fade = gl.exp2(top - new_top)
-        weights = gl.exp2(logits - new_top[:, None, :])
-        total, top = total * fade + gl.sum(weights, 1), new_top
-        if OWN:
-            weights = weights * v_scale[:, :, None]
-        weights = _turned(weights.to(gl.float16), MMA, T, N, WARPS)
-        opened = open_values(v, v_odd, NAME)
-        a, b, c, d = opened[0], opened[1], opened[2], opened[3]
-        e, f, g, h = opened[4], opened[5], opened[6], opened[7]
-        if PACKED:
-            i, j, m, n = opened[8], opened[9], opened[10], opened[11]
-            o, p, r, u = opened[12], opened[13], opened[14], opened[15]
-        if BLOCKS:
-            s = _spread(block_scales(v_s.to(gl.int32), V_COUNT), VALUES, V_COUNT, T, W, WARPS)
-            t = _spread(block_scales(v_s_odd.to(gl.int32), V_COUNT), VALUES, V_COUNT, T, W, WARPS)
-            a, c, e, g, i, m, o, r = a * s, c * s, e * s, g * s, i * s, m * s, o * s, r * s
-            b, d, f, h, j, n, p, u = b * t, d * t, f * t, h * t, j * t, n * t, p * t, u * t
-        acc = acc * fade[:, None, :]
-        acc = mma_v2(values_operand(a, b, c, d, e, f, g, h, LEFT, T, W, WARPS), weights, acc)
-        if PACKED:
-            acc_high = acc_high * fade[:, None, :]
-            acc_high = mma_v2(values_operand(i, j, m, n, o, p, r, u, LEFT, T, W, WARPS), weights, acc_high)
-        v, v_odd, v_s, v_s_odd = _load_values(
-            v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, V_SCALES
-        )
-        logits = next_logits
-        next_blocks, next_places = late_blocks, late_places
-        late_blocks, late_places = _warp_rows(
-            table_row, key + 3 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
-        )
+            begin, end = full_hi, hi
+        for key in range(begin, end, BLOCK_N):
+            # A whole turn ahead, as memory takes about as long to answer. The assembler would move them next to their use.
+            next_k, next_k_s = _load_keys(
+                k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, K_SCALES
+            )
+            next_v, next_v_odd, next_v_s, next_v_s_odd = _load_values(
+                v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, V_SCALES
+            )
+            next_blocks, next_places = _warp_rows(
+                table_row, key + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
+            )
+            if PINNED:
+                next_places = keep_above(next_places)
+            logits = _logits(
+                k, k_s, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME
+            )
+            if OWN:
+                v_scale = v_s.to(gl.float32)
+                if stretch != 1:
+                    v_scale = gl.where((key + token >= lo) & (key + token < hi), v_scale, 0.0)
+            if stretch != 1:
+                keys = (key + token)[:, :, None]
+                seen = (keys >= lo) & (keys < hi)
+                at = positions[None, None, :]
+                if HAS_LEFT:
+                    seen = seen & (keys >= at - left)
+                if HAS_RIGHT:
+                    seen = seen & (keys <= at + right)
+                if HAS_CHUNK:
+                    seen = seen & (keys // chunk == gl.maximum(at, 0) // chunk) & (at >= 0)
+                logits = gl.where(seen, logits, float("-inf"))
+                # What is beside the keys may be no number, which a weight of 0 would not hide.
+                at_pair = key + even_tokens(VALUES, T, WARPS)
+                v = gl.where((at_pair >= lo) & (at_pair < hi), v, 0)
+                v_odd = gl.where((at_pair + 1 >= lo) & (at_pair + 1 < hi), v_odd, 0)
+                if BLOCKS:
+                    at_pair = key + even_tokens(VALUE_SCALES, T, WARPS)
+                    v_s = gl.where((at_pair >= lo) & (at_pair < hi), v_s, 0).to(v_s.dtype)
+                    v_s_odd = gl.where((at_pair + 1 >= lo) & (at_pair + 1 < hi), v_s_odd, 0).to(v_s.dtype)
+            if OWN:
+                # As in scan.py, the maximum is that of weights times scales.
+                sizes = log2(gl.maximum(v_scale, LEAST_SCALE))
+                new_top = gl.maximum(top, gl.max(logits + sizes[:, :, None], 1))
+            else:
+                new_top = gl.maximum(top, gl.max(logits, 1))
+            fade = gl.exp2(top - new_top)
+            weights = gl.exp2(logits - new_top[:, None, :])
+            total, top = total * fade + gl.sum(weights, 1), new_top
+            if OWN:
+                weights = weights * v_scale[:, :, None]
+            weights = _turned(weights.to(gl.float16), MMA, T, N, WARPS)
+            opened = open_values(v, v_odd, NAME)
+            a, b, c, d = opened[0], opened[1], opened[2], opened[3]
+            e, f, g, h = opened[4], opened[5], opened[6], opened[7]
+            if PACKED:
+                i, j, m, n = opened[8], opened[9], opened[10], opened[11]
+                o, p, r, u = opened[12], opened[13], opened[14], opened[15]
+            if BLOCKS:
+                s = _spread(block_scales(v_s.to(gl.int32), V_COUNT), VALUES, V_COUNT, T, W, WARPS)
+                t = _spread(block_scales(v_s_odd.to(gl.int32), V_COUNT), VALUES, V_COUNT, T, W, WARPS)
+                a, c, e, g, i, m, o, r = a * s, c * s, e * s, g * s, i * s, m * s, o * s, r * s
+                b, d, f, h, j, n, p, u = b * t, d * t, f * t, h * t, j * t, n * t, p * t, u * t
+            acc = acc * fade[:, None, :]
+            acc = mma_v2(values_operand(a, b, c, d, e, f, g, h, LEFT, T, W, WARPS), weights, acc)
+            if PACKED:
+                acc_high = acc_high * fade[:, None, :]
+                acc_high = mma_v2(
+                    values_operand(i, j, m, n, o, p, r, u, LEFT, T, W, WARPS), weights, acc_high
+                )
+            k, k_s = next_k, next_k_s
+            v, v_odd, v_s, v_s_odd = next_v, next_v_odd, next_v_s, next_v_s_odd
     whole_top = gl.max(top, 0)
     fade = gl.exp2(top - gl.convert_layout(whole_top, gl.SliceLayout(0, COLUMNS))[None, :])
     total = gl.convert_layout(gl.sum(total * fade, 0), ROWS)

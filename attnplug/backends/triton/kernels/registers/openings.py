@@ -187,6 +187,14 @@ def log2(x):
 
 
 @gluon.jit
+def keep_above(numbers):
+    """The int32 numbers, one of a thread; no load before it is moved behind it."""
+    return gl.inline_asm_elementwise(
+        "membar.cta; mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def turn(weights):
     """Each 8 x 8 block of halves transposed across the warp: what a product gives, as what the next one takes."""
     return gl.inline_asm_elementwise(
