@@ -97,44 +97,54 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if kv_cache is None or self.spec.direct_kv:
             check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
-            written, rotation = output, bound.rotation
-            batch_rows = meta.query_start_loc, meta.num_reqs, meta.num_actual_tokens
-            if rotation is not None:
+            if bound.rotation is None:
+                self._run(bound, meta, (query, output, lse, sinks, slopes, spans), key, value, kv_cache)
+            else:
+                rows = meta.query_start_loc, meta.num_reqs, meta.num_actual_tokens
                 sizes = 2, meta.num_actual_tokens, *query.shape[1:]
-                turned = torch.empty(sizes, dtype=torch.float32, device=query.device)
-                rotation.turn(query, turned[0], *batch_rows)
-                query, output = turned
-            call = query, output, lse, sinks, slopes, spans
-            if kv_cache is None:
-                key, value = check_keys(key, value, meta.key_rows, self.spec)
-                k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
-                if longest := max(meta.max_query_len, meta.max_decode_len):
-                    batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
-                    _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
-                return output
-            longest = max(meta.max_query_len, meta.max_decode_len)
-            pages = self._pages_with_room(kv_cache, meta.block_table, longest)
-            if meta.max_decode_len:
-                if self.by_shares:
-                    tokens, table = meta.num_decode_tokens, meta.block_table
-                    _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
-                else:
-                    _decode(bound, meta, call, pages)
-            if meta.max_query_len:
-                starts, lens, table, _ = meta.others
-                first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
-                tokens = meta.num_actual_tokens - first
-                # Prompts see few keys, and their tiles have unlike numbers of them.
-                whole = meta.all_new or bound.fills_gpu(tokens, reqs)
-                if not self.by_shares or (whole and not bound.one_kernel):
-                    keys = self._given(key, value, meta) or (pages.k, pages.v)
-                    batch = starts, lens, table, starts
-                    _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
-                else:
-                    _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
-            if rotation is not None:
-                rotation.turn(output, written, *batch_rows, back=True)
-        return written
+                turned, found = torch.empty(sizes, dtype=torch.float32, device=query.device)
+                bound.rotation.turn(query, turned, *rows)
+                self._run(bound, meta, (turned, found, lse, sinks, slopes, spans), key, value, kv_cache)
+                bound.rotation.turn(found, output, *rows, back=True)
+        return output
+
+    def _run(
+        self,
+        bound: BoundLayer,
+        meta: TritonMetadata,
+        call: _Call,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+    ) -> None:
+        """Attend all requests, over the cache or over the keys of the call."""
+        if kv_cache is None:
+            key, value = check_keys(key, value, meta.key_rows, self.spec)
+            k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
+            if longest := max(meta.max_query_len, meta.max_decode_len):
+                batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
+                _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
+            return
+        longest = max(meta.max_query_len, meta.max_decode_len)
+        pages = self._pages_with_room(kv_cache, meta.block_table, longest)
+        if meta.max_decode_len:
+            if self.by_shares:
+                tokens, table = meta.num_decode_tokens, meta.block_table
+                _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
+            else:
+                _decode(bound, meta, call, pages)
+        if meta.max_query_len:
+            starts, lens, table, _ = meta.others
+            first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
+            tokens = meta.num_actual_tokens - first
+            # Prompts see few keys, and their tiles have unlike numbers of them.
+            whole = meta.all_new or bound.fills_gpu(tokens, reqs)
+            if not self.by_shares or (whole and not bound.one_kernel):
+                keys = self._given(key, value, meta) or (pages.k, pages.v)
+                batch = starts, lens, table, starts
+                _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
+            else:
+                _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
 
     @functools.cached_property
     def by_shares(self) -> bool:

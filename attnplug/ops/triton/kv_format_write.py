@@ -56,7 +56,7 @@ def scale_places(row: KVFormat, head_size: int, k: torch.Tensor, v: torch.Tensor
         LayoutError: the bytes of a block's heads are not neighbours in the order NHD or HND.
     """
     data, scales = page_planes(k, row, head_size)
-    start = scales.storage_offset() - data.storage_offset()
+    start = int(scales.storage_offset() - data.storage_offset())
     size = getattr(torch, row.planes[1].dtype).itemsize
     places = k.data_ptr() + start, v.data_ptr() + start, k.stride(0), v.stride(0), *scales.stride()[1:3]
     return PlanePlaces(start, scales.stride(1), scales.stride(2), not any(each % size for each in places))

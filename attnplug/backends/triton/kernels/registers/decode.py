@@ -148,7 +148,7 @@ def register_decode_kernel(
             computed = length - tokens
             first_pos = computed + block * BLOCK_M // GROUP
             last_pos = computed + (gl.minimum((block + 1) * BLOCK_M, num_rows) - 1) // GROUP
-            base, past = request_range(
+            base, _ = request_range(
                 first, tokens, length, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, False
             )
             origin = base // BLOCK_N - ahead - stream
