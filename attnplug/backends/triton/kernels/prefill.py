@@ -205,7 +205,5 @@ def prefill_kernel(
 def _store_part(places, out, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
     """Columns of the outputs, STEP elements from each to the next: as many of WIDTH as there are up to SIZE."""
     dims = tl.arange(0, WIDTH)[None, :]
-    mask = inside[:, None] & (dims < SIZE)
-    if STEP > 1:
-        dims = dims * STEP
-    tl.store(places + dims, out.to(places.dtype.element_ty), mask=mask)
+    at = dims * STEP if STEP > 1 else dims
+    tl.store(places + at, out.to(places.dtype.element_ty), mask=inside[:, None] & (dims < SIZE))
