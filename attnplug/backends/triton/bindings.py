@@ -22,6 +22,7 @@ from attnplug.backends.triton.launch import (
     is_one_range,
     limit_switches,
     merging,
+    opened_launch,
     partial_sums,
     prefill_launch,
     share_launch,
@@ -261,6 +262,8 @@ class BoundLayer:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self._group, k.dtype.itemsize
         launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile)
+        if paged and row_of(self._spec):
+            launch = opened_launch(launch, self._gpu)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
         if special is not None and not (is_near(k) and is_aligned(k, v, *others)):

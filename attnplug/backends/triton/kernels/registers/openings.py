@@ -190,7 +190,7 @@ def log2(x):
 def keep_above(numbers):
     """The int32 numbers, one of a thread; no load before it is moved behind it."""
     return gl.inline_asm_elementwise(
-        "fence.acq_rel.cta; mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1
+        "membar.cta; mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
