@@ -188,6 +188,9 @@ class BoundLayer:
         """
         itemsize = self._read_itemsize(pages)
         rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
+        if row_of(self._spec):
+            # Opened tiles leave no registers for the sums of more rows.
+            rows = min(rows, _SHARING_ROWS)
         in_registers = None if sharing else self._in_registers(pages, rows)
         launch = (
             share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
