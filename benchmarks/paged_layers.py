@@ -14,6 +14,8 @@ import torch
 
 from attnplug.core import BuilderConfig, CommonAttentionMetadata, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.core.kv_format import kv_format
+from attnplug.ops.kv_codec import codec_of, read_pages, write_pages
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.tuning.timers import timed_ms
 
@@ -63,7 +65,9 @@ class Cell:
             n if left < 0 else min(n, left + q) for q, n in zip(self.query_lens, self.seq_lens, strict=True)
         )
         tokens = sum(seen) - self.shared * (len(self.seq_lens) - 1)
-        return tokens * spec.num_kv_heads * spec.head_size * 2 * (1 if spec.has_quantized_kv_cache else 2)
+        return (
+            tokens * spec.num_kv_heads * 2 * kv_format(spec.resolved_kv_cache_dtype).row_bytes(spec.head_size)
+        )
 
     @property
     def flops(self) -> float:
@@ -98,8 +102,11 @@ class PagedLayer:
         pages = sum(counts) + 1
         copies = copies or min(max(1, -(-_MORE_THAN_L2 // cell.kv_bytes)), 8)
         torch.manual_seed(0)
-        shape = (pages, 2, cell.page, kv_heads, size)
-        self.caches = [torch.randn(shape, device=device, dtype=dtype).to(stored) for _ in range(copies)]
+        shape = (pages, 2, cell.page, kv_heads, kv_format(self.spec.resolved_kv_cache_dtype).width(size))
+        if codec_of(self.spec) is None:
+            self.caches = [torch.randn(shape, device=device, dtype=dtype).to(stored) for _ in range(copies)]
+        else:
+            self.caches = [self._encoded(shape) for _ in range(copies)]
         tokens = sum(cell.query_lens)
         self.query = torch.randn(tokens, heads, size, device=device, dtype=dtype)
         self.output = torch.empty_like(self.query)
@@ -135,12 +142,29 @@ class PagedLayer:
         )
         self.given = self._new_tokens() if cell.query_lens == cell.seq_lens else (None, None)
 
+    def _encoded(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """Pages with planes, of which some blocks at a time are encoded, and a few are the same as others."""
+        cache = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        heads, size = self.spec.num_kv_heads, self.spec.head_size
+        count = min(len(cache), 256)
+        slots = torch.arange(count * self.cell.page, device=self.device)
+        rows = torch.randn(2, len(slots), heads, size, device=self.device)
+        write_pages(self.spec, (1.0, 1.0), rows[0], rows[1], cache[:, 0], cache[:, 1], slots)
+        for begin in range(count, len(cache), count):
+            part = cache[begin : begin + count]
+            part.copy_(cache[: len(part)])
+        return cache
+
     def cache(self, index: int) -> torch.Tensor:
         return self.caches[index % len(self.caches)]
 
     def keys_of(self, request: int, cache: torch.Tensor) -> torch.Tensor:
         """K and V `[2, seq_len, Hkv, D]` of one request."""
         count = self.counts[request]
+        if codec_of(self.spec) is not None:
+            blocks = self.common.block_table_tensor[request, :count].long()
+            both = (read_pages(cache[:, at], blocks, self.spec, 1.0) for at in (0, 1))
+            return torch.stack([each.flatten(0, 1) for each in both])[:, : self.cell.seq_lens[request]]
         pages = cache[self.common.block_table_tensor[request, :count].long()]
         return pages.transpose(0, 1).flatten(1, 2)[:, : self.cell.seq_lens[request]]
 

@@ -1,7 +1,11 @@
-"""Writes the table of KV formats, with errors measured by their codecs: `python docs/kv_formats.py`."""
+"""Writes the tables of KV formats: errors measured by their codecs, and times of `benchmarks/kv_formats.py`.
+
+python docs/kv_formats.py
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +17,7 @@ from attnplug.core.kv_format import KVFormat, kv_format
 from attnplug.testing.oracle import request_oracle, stored_values
 
 PAGE = Path(__file__).parent / "concepts" / "kv-formats.md"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kv-formats-h200.json"
 NAMES = ("bfloat16", "fp8_e4m3", "int8_token_head", "nvfp4", "rotated4")
 SIZE, TOKENS, QUERIES, KV_HEADS = 128, 2048, 8, 2
 
@@ -69,7 +74,26 @@ def declared(row: KVFormat) -> str:
     return f"{row.rms_error:g}, worst {row.worst_error:g}" if row.codec else "-"
 
 
+def speeds() -> Iterator[str]:
+    """The measured times: microseconds, and in parentheses the ratio that each kind of step has."""
+    found = json.loads(RESULTS.read_text())
+    yield f"Times on one {found['device']}, in microseconds. In parentheses, decodes have the time of bfloat16 over that of the format;"
+    yield "prompts and writes have that of the format over that of `fp8_e4m3`."
+    yield ""
+    yield f"| step | {' | '.join(f'`{name}`' for name in NAMES)} |"
+    yield f"|---|{'---:|' * len(NAMES)}"
+    for row in found["cells"]:
+        names = ("auto", *NAMES[1:])
+        cells = " | ".join(f"{row['us'][name]:.1f} ({row['ratios'][name]:.2f})" for name in names)
+        yield f"| {row['cell']} | {cells} |"
+
+
+def replaced(text: str, name: str, lines: Iterator[str]) -> str:
+    """A page with lines between the marks of a name."""
+    start, end = f"<!-- {name} -->", "<!-- end -->" if name == "table" else f"<!-- end {name} -->"
+    made = f"{start}\n" + "\n".join(lines) + f"\n{end}"
+    return re.sub(f"{start}.*?{end}", lambda _: made, text, flags=re.DOTALL)
+
+
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    made = "<!-- table -->\n" + "\n".join(table()) + "\n<!-- end -->"
-    PAGE.write_text(re.sub(r"<!-- table -->.*<!-- end -->", lambda _: made, text, flags=re.DOTALL))
+    PAGE.write_text(replaced(replaced(PAGE.read_text(), "table", table()), "speed", speeds()))

@@ -17,7 +17,7 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
 from attnplug.ops.checks import check_keys, check_kv_write, check_room, kv_scales, pages_of
-from attnplug.ops.kv_codec import write_pages
+from attnplug.ops.kv_codec import bound_codec_write
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
 
@@ -92,6 +92,8 @@ class BuiltinImpl(AttentionImpl[_M]):
 
     _bind_write: ClassVar[Callable[..., Callable[..., None]]] = staticmethod(bound_kv_write)
     """Makes the function that writes pages, as `attnplug.ops.kv_write.bound_kv_write`."""
+    _bind_codec: ClassVar[Callable[..., Callable[..., None]]] = staticmethod(bound_codec_write)
+    """Makes the function that writes pages with planes, as `attnplug.ops.kv_codec.bound_codec_write`."""
     _reads_adjacent: ClassVar[bool] = False
     """Whether the kernels read the elements of a head as neighbours."""
     _write_form: object = None
@@ -118,7 +120,7 @@ class BuiltinImpl(AttentionImpl[_M]):
             check_kv_write(key, value, pages.k, pages.v, slot_mapping, row if row.codec else None)
             given = key, value, pages.k, pages.v, slot_mapping
             if row.codec:
-                self._bound_write = functools.partial(write_pages, self.spec, scales)
+                self._bound_write = self._bind_codec(self.spec, *given, scales)
             else:
                 self._bound_write = self._bind_write(*given, scales)
             self._write_form = form

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -137,6 +137,19 @@ def write_pages(
                 past = f"is past the {pages.shape[0] * size} slots of the cache"
                 remedy = "give slots of the pool's blocks"
                 raise BatchError("slot_mapping", int(slots.max()), past, remedy) from None
+
+
+def bound_codec_write(
+    spec: LayerSpec,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float],
+) -> Callable[..., None]:
+    """`write_pages` with the layer and its scales given, for tensors with the strides and dtypes of these."""
+    return functools.partial(write_pages, spec, scales)
 
 
 def encoded(codec: KVCodec, rows: torch.Tensor, scale: float) -> Iterator[torch.Tensor]:

@@ -31,7 +31,10 @@ class Int8TokenHeadCodec:
 
 
 class NVFP4Codec:
-    """E2M1 in four bits, an E4M3 scale for each 16 elements, and the layer's scale. Even elements have the low bits."""
+    """E2M1 in four bits, an E4M3 scale for each 16 elements, and the layer's scale. Even elements have the low bits.
+
+    The scale of a block with NaN is the byte 0xFF.
+    """
 
     def __init__(self, head_size: int) -> None:
         self.head_size = head_size
@@ -49,6 +52,8 @@ class NVFP4Codec:
         size = exact.abs()
         codes = torch.bucketize(size, below) + torch.bucketize(size, above, right=True)
         codes += 8 * torch.signbit(exact)
+        # Moved to float16 by kernels, the negative NaN of E4M3 is one there too.
+        stored = torch.where(stored.isnan(), 0xFF, stored.view(torch.uint8)).view(torch.float8_e4m3fn)
         return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8), stored
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
@@ -103,13 +108,14 @@ class Rotated4Codec:
     def encode(self, rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
         """Two codes in a byte `[..., head_size / 2]`, and the scales `[..., 1]`, at most 65,504."""
         turned = self.rotate(_finite(rows, 2.0**60))
-        rms = turned.square().mean(-1, keepdim=True).sqrt_().clamp_min_(2.0**-24)
+        squares = _in_order(turned.square())
+        rms = (squares / self.head_size).sqrt_().clamp_min_(2.0**-24)
         steps = (turned / (rms * self._STEP) + 7.5).round_().clamp_(0, 15)
         centred = steps - 7.5
         # The decoded row's product with the row is the row's square: a scale of least squares would shrink each logit.
-        products = (turned * centred).sum(-1, keepdim=True)
+        products = _in_order(turned * centred)
         # A row of zeros has neither; a row with NaN keeps it.
-        own = torch.where(products == 0, 0.0, turned.square().sum(-1, keepdim=True) / products)
+        own = torch.where(products == 0, 0.0, squares / products)
         codes, half = steps.to(torch.uint8), self.head_size // 2
         return codes[..., :half] + 16 * codes[..., half:], own.clamp_(0, 65504).half()
 
@@ -122,6 +128,16 @@ class Rotated4Codec:
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
         """The rows."""
         return self.rotate(self.decode_rotated(planes), back=True)
+
+
+def _in_order(numbers: torch.Tensor) -> torch.Tensor:
+    """Sums `[..., 1]` of the last dimension in one order, halves added to halves, so that a kernel can give the same."""
+    size = numbers.shape[-1]
+    numbers = torch.nn.functional.pad(numbers, (0, (1 << (size - 1).bit_length()) - size))
+    while numbers.shape[-1] > 1:
+        one, other = numbers.chunk(2, -1)
+        numbers = one + other
+    return numbers
 
 
 @functools.cache

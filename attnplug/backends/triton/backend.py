@@ -19,6 +19,7 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import kv_format
 from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 
@@ -46,6 +47,8 @@ _WIDEST_ROPE = 256
 # Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB.
 _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
 _LITTLE = 99 << 10
+_ELEMENTS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+# Pages with elements of torch, which latents have too.
 _LEAST_KEYS = 16
 """Keys of the smallest tile that a launch has, in one stage."""
 
@@ -59,7 +62,7 @@ class TritonBackend(AttentionBackend):
     requires: ClassVar[Sequence[str | tuple[str, ...]]] = ("triton>=3.4,<4",)
     device_types: ClassVar[Sequence[str]] = ("cuda", "rocm", *(("cpu",) if _INTERPRETED else ()))
     supported_dtypes: ClassVar[Sequence[object]] = ("float16", "bfloat16", "float32")
-    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = (*_ELEMENTS, "int8_token_head", "nvfp4", "rotated4")
     features: ClassVar[Feature] = (
         Feature.SLIDING_WINDOW
         | Feature.CHUNKED_LOCAL
@@ -141,6 +144,8 @@ class TritonBackend(AttentionBackend):
         """Refuse groups larger than a tile, storage that nothing uses, and fp8 and equal bits that GPU or compiler lack."""
         if spec.invariance and (other := _other_bits(device)):
             return other
+        if spec.invariance and kv_format(spec.resolved_kv_cache_dtype).planes:
+            return f"equal bits are not kept over kv_cache_dtype={spec.kv_cache_dtype!r}; over auto and fp8 they are"
         if spec.direct_kv and spec.resolved_kv_cache_dtype != spec.dtype:
             return f"direct_kv stores nothing, so kv_cache_dtype={spec.kv_cache_dtype!r} cannot be honoured"
         if spec.num_heads // spec.num_kv_heads > _MAX_GROUP:
@@ -205,7 +210,7 @@ class TritonMLABackend(MLADecodeBackend):
     requires: ClassVar[Sequence[str | tuple[str, ...]]] = TritonBackend.requires
     device_types: ClassVar[Sequence[str]] = TritonBackend.device_types
     supported_dtypes: ClassVar[Sequence[object]] = TritonBackend.supported_dtypes
-    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = TritonBackend.supported_kv_cache_dtypes
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = _ELEMENTS
     supported_phases: ClassVar[Sequence[Phase | str]] = tuple(Phase)
     features: ClassVar[Feature] = Feature.MLA | Feature.SPARSE | Feature.LSE | Feature.FP8_KV
     supported_sparse_kinds: ClassVar[Sequence[str]] = ("token_topk", "block")

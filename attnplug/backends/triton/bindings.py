@@ -9,6 +9,7 @@ import torch
 import triton.language as tl
 
 from attnplug.backends.impl import Pages
+from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
@@ -21,11 +22,13 @@ from attnplug.backends.triton.launch import (
     is_one_range,
     limit_switches,
     merging,
+    opened_launch,
     partial_sums,
     prefill_launch,
     share_launch,
 )
 from attnplug.backends.triton.layout import head_tiles, tile_side
+from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.specialized import (
     ROWS,
@@ -97,6 +100,7 @@ class BoundLayer:
         output: `[T, H, Dv]`, with a last stride of 1.
         output_lse: `[T, H]`, or None.
         scales: of stored keys and values.
+        paged: whether keys are read from pages, and not given with the call.
     """
 
     def __init__(
@@ -108,8 +112,16 @@ class BoundLayer:
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
         scales: tuple[float, float],
+        paged: bool = True,
     ) -> None:
         self.kv_heads = spec.num_kv_heads
+        self.rotation = rotation_of(spec, query.device) if paged else None
+        """Turns the queries and outputs of rotated formats; None for other layers."""
+        q_strides, out_strides = query.stride(), output.stride()
+        if self.rotation is not None:
+            # The kernels read and write turned rows, in buffers of their own.
+            q_strides = out_strides = (spec.num_heads * spec.head_size, spec.head_size, 1)
+        k_scale, v_scale = opened_scale(spec, scales) if paged else scales
         self._reach = reach
         self._gpu = gpu_of(query.device)
         self._spec = spec
@@ -120,19 +132,19 @@ class BoundLayer:
         self._tile = fixed_tile(self._widest, self._itemsize) if spec.invariance else None
         # 64 heads over 256k tokens of 128 elements pass 2**31. Only such layers compute
         # offsets of heads in 64 bits, because registers grow from 168 to 254 with them.
-        is_far = spec.num_heads * max(query.stride(1), output.stride(1)) > 1 << 31
+        is_far = spec.num_heads * max(q_strides[1], out_strides[1]) > 1 << 31
         self._values: dict[str, Any] = {
-            "scale": spec.scale * scales[0],
-            "value_scale": scales[1],
+            "scale": spec.scale * k_scale,
+            "value_scale": v_scale,
             "cap": spec.logits_soft_cap or 1.0,
             # Windows and chunks are arguments, so layers of other widths share a compiled kernel.
             "left": reach.left,
             "right": reach.right,
             "chunk": reach.chunk,
-            "stride_qt": query.stride(0),
-            "stride_qh": query.stride(1),
-            "stride_ot": output.stride(0),
-            "stride_oh": output.stride(1),
+            "stride_qt": q_strides[0],
+            "stride_qh": q_strides[1],
+            "stride_ot": out_strides[0],
+            "stride_oh": out_strides[1],
             "stride_lse": 0 if output_lse is None else output_lse.stride(0),
             "GROUP": self._group,
             "D": spec.head_size,
@@ -148,9 +160,11 @@ class BoundLayer:
             # Rows that may come in any step have splits by position, others by the lengths of their request.
             "FIXED": self._tile is not None,
             "EVEN": "rows" not in spec.invariance,
+            "FORMAT": None,
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}
+        self._register_launches: dict[object, RegisterLaunch | None] = {}
         self._decode_key: object = None
         self._prefills: dict[object, Prefill] = {}
         self._decode: Decode
@@ -174,7 +188,15 @@ class BoundLayer:
         """
         itemsize = self._read_itemsize(pages)
         rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
-        launch = share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
+        if row_of(self._spec):
+            # Opened tiles leave no registers for the sums of more rows.
+            rows = min(rows, _SHARING_ROWS)
+        in_registers = None if sharing else self._in_registers(pages, rows)
+        launch = (
+            share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
+            if in_registers is None
+            else in_registers.launch
+        )
         key = pages.form, stride_table, launch
         found = self._shares.get(key)
         if found is None:
@@ -183,10 +205,24 @@ class BoundLayer:
             values = {**self._values, **self._whole_tiles(pages.k)}
             values |= _strides(pages.k.stride(), pages.v.stride())
             values |= _paired(pages.v, launch.block_m)
+            values |= format_values(self._spec, pages.k, pages.v)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
             values["PDL"] = can_overlap(pages.k.device)
-            found = self._shares[key] = bind_shares(self._spec, self._reach, values, launch, self._gpu)
+            kernel: Any = None
+            if in_registers is not None:
+                kernel, values = register_kernel(), values | in_registers.values
+            found = bind_shares(self._spec, self._reach, values, launch, self._gpu, kernel)
+            self._shares[key] = found
         return found
+
+    def _in_registers(self, pages: Pages, rows: int) -> RegisterLaunch | None:
+        """As `register_launch`, which looks at the planes of pages: too long for each step."""
+        key = pages.form, row_tile(rows)
+        if key not in self._register_launches:
+            if len(self._register_launches) == _MOST_LAUNCHES:
+                self._register_launches.clear()
+            self._register_launches[key] = register_launch(self._spec, pages, rows, pages.k.device)
+        return self._register_launches[key]
 
     @property
     def fixed(self) -> bool:
@@ -229,6 +265,8 @@ class BoundLayer:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self._group, k.dtype.itemsize
         launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile)
+        if paged and row_of(self._spec):
+            launch = opened_launch(launch, self._gpu)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
         if special is not None and not (is_near(k) and is_aligned(k, v, *others)):
@@ -259,6 +297,7 @@ class BoundLayer:
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
+            values |= format_values(self._spec, k, v)
             kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
             found = self._prefills[key] = Prefill(kernel, block_m // self._group)
         return found
@@ -293,8 +332,8 @@ class BoundLayer:
 
     def _read_itemsize(self, pages: Pages) -> int:
         """Bytes of an element of a tile of keys."""
-        # Float32 products convert all that is stored.
-        return 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        # Float32 products convert all that is stored. Opened planes take the registers of 16 bits.
+        return 4 if self._itemsize == 4 else 2 if row_of(self._spec) else pages.k.dtype.itemsize
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
@@ -311,6 +350,7 @@ class BoundLayer:
             **self._whole_tiles(pages.k),
             **_strides(pages.k.stride(), pages.v.stride()),
             **_paired(pages.v, block_m),
+            **format_values(self._spec, pages.k, pages.v),
             "BLOCK_SIZE": pages.k.shape[1],
             "max_rows": rows,
             "stride_table": stride_table,
@@ -380,7 +420,8 @@ def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
 
 def _computed(spec: LayerSpec, device: torch.device) -> Any:
     """The type that the kernels multiply in; None for the type of the queries."""
-    if spec.dtype != "bfloat16":
+    # Turned queries are float32, whatever the type of the layer.
+    if spec.dtype != "bfloat16" and (spec.dtype == "float32" or row_of(spec) is None):
         return None
     if device.type == "cpu":
         return tl.float32  # the interpreter multiplies bfloat16 as integers

@@ -24,6 +24,7 @@ from attnplug.ops.checks import (
     refuse_output_scales,
 )
 from attnplug.ops.reach import Reach
+from attnplug.ops.triton.kv_format_write import bound_codec_write
 from attnplug.ops.triton.kv_write import BoundWrite
 from attnplug.ops.triton.launch import on_device_of
 
@@ -43,6 +44,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     can_return_lse_for_decode = True
     _reads_adjacent = True
     _bind_write = BoundWrite
+    _bind_codec = staticmethod(bound_codec_write)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,7 +85,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             output_lse[: meta.num_actual_tokens] = dense[: meta.num_actual_tokens]
             return output
         scales = self._scales(layer, query.dtype if kv_cache is None else kv_cache.dtype)
-        bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales)
+        bound = self._bound_for(query, output, output_lse, use_sinks, meta, scales, kv_cache is not None)
         lse = query if output_lse is None else output_lse
         # Without a copy of a column of a larger tensor, kernels would read what is beside it.
         sinks = tensors.sinks.contiguous() if use_sinks and tensors.sinks is not None else query
@@ -92,38 +94,57 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if self.spec.mm_prefix:
             check_spans_given(meta.spans is not None, self.spec)
             spans = query if meta.spans is None else meta.spans
-        call = query, output, lse, sinks, slopes, spans
         if kv_cache is None or self.spec.direct_kv:
             check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
-            if kv_cache is None:
-                key, value = check_keys(key, value, meta.key_rows, self.spec)
-                k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
-                if longest := max(meta.max_query_len, meta.max_decode_len):
-                    batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
-                    _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
-                return output
-            longest = max(meta.max_query_len, meta.max_decode_len)
-            pages = self._pages_with_room(kv_cache, meta.block_table, longest)
-            if meta.max_decode_len:
-                if self.by_shares:
-                    tokens, table = meta.num_decode_tokens, meta.block_table
-                    _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
-                else:
-                    _decode(bound, meta, call, pages)
-            if meta.max_query_len:
-                starts, lens, table, _ = meta.others
-                first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
-                tokens = meta.num_actual_tokens - first
-                # Prompts see few keys, and their tiles have unlike numbers of them.
-                whole = meta.all_new or bound.fills_gpu(tokens, reqs)
-                if not self.by_shares or (whole and not bound.one_kernel):
-                    keys = self._given(key, value, meta) or (pages.k, pages.v)
-                    batch = starts, lens, table, starts
-                    _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
-                else:
-                    _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
+            if bound.rotation is None:
+                self._run(bound, meta, (query, output, lse, sinks, slopes, spans), key, value, kv_cache)
+            else:
+                rows = meta.query_start_loc, meta.num_reqs, meta.num_actual_tokens
+                sizes = 2, meta.num_actual_tokens, *query.shape[1:]
+                turned, found = torch.empty(sizes, dtype=torch.float32, device=query.device)
+                bound.rotation.turn(query, turned, *rows)
+                self._run(bound, meta, (turned, found, lse, sinks, slopes, spans), key, value, kv_cache)
+                bound.rotation.turn(found, output, *rows, back=True)
         return output
+
+    def _run(
+        self,
+        bound: BoundLayer,
+        meta: TritonMetadata,
+        call: _Call,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+    ) -> None:
+        """Attend all requests, over the cache or over the keys of the call."""
+        if kv_cache is None:
+            key, value = check_keys(key, value, meta.key_rows, self.spec)
+            k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
+            if longest := max(meta.max_query_len, meta.max_decode_len):
+                batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
+                _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
+            return
+        longest = max(meta.max_query_len, meta.max_decode_len)
+        pages = self._pages_with_room(kv_cache, meta.block_table, longest)
+        if meta.max_decode_len:
+            if self.by_shares:
+                tokens, table = meta.num_decode_tokens, meta.block_table
+                _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
+            else:
+                _decode(bound, meta, call, pages)
+        if meta.max_query_len:
+            starts, lens, table, _ = meta.others
+            first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
+            tokens = meta.num_actual_tokens - first
+            # Prompts see few keys, and their tiles have unlike numbers of them.
+            whole = meta.all_new or bound.fills_gpu(tokens, reqs)
+            if not self.by_shares or (whole and not bound.one_kernel):
+                keys = self._given(key, value, meta) or (pages.k, pages.v)
+                batch = starts, lens, table, starts
+                _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
+            else:
+                _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
 
     @functools.cached_property
     def by_shares(self) -> bool:
@@ -150,10 +171,11 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         use_sinks: bool,
         meta: TritonMetadata,
         scales: tuple[float, float],
+        paged: bool,
     ) -> BoundLayer:
         """The layer bound for calls like this; the first such call is checked."""
         tokens, asked, written = meta.num_actual_tokens, query.shape, output.shape
-        form: tuple[object, ...] = (meta.causal, use_sinks, scales, query.device)
+        form: tuple[object, ...] = (meta.causal, use_sinks, scales, query.device, paged)
         form += (asked[1:], query.stride(), query.dtype, written[1:], output.stride(), output.dtype)
         least = tokens
         if output_lse is not None:
@@ -174,7 +196,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         tensors = self.tensors if use_sinks else dataclasses.replace(self.tensors, sinks=None)
         if len(self._bound) == _MOST_FORMS:
             self._bound.clear()
-        bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, query, output, output_lse, scales)
+        given = query, output, output_lse
+        bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, *given, scales, paged)
         return bound
 
 

@@ -38,6 +38,8 @@ class Gpu(NamedTuple):
     """Bytes that a program may use."""
     has_tensor_memory: bool = False
     """Whether products of 64 rows run asynchronously: compute capability 10.x and 11.x."""
+    has_warp_groups: bool = False
+    """Whether four warps multiply together: compute capability 9.x."""
 
 
 @functools.lru_cache
@@ -49,8 +51,8 @@ def gpu_of(device: torch.device) -> Gpu:
     active: Any = driver.active
     found = active.utils.get_device_properties(index)
     nvidia = torch.version.hip is None
-    has_tensor_memory = nvidia and torch.cuda.get_device_capability(device)[0] in (10, 11)
-    return Gpu(found["multiprocessor_count"], found["max_shared_mem"], has_tensor_memory)
+    major = torch.cuda.get_device_capability(device)[0] if nvidia else 0
+    return Gpu(found["multiprocessor_count"], found["max_shared_mem"], major in (10, 11), major == 9)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,11 +80,12 @@ def runs_gluon(device: torch.device) -> bool:
     """Whether the kernels in Gluon run on a device: of compute capability 9.0, with Gluon as it is since Triton 3.6."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and _has_gluon()
+    return torch.cuda.get_device_capability(device) == (9, 0) and has_gluon()
 
 
 @functools.cache
-def _has_gluon() -> bool:
+def has_gluon() -> bool:
+    """Whether Gluon is there, as it is since Triton 3.6."""
     try:
         from triton.experimental.gluon import language
     except ImportError:
@@ -230,6 +233,14 @@ def prefill_launch(
         else:
             break
     return launch
+
+
+def opened_launch(launch: PrefillLaunch, gpu: Gpu) -> PrefillLaunch:
+    """A launch of prefill for tiles of keys and values that are opened in registers: more warps, and fewer keys."""
+    # On Hopper products read the opened tiles from shared memory; others need all of them in registers.
+    keys = launch.block_n if gpu.has_warp_groups else min(launch.block_n, 32)
+    warps = max(launch.num_warps, 8 if launch.block_m >= 64 else 4)
+    return dataclasses.replace(launch, block_n=keys, num_warps=warps, specialized=None)
 
 
 _Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)

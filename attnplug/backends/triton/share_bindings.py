@@ -130,7 +130,12 @@ class ShareDecode:
 
 
 def bind_shares(
-    spec: LayerSpec, reach: Reach, values: Mapping[str, Any], launch: ShareLaunch, gpu: Gpu
+    spec: LayerSpec,
+    reach: Reach,
+    values: Mapping[str, Any],
+    launch: ShareLaunch,
+    gpu: Gpu,
+    kernel: Any = None,
 ) -> ShareDecode:
     """The kernels of a launch.
 
@@ -140,6 +145,7 @@ def bind_shares(
         values: the other arguments of the kernels by name.
         launch: their launch.
         gpu: the device.
+        kernel: takes what share_decode_kernel does, and attends in its place.
     """
     fixed = values["FIXED"]
     values = {
@@ -180,7 +186,7 @@ def bind_shares(
         has_spans=reach.spans,
     )
     return ShareDecode(
-        kernel=BoundKernel(_DECODE, 19, values, **compile_options(launch)),
+        kernel=BoundKernel(kernel or _DECODE, 19, values, **compile_options(launch)),
         merges=merges,
         plan=plan,
         kv_heads=spec.num_kv_heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.formats import add_sinks, columns, head_planes
 from attnplug.backends.triton.kernels.ranges import load_spans
 from attnplug.backends.triton.kernels.scan import (
     LN2,
@@ -80,6 +81,7 @@ def decode_kernel(
     MERGE: tl.constexpr,
     PAIRS: tl.constexpr,
     PTX: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One item of the plan for one KV head: BLOCK_M rows of queries over some of their request's keys.
 
@@ -118,33 +120,57 @@ def decode_kernel(
         _, first_stop = load_spans(mm_spans, first_row)
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
-    q, _, scale = load_queries(
-        query, rows, num_rows, first, heads, stride_qt, stride_qh, GROUP, D, BLOCK_D, 0, scale, COMPUTE, False
+    q, q_tail, scale = load_queries(
+        query,
+        rows,
+        num_rows,
+        first,
+        heads,
+        stride_qt,
+        stride_qh,
+        GROUP,
+        D,
+        BLOCK_D,
+        0,
+        scale,
+        COMPUTE,
+        False,
+        FORMAT,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS and FORMAT is None:
         if part == 0:
             top = tl.load(sinks + heads) * LOG2E
             total += 1.0
-    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
-    if PAIRS:
-        v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+    if FORMAT is None:
+        k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+        if PAIRS:
+            v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
+        v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+    else:
+        k_head = head_planes(k_cache, kv_head, stride_kh, FORMAT)
+        v_head = head_planes(v_cache, kv_head, stride_vh, FORMAT)
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, top, total = attend(
-        q, scale, top, total, positions, slopes, starts, stops, first_pos, seq_len - 1, first_stop, last_start,
+        q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, seq_len - 1, first_stop, last_start,
         lo, hi, k_head, v_head, table_row, 0, None, 0,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, False,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, False, FORMAT,
     )  # fmt: skip
+    if HAS_SINKS and FORMAT is not None:
+        own_sinks = tl.where(part == 0, tl.load(sinks + heads) * LOG2E, float("-inf"))
+        acc, _, top, total = add_sinks(acc, acc, top, total, own_sinks)
     out, out_lse = finish(acc, top, total)
 
-    dims = tl.arange(0, BLOCK_DV)
+    if FORMAT is None:
+        dims = tl.arange(0, BLOCK_DV)
+    else:
+        dims = columns(BLOCK_DV, DV, FORMAT)
     inside = rows < num_rows
     mask = inside[:, None] & (dims < DV)[None, :]
     if count > 1:
@@ -169,7 +195,7 @@ def decode_kernel(
                     first, value_scale, stride_ot, stride_oh, stride_lse, GROUP, DV, BLOCK_DV, HAS_LSE,
                 )  # fmt: skip
             return
-        out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, DV, BLOCK_M, BLOCK_DV)
+        out, out_lse = _merge(partials, partial_lses, place, step, count, inside, mask, dims, DV)
     tokens = (first + rows // GROUP).to(tl.int64)
     out_places = output + tokens[:, None] * stride_ot + heads[:, None] * stride_oh + dims[None, :]
     tl.store(out_places, (out * value_scale).to(output.dtype.element_ty), mask=mask)
@@ -186,15 +212,13 @@ def _merge(
     count,
     inside,
     mask,
+    dims,
     DV: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
 ):
-    """The `count` partial results from `place [BLOCK_M]` on, `step` rows apart, as one."""
-    dims = tl.arange(0, BLOCK_DV)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    """The `count` partial results from `place [BLOCK_M]` on, `step` rows apart, as one; their columns are `dims`."""
+    acc = tl.zeros([place.shape[0], dims.shape[0]], tl.float32)
+    total = tl.zeros([place.shape[0]], tl.float32)
+    top = tl.full([place.shape[0]], float("-inf"), tl.float32)
     for index in tl.range(0, count):
         rows = place + index * step
         found = tl.load(partial_lses + rows, mask=inside, other=float("-inf"), cache_modifier=".cg")

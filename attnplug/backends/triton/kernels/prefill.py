@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.formats import SHIFT, STEP, add_sinks, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, in_one_order
 from attnplug.backends.triton.kernels.split_places import even_log
@@ -82,6 +83,7 @@ def prefill_kernel(
     ONE: tl.constexpr,
     FIXED: tl.constexpr,
     EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
 
@@ -153,41 +155,55 @@ def prefill_kernel(
         scale,
         COMPUTE,
         FIXED and k_cache.dtype.element_ty.primitive_bitwidth == 8,
+        FORMAT,
     )
     slopes = tl.zeros([BLOCK_M], tl.float32)
     if HAS_ALIBI:
         slopes = tl.load(alibi_slopes + heads)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS and FORMAT is None:
         top = tl.load(sinks + heads) * LOG2E
         total += 1.0
-    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
-    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+    if FORMAT is None:
+        k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+        v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+    else:
+        k_head = head_planes(k_cache, kv_head, stride_kh, FORMAT)
+        v_head = head_planes(v_cache, kv_head, stride_vh, FORMAT)
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, more, top, total = attend_parts(
         q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
         lo, hi, k_head, v_head, table_row, key_shift, None, even_log(seq_len, query_len, EVEN),
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
         PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, ONE, FIXED,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, False, False, SUMS, ONE, FIXED, FORMAT,
     )  # fmt: skip
+    if HAS_SINKS and FORMAT is not None:
+        acc, more, top, total = add_sinks(acc, more, top, total, tl.load(sinks + heads) * LOG2E)
     if FIXED:
         total = in_one_order(total)
     out, out_lse = finish(acc, top, total)
     places = (first + offset + rows // GROUP).to(tl.int64)
     inside = rows < num_rows
     out_rows = output + (places * stride_ot + heads * stride_oh)[:, None]
-    _store_part(out_rows, out * value_scale, inside, DV, BLOCK_DV)
-    if TAIL_V:
+    PACKED: tl.constexpr = FORMAT[SHIFT] if FORMAT is not None else 0
+    if PACKED:
         tail, _ = finish(more, top, total)
-        _store_part(out_rows + BLOCK_DV, tail * value_scale, inside, DV - BLOCK_DV, TAIL_V)
+        _store_part(out_rows, out * value_scale, inside, DV // 2, BLOCK_DV, FORMAT[STEP])
+        _store_part(out_rows + PACKED, tail * value_scale, inside, DV // 2, BLOCK_DV, FORMAT[STEP])
+    else:
+        _store_part(out_rows, out * value_scale, inside, DV, BLOCK_DV, 1)
+        if TAIL_V:
+            tail, _ = finish(more, top, total)
+            _store_part(out_rows + BLOCK_DV, tail * value_scale, inside, DV - BLOCK_DV, TAIL_V, 1)
     if HAS_LSE:
         tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=inside)
 
 
 @triton.jit
-def _store_part(places, out, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr):
-    """Columns of the outputs: as many of WIDTH as there are up to SIZE."""
+def _store_part(places, out, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """Columns of the outputs, STEP elements from each to the next: as many of WIDTH as there are up to SIZE."""
     dims = tl.arange(0, WIDTH)[None, :]
-    tl.store(places + dims, out.to(places.dtype.element_ty), mask=inside[:, None] & (dims < SIZE))
+    at = dims * STEP if STEP > 1 else dims
+    tl.store(places + at, out.to(places.dtype.element_ty), mask=inside[:, None] & (dims < SIZE))

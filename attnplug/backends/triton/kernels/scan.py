@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.formats import LEAST_SCALE, ROW_SCALES, SHIFT, joined, open_rows
 from attnplug.backends.triton.kernels.ranges import common_range
 from attnplug.backends.triton.kernels.split_places import (
     fold_weights,
@@ -21,6 +22,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def attend(
     q,
+    q_tail,
     scale,
     top,
     total,
@@ -67,20 +69,25 @@ def attend(
     SUMS: tl.constexpr,
     ONE: tl.constexpr,
     FIXED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Weighted sums of values, maximum and sum of queries over the keys `lo .. hi - 1`; see attend_parts.
 
-    With PAIRS `v_head` points to int16, see _scan_keys.
+    With PAIRS `v_head` points to int16, see _scan_keys. Over bytes of two elements `q_tail` has those of the high halves.
     """
+    PACKED: tl.constexpr = FORMAT[SHIFT] if FORMAT is not None else 0
+    TAIL: tl.constexpr = BLOCK_D if PACKED else 0
     acc, odd, top, total = attend_parts(
-        q, q, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
+        q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
         lo, hi, k_head, v_head, table_row, key_shift, parts, even,
         stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
-        PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, 0, 0,
-        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, FIXED,
+        PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL,
+        HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, FIXED, FORMAT,
     )  # fmt: skip
     if PAIRS:
         acc = tl.join(acc, odd).reshape(q.shape[0], BLOCK_DV)
+    elif PACKED:
+        acc = joined(acc, odd, FORMAT)
     return acc, top, total
 
 
@@ -136,12 +143,14 @@ def attend_parts(
     SUMS: tl.constexpr,
     ONE: tl.constexpr,
     FIXED: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Accumulators, maximum (base 2) and sum of queries at `first_pos .. last_pos` over the keys `lo .. hi - 1`.
 
     `top` and `total` are what the softmax starts with: its maximum, in base 2, and its sum. With HAS_SPANS a query
     also sees its multimodal span, `starts [BLOCK_M]` to `stops`; see common_range for those of the first and last.
-    The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V.
+    The second accumulator is that of the odd elements with PAIRS, and of the values' tail with TAIL_V. With a FORMAT
+    `k_head` and `v_head` have the pointers of `head_planes`.
 
     With ONE all keys are the last range, which is masked. It is for few queries and short windows: masks take less time
     there than each range's wait for its first loads, and the smaller loop needs fewer registers.
@@ -198,7 +207,7 @@ def attend_parts(
                 k_head, v_head, table_row, key_shift, None, even,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
                 True, FLOOR, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, FIXED, False,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, FIXED, False, FORMAT,
             )  # fmt: skip
             held, held_more, held_top, held_sums = _end_split(
                 held, held_more, held_top, held_sums, acc, more, top, sums, number, parts, DV, PAIRS, TAIL_V
@@ -218,7 +227,7 @@ def attend_parts(
                 starts, stops, begin, end, lo, hi, k_head, v_head, table_row, key_shift, parts, even,
                 stride_kb, stride_kt, stride_vb, stride_vt, scale, cap, left, right, chunk,
                 stretch != 1, FLOOR, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, TAIL, TAIL_V,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, FIXED, FIXED,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, FIXED, FIXED, FORMAT,
             )  # fmt: skip
     if FIXED:
         # The last split, unless it ended with a tile.
@@ -290,6 +299,7 @@ def _scan_keys(
     SUMS: tl.constexpr,
     FIXED: tl.constexpr,
     FOLDS: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """Attend the keys `begin .. end - 1`, tile by tile: accumulators, running maximum (base 2) and sums.
 
@@ -300,8 +310,9 @@ def _scan_keys(
     PAIRS `acc` gathers the even elements and `more` the odd ones.
 
     TAIL and TAIL_V are the columns of a second tile, for heads past BLOCK_D and BLOCK_DV elements: 96 are 64 and 32,
-    which no single power of two holds without waste.
+    which no single power of two holds without waste. With a FORMAT of bytes with two elements they are the high halves.
     """
+    OWN_SCALES: tl.constexpr = FORMAT[ROW_SCALES] if FORMAT is not None else False
     WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
     SIZE_V: tl.constexpr = DV // 2 if PAIRS else DV
     dims = tl.arange(0, BLOCK_D)
@@ -311,7 +322,7 @@ def _scan_keys(
     if TAIL_V:
         dims_tail_v = tl.arange(0, TAIL_V)
     # Queries of 8-bit pages are multiplied with a power of two, and with FIXED each row has its own.
-    BY_ROW: tl.constexpr = FIXED and k_head.dtype.element_ty.primitive_bitwidth == 8
+    BY_ROW: tl.constexpr = (k_head.dtype.element_ty.primitive_bitwidth == 8) if FIXED else False
     lanes = tl.arange(0, BLOCK_N)
     if PAGED:
         # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
@@ -329,16 +340,26 @@ def _scan_keys(
             places = (keys + key_shift).to(tl.int64)
             k_rows = places * stride_kt
             v_rows = k_rows if ALIKE else places * stride_vt
-        k = rows_of(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
-        if TAIL:
-            k_tail = rows_of(k_head + BLOCK_D, k_rows, dims_tail, there, D - BLOCK_D, TAIL, MASKED)
-        v = rows_of(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
-        if TAIL_V:
-            v_tail = rows_of(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
+        if FORMAT is None:
+            k = rows_of(k_head, k_rows, dims, there, D, BLOCK_D, MASKED)
+            if TAIL:
+                k_tail = rows_of(k_head + BLOCK_D, k_rows, dims_tail, there, D - BLOCK_D, TAIL, MASKED)
+            v = rows_of(v_head, v_rows, dims_v, there, SIZE_V, WIDTH, MASKED)
+            if TAIL_V:
+                v_tail = rows_of(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
+        else:
+            k, k_tail, k_own = open_rows(
+                k_head, blocks, places, stride_kb, stride_kt, there, D, BLOCK_D, MASKED, FORMAT
+            )
+            v, v_tail, v_own = open_rows(
+                v_head, blocks, places, stride_vb, stride_vt, there, DV, BLOCK_DV, MASKED, FORMAT
+            )
 
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if TAIL:
             logits = tl.dot(q_tail, tl.trans(k_tail).to(q.dtype), logits, input_precision="ieee")
+        if OWN_SCALES:
+            logits = logits * k_own[None, :]
         # The softmax is in base 2. Logits are scaled within its one FMA, unless slopes are added before.
         by_row = scale[:, None] if BY_ROW else scale
         factor = scale * LOG2E
@@ -363,13 +384,20 @@ def _scan_keys(
                 together = (keys[None, :] >= starts[:, None]) & (keys[None, :] < stops[:, None])
                 seen = seen | (together & there[None, :])
             logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1) * factor)
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
         factors = factor[:, None] if BY_ROW and not (HAS_CAP or HAS_ALIBI) else factor
+        if OWN_SCALES:
+            # The maximum is that of weights times scales, which are then 1 and less: in float16 others would be 0.
+            sizes = tl.log2(tl.maximum(v_own, LEAST_SCALE))
+            new_top = tl.maximum(top, tl.max(tl.fma(logits, factors, sizes[None, :]), 1))
+        else:
+            new_top = tl.maximum(top, tl.max(logits, 1) * factor)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
         weights = tl.exp2(tl.fma(logits, factors, -pivot[:, None]))
         fade = tl.exp2(top - pivot)
         of_tile = tl.sum(tl.reshape(weights, [q.shape[0], BLOCK_N // SUMS, SUMS]), 1)
         sums = tl.fma(sums, fade[:, None], of_tile)
+        if OWN_SCALES:
+            weights = weights * v_own[None, :]
         weights = weights.to(q.dtype)
         if PAIRS:
             low, high = halves_of(v, k_head.dtype.element_ty, PTX)

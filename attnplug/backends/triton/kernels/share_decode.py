@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.formats import add_sinks, columns, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, finish, in_one_order, store_part
 from attnplug.backends.triton.kernels.shares import place_of, request_range
@@ -94,6 +95,7 @@ def share_decode_kernel(
     PDL: tl.constexpr,
     FIXED: tl.constexpr,
     EVEN: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """One share of the plan for one KV head; see plan_shares_kernel for `tiles`, and for the streams.
 
@@ -117,11 +119,16 @@ def share_decode_kernel(
     shared = prefix // BLOCK_N
     entry = tl.load(tiles + num_reqs + 3 + share)
     lanes = tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_DV)
     if PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)
-    k_head = k_cache + kv_head.to(tl.int64) * stride_kh
-    v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+    if FORMAT is None:
+        dims = tl.arange(0, BLOCK_DV)
+        k_head = k_cache + kv_head.to(tl.int64) * stride_kh
+        v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+    else:
+        dims = columns(BLOCK_DV, DV, FORMAT)
+        k_head = head_planes(k_cache, kv_head, stride_kh, FORMAT)
+        v_head = head_planes(v_cache, kv_head, stride_vh, FORMAT)
     tile = begin
     while tile < end:
         entry_begin = tl.load(tiles + entry)
@@ -216,7 +223,7 @@ def share_decode_kernel(
                 hi = tl.minimum(hi, (origin + stop) * BLOCK_N)
 
             heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
-            q, _, own_scale = load_queries(
+            q, q_tail, own_scale = load_queries(
                 query,
                 rows,
                 num_rows,
@@ -231,6 +238,7 @@ def share_decode_kernel(
                 scale,
                 COMPUTE,
                 FIXED and k_cache.dtype.element_ty.primitive_bitwidth == 8,
+                FORMAT,
             )
             slopes = tl.zeros([BLOCK_M], tl.float32)
             if HAS_ALIBI:
@@ -239,16 +247,20 @@ def share_decode_kernel(
             total = tl.zeros([BLOCK_M], tl.float32)
             if HAS_SINKS:
                 has_sink = (tile == stream) & (entry < num_reqs)
-                top = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, top)
-                total += tl.where(has_sink, 1.0, 0.0)
+                if FORMAT is None:
+                    top = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, top)
+                    total += tl.where(has_sink, 1.0, 0.0)
             table_row = block_table + request.to(tl.int64) * stride_table
             acc, top, total = attend(
-                q, own_scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop,
+                q, q_tail, own_scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop,
                 last_start, lo, hi, k_head, v_head, table_row, 0, parts, even,
                 stride_kb, stride_kt, stride_vb, stride_vt, cap, left, right, chunk,
                 True, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, FIXED,
+                HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS, HAS_CAP, HAS_ALIBI, ALIKE, PAIRS, PTX, SUMS, ONE, FIXED, FORMAT,
             )  # fmt: skip
+            if HAS_SINKS and FORMAT is not None:
+                own_sinks = tl.where(has_sink, tl.load(sinks + heads) * LOG2E, float("-inf"))
+                acc, _, top, total = add_sinks(acc, acc, top, total, own_sinks)
 
             mask = inside[:, None] & (dims < DV)[None, :]
             if is_whole:

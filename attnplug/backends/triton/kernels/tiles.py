@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.formats import SHIFT, STEP
+
 _HALVES = """{{
 .reg .b16 low, high;
 .reg .b32 first, second;
@@ -34,6 +36,7 @@ def load_queries(
     scale,
     COMPUTE: tl.constexpr,
     BY_ROW: tl.constexpr,
+    FORMAT: tl.constexpr,
 ):
     """The first BLOCK_D elements of queries, their other elements in TAIL columns, and the scale that logits still need.
 
@@ -41,20 +44,26 @@ def load_queries(
     type of the queries: COMPUTE, or their own where it is None. For float16 they are multiplied with a power of
     two, which rounds nothing, such that no bfloat16 query is too large for it and none that matters too small.
     With BY_ROW each row has its own, and the scale has a number for each row. With TAIL 0 the second part repeats the first, and nothing reads it.
+    Over a FORMAT with two elements in a byte, the parts are those of the low halves, and of the high ones.
     """
+    PACKED: tl.constexpr = FORMAT[SHIFT] if FORMAT is not None else 0
     tokens = (first_token + rows // GROUP).to(tl.int64)
     places = query + tokens[:, None] * stride_qt + heads[:, None] * stride_qh
     inside = (rows < num_rows)[:, None]
-    q = _query_part(places, inside, D, BLOCK_D)
-    tail = q
-    if TAIL:
-        tail = _query_part(places + BLOCK_D, inside, D - BLOCK_D, TAIL)
+    if PACKED:
+        q = _query_part(places, inside, D // 2, BLOCK_D, FORMAT[STEP])
+        tail = _query_part(places + PACKED, inside, D // 2, BLOCK_D, FORMAT[STEP])
+    else:
+        q = _query_part(places, inside, D, BLOCK_D, 1)
+        tail = q
+        if TAIL:
+            tail = _query_part(places + BLOCK_D, inside, D - BLOCK_D, TAIL, 1)
     if COMPUTE is not None:
         if COMPUTE == tl.float16:
             q = q.to(tl.float32)
             tail = tail.to(tl.float32)
             largest = _largest(q)
-            if TAIL:
+            if TAIL or PACKED:
                 largest = tl.maximum(largest, _largest(tail))
             if not BY_ROW:
                 largest = tl.max(largest, 0)
@@ -78,11 +87,14 @@ def _largest(x):
 
 
 @triton.jit
-def _query_part(places, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+def _query_part(places, inside, SIZE: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """SIZE elements of each query, STEP from each to the next."""
     dims = tl.arange(0, WIDTH)[None, :]
     mask = inside
     if SIZE < WIDTH:
         mask = mask & (dims < SIZE)
+    if STEP > 1:
+        dims = dims * STEP
     return tl.load(places + dims, mask=mask, other=0.0)
 
 
