@@ -30,36 +30,6 @@ def test_triton_ranks_short_prompts_before_flash_attention_4(size: int, longest:
     assert ranges(TritonBackend, spec, AMPERE) == ranges(TritonBackend, spec, CPU) == []
 
 
-@pytest.mark.parametrize(
-    ("kv_heads", "steps"),
-    [(8, "requests 18..34"), (1, "requests 133..264"), (32, "requests 6..10"), (4, "requests 34..66")],
-)
-def test_flash_attention_4_takes_mixed_steps_whose_decodes_fill_the_gpu_once(
-    kv_heads: int, steps: str
-) -> None:
-    found = ranges(FlashAttn4Backend, layer(kv_heads=kv_heads))
-    assert found == [f"mixed {steps} rows ..1280 keys ..4096: 250"]
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        layer(size=64),
-        layer(size=256),
-        layer(sliding_window=1024),
-        layer(logits_soft_cap=50.0),
-        layer(chunk_size=512),
-    ],
-    ids=["64", "256", "window", "cap", "chunk"],
-)
-def test_its_decodes_of_other_layers_are_slow_so_their_mixed_steps_are_cut(spec: LayerSpec) -> None:
-    assert ranges(FlashAttn4Backend, spec) == []
-
-
-def test_mixed_steps_were_measured_on_hopper_alone() -> None:
-    assert ranges(FlashAttn4Backend, layer(), Device("cuda", (10, 0))) == []
-
-
 def test_drafts_that_run_on_prefill_kernels_are_ranked_as_what_they_are() -> None:
     spec = layer()
     assert ranges(FlashInferBackend, spec) == ["draft: 205"]

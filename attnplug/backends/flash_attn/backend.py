@@ -17,7 +17,6 @@ from attnplug.backends.flash_attn.tiles import key_tiles, why_not_over_pages
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
 from attnplug.core.spec import AttentionType, Phase
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
-_MULTIPROCESSORS = 132
-"""Of an H100 and an H200 with SXM; those with PCIe have 114."""
 _COMMON_FEATURES = (
     Feature.SLIDING_WINDOW
     | Feature.CHUNKED_LOCAL
@@ -193,21 +190,6 @@ class FlashAttn4Backend(FlashAttnBackend):
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
         """Prefill 240, before all others; decode 210, after FlashInfer, because it does not split keys; both 225."""
         return {Phase.PREFILL: 240, Phase.DECODE: 210, None: 225}[phase]
-
-    @classmethod
-    def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
-        """On compute capability 9.0, 250 for mixed steps whose decodes fill the GPU once and are short, of plain layers."""
-        # On an H100, 24 decodes of 3k keys beside a prompt part of 512 take 157 us here and 175 us in two parts. The
-        # decodes do not split their keys: fewer of them leave multiprocessors idle, and of more, or of longer ones,
-        # TRITON's take less time than the parts lose. With 60 decodes of 8k and 4k new tokens they take 1.07. Decodes
-        # take 1.8 of TRITON's time with heads of 64, and 3.4 with a soft cap: only heads of 128 were measured so.
-        is_plain = spec.head_size == 128 and spec.window[0] < 0 and spec.logits_soft_cap is None
-        if device.capability != (9, 0) or not is_plain or spec.chunk_size is not None:
-            return ()
-        fewest = -(-_MULTIPROCESSORS // spec.num_kv_heads)
-        requests = (fewest + 1, 2 * fewest)
-        steps = StepRange(StepKind.MIXED, requests=requests, rows=(1, 1280), keys=(1, 4096))
-        return (StepPriority(steps, 250),)
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
