@@ -54,6 +54,7 @@ def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
     of_torch = {
         "current_device": lambda: place,
         "get_device_capability": lambda device=None: chip.device.capability,
+        "get_device_name": lambda device=None: chip.arch,
         "synchronize": _nothing,
         "is_current_stream_capturing": lambda: False,
         "device_of": lambda tensor: contextlib.nullcontext(),
