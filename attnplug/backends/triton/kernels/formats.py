@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LEAST_LOG = tl.constexpr(-60.0)
 LEAST_SCALE = tl.constexpr(2.0**-60)
 """Scales of values below it count as it where maxima are compared, so that no sum of weights overflows."""
 ROW_SCALES = tl.constexpr(5)
@@ -39,37 +40,50 @@ def open_rows(
     MASKED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Rows `[BLOCK_N, WIDTH]` in float16, twice for bytes of two elements, and their scales `[BLOCK_N]`, or 0 without.
+    """Rows `[BLOCK_N, WIDTH]` in float16, twice for bytes of two elements.
 
     Numbers are exact. Those of NVFP4 come as 2**-9 of what they are; of the other formats, before their row's scale.
-    With MASKED, rows that are not `there` have a scale of 0.
     """
     data, scales = planes
-    pages = blocks * stride_block
-    rows = pages + places * stride_token
-    scale_rows = pages + places * FORMAT[2]
+    rows = blocks * stride_block + places * stride_token
     SIZE: tl.constexpr = D // 2 if FORMAT[SHIFT] else D
     codes = _bytes(data, rows, there, SIZE, WIDTH, MASKED).to(tl.int16)
     if FORMAT[0] == "int8_token_head":
         # The bits of 1152 and the integer are those of 1024 and the byte with its sign turned.
         low = _half((codes ^ 0x80) | 0x6400) - 1152.0
         high = low
-        own = _scales(scales, scale_rows, there, tl.float32, MASKED, FORMAT)
     elif FORMAT[0] == "nvfp4":
         # E4M3 moved by 7 bits is float16, times 2**-8; E2M1 moved by 9, times 2**-14. 2**9 is left to the caller.
+        scale_rows = blocks * stride_block + places * FORMAT[2]
         of_block = _bytes(scales, scale_rows, there, D // 16, WIDTH // 8, MASKED).to(tl.int16)
         of_block = _half(of_block << 7) * 8192.0
         of_block = tl.broadcast_to(of_block[:, :, None], [codes.shape[0], WIDTH // 8, 8])
         of_block = tl.reshape(of_block, [codes.shape[0], WIDTH])
         low = _half(((codes & 7) << 9) | ((codes & 8) << 12)) * of_block
         high = _half(((codes & 0x70) << 5) | ((codes & 0x80) << 8)) * of_block
-        own = 0.0
     else:
         # The bits of 512 and a code: the last one of its float16 is a half.
         low = _half(((codes & 15) << 1) | 0x6000) - 519.5
         high = _half(((codes >> 3) & 0x1E) | 0x6000) - 519.5
-        own = _scales(scales, scale_rows, there, tl.float16, MASKED, FORMAT)
-    return low, high, own
+    return low, high
+
+
+@triton.jit
+def row_scales(planes, blocks, places, stride_block, there, MASKED: tl.constexpr, FORMAT: tl.constexpr):
+    """The scale of each row `[BLOCK_N]`, in float32; with MASKED 0 for rows that are not `there`."""
+    _, scales = planes
+    rows = blocks * stride_block + places * FORMAT[2]
+    if FORMAT[0] == "int8_token_head":
+        return _scales(scales, rows, there, tl.float32, MASKED, FORMAT)
+    else:
+        return _scales(scales, rows, there, tl.float16, MASKED, FORMAT)
+
+
+@triton.jit
+def log_above(scales):
+    """A power that makes 2 at least the scale and less than twice as large; a logarithm would take many instructions."""
+    exponent = (scales.to(tl.int32, bitcast=True) >> 23) & 255
+    return tl.maximum((exponent - 126).to(tl.float32), LEAST_LOG)
 
 
 @triton.jit

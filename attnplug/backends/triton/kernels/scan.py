@@ -5,7 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.formats import LEAST_SCALE, ROW_SCALES, SHIFT, joined, open_rows
+from attnplug.backends.triton.kernels.formats import (
+    ROW_SCALES,
+    SHIFT,
+    joined,
+    log_above,
+    open_rows,
+    row_scales,
+)
 from attnplug.backends.triton.kernels.ranges import common_range
 from attnplug.backends.triton.kernels.split_places import (
     fold_weights,
@@ -327,6 +334,10 @@ def _scan_keys(
     if PAGED:
         # Look up the next tile's pages during this tile, so that loads of keys do not wait for the table.
         next_blocks = pages_of(table_row, begin, end, BLOCK_SIZE, BLOCK_N)
+    if OWN_SCALES:
+        next_k, next_v = _tile_scales(
+            k_head, v_head, next_blocks, begin, floor, limit, stride_kb, stride_vb, MASKED, FLOOR, BLOCK_SIZE, BLOCK_N, FORMAT
+        )  # fmt: skip
     for start in tl.range(begin, end, BLOCK_N):
         keys = start + lanes
         there = (keys >= floor) & (keys < limit) if FLOOR else keys < limit
@@ -348,12 +359,14 @@ def _scan_keys(
             if TAIL_V:
                 v_tail = rows_of(v_head + WIDTH, v_rows, dims_tail_v, there, DV - WIDTH, TAIL_V, MASKED)
         else:
-            k, k_tail, k_own = open_rows(
+            k, k_tail = open_rows(
                 k_head, blocks, places, stride_kb, stride_kt, there, D, BLOCK_D, MASKED, FORMAT
             )
-            v, v_tail, v_own = open_rows(
+            v, v_tail = open_rows(
                 v_head, blocks, places, stride_vb, stride_vt, there, DV, BLOCK_DV, MASKED, FORMAT
             )
+        if OWN_SCALES:
+            k_own, v_own = next_k, next_v
 
         logits = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")
         if TAIL:
@@ -387,7 +400,7 @@ def _scan_keys(
         factors = factor[:, None] if BY_ROW and not (HAS_CAP or HAS_ALIBI) else factor
         if OWN_SCALES:
             # The maximum is that of weights times scales, which are then 1 and less: in float16 others would be 0.
-            sizes = tl.log2(tl.maximum(v_own, LEAST_SCALE))
+            sizes = log_above(v_own)
             new_top = tl.maximum(top, tl.max(tl.fma(logits, factors, sizes[None, :]), 1))
         else:
             new_top = tl.maximum(top, tl.max(logits, 1) * factor)
@@ -408,6 +421,12 @@ def _scan_keys(
             if TAIL_V:
                 more = tl.dot(weights, v_tail.to(q.dtype), more * fade[:, None], input_precision="ieee")
         top = new_top
+        if OWN_SCALES:
+            # Scales of a few bytes have no asynchronous copies, so the next tile's are asked for one turn ahead.
+            next_k, next_v = _tile_scales(
+                k_head, v_head, next_blocks, start + BLOCK_N, floor, limit, stride_kb, stride_vb,
+                MASKED, FLOOR, BLOCK_SIZE, BLOCK_N, FORMAT,
+            )  # fmt: skip
         if FOLDS:
             if (start + BLOCK_N) & (split_size(start, even) - 1) == 0:
                 held, held_more, held_top, held_sums = _end_split(
@@ -419,6 +438,32 @@ def _scan_keys(
                 top = tl.full([q.shape[0]], float("-inf"), tl.float32)
                 sums = tl.zeros_like(sums)
     return acc, more, top, sums, held, held_more, held_top, held_sums
+
+
+@triton.jit
+def _tile_scales(
+    k_head,
+    v_head,
+    blocks,
+    start,
+    floor,
+    limit,
+    stride_kb,
+    stride_vb,
+    MASKED: tl.constexpr,
+    FLOOR: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """The scales of the rows of keys, and of values, of a tile whose `blocks` are known."""
+    lanes = tl.arange(0, BLOCK_N)
+    keys = start + lanes
+    there = (keys >= floor) & (keys < limit) if FLOOR else keys < limit
+    places = ((lanes if BLOCK_N % BLOCK_SIZE == 0 else keys) % BLOCK_SIZE).to(tl.int64)
+    blocks = blocks.to(tl.int64)
+    k_own = row_scales(k_head, blocks, places, stride_kb, there, MASKED, FORMAT)
+    return k_own, row_scales(v_head, blocks, places, stride_vb, there, MASKED, FORMAT)
 
 
 @triton.jit
