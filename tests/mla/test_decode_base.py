@@ -265,7 +265,7 @@ def test_both_halves_have_one_class_and_the_prefill_half_gives_its_reasons(loop:
     "asked", [{"sliding_window": 8}, {"logits_soft_cap": 3.0}, {"has_sinks": True}, {"has_alibi": True}]
 )
 def test_what_the_base_does_not_carry_out_is_refused_even_where_it_is_declared(loop: Any, asked: Any) -> None:
-    loop.features = ~Feature.SPARSE
+    loop.features = ~(Feature.SPARSE | Feature.STATE)
     (reason,) = loop.validate_configuration(SPEC.replace(**asked), CPU, Phase.DECODE)
     assert str(reason).endswith("not supported with MLA")
 
