@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 from attnplug.backends.torch_native.backend import TorchBackend
 from attnplug.core.features import Feature
 from attnplug.registry.devices import resolve_device
-from attnplug.runtime.batch.draft_trees import DraftTree
+from attnplug.runtime.batch import draft_trees
+from attnplug.runtime.batch.draft_trees import TreeShape
 from attnplug.runtime.batch.forest import Forest, reach_of
 from attnplug.runtime.steps import prefix_sharing, twin_layers
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError, Level
@@ -20,7 +22,6 @@ from attnplug.testing.conformance.target import Target
 
 TARGET = Target(TorchBackend, resolve_device("cpu"), Level.SMOKE)
 CHECKS = {check.id: check for check in forests.checks(TARGET)}
-PATHS = DraftTree.paths
 
 
 @pytest.mark.parametrize("name", CHECKS)
@@ -76,7 +77,7 @@ def blocks_kept_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         prefix_sharing,
         "rest_rows",
-        lambda host, table, size, kept, trees: right(host, table, size, kept * 0, trees),
+        lambda host, size, kept, trees: right(host, size, kept * 0, trees),
     )
 
 
@@ -88,12 +89,29 @@ def the_window_of_another_row(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(prefix_sharing, "reach_of", wrong)
 
 
+def _with_paths(patch: pytest.MonkeyPatch, wrong: Callable[[TreeShape], list[list[int]]]) -> None:
+    right = draft_trees.shape_of
+
+    def planted(parents: tuple[int, ...]) -> TreeShape:
+        shape = right(parents)
+        paths = wrong(shape)
+        members, counts = np.array([*itertools.chain(*paths)]), np.array([*map(len, paths)])
+        return shape._replace(members=members, counts=counts)
+
+    patch.setattr(draft_trees, "shape_of", planted)
+
+
+def _paths(shape: TreeShape) -> list[list[int]]:
+    ends = np.cumsum(shape.counts)
+    return [shape.members[end - count : end].tolist() for end, count in zip(ends, shape.counts, strict=True)]
+
+
 def a_sibling_is_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftTree, "paths", lambda tree: [list(range(node + 1)) for node in range(tree.size)])
+    _with_paths(patch, lambda shape: [list(range(node + 1)) for node in range(shape.parents.size)])
 
 
 def the_own_token_is_left_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(DraftTree, "paths", lambda tree: [path[:-1] or path for path in PATHS(tree)])
+    _with_paths(patch, lambda shape: [path[:-1] or path for path in _paths(shape)])
 
 
 def the_context_is_lost(patch: pytest.MonkeyPatch) -> None:
