@@ -153,7 +153,7 @@ def test_gluon_before_triton_3_6_has_the_other_kernels(monkeypatch: pytest.Monke
     from triton.experimental.gluon import language
 
     def found() -> tuple[bool, bool]:
-        for each in (launch._has_gluon, hopper_kernels, specialized.specialized_kernel):
+        for each in (launch.has_gluon, hopper_kernels, specialized.specialized_kernel):
             each.cache_clear()
         layer = 512, 64, torch.bfloat16, torch.bfloat16, CUDA
         return bool(hopper_kernels(*layer)), specialized.specialized_kernel(CUDA) is not None

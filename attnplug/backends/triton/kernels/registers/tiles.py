@@ -1,0 +1,99 @@
+"""Loads of the register loop: words of keys and values, and their scales, for the tokens that each warp has of a tile."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def warp_rows(
+    table_row,
+    start,
+    lo,
+    hi,
+    L: gl.constexpr,
+    T: gl.constexpr,
+    WARPS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """The block of each warp's tokens of a tile, int64 `[WARPS]`, and the place of the first one in it.
+
+    Tiles at the ends have tokens without a block: these warps read another one of the keys `lo .. hi - 1`.
+    """
+    at = start + gl.arange(0, WARPS, layout=L) * T
+    block = gl.minimum(gl.maximum(at // BLOCK_SIZE, lo // BLOCK_SIZE), (hi - 1) // BLOCK_SIZE)
+    return gl.load(table_row + block, mask=(at * 0 + hi) > lo, other=0).to(gl.int64), at % BLOCK_SIZE
+
+
+@gluon.jit
+def load_keys(
+    words,
+    scales,
+    offsets,
+    scale_offsets,
+    blocks,
+    places,
+    PAGES: gl.constexpr,
+    L: gl.constexpr,
+    SCALES: gl.constexpr,
+):
+    """Words of a tile's keys, and their scales, as each warp's block and place have them.
+
+    SCALES is None without scales. Else it has the bytes from token to token, those of an item, and the layout of the scales of
+    blocks, or None where a row has one scale.
+    """
+    rows = blocks * (PAGES[0] // 4) + places * (PAGES[1] // 4)
+    found = gl.load(words + (_rows_of_keys(rows, L) + offsets))
+    own = found
+    if SCALES is not None:
+        rows = blocks * (PAGES[0] // SCALES[1]) + places * (SCALES[0] // SCALES[1])
+        if SCALES[2] is None:
+            own = gl.load(scales + (rows[:, None] + scale_offsets))
+        else:
+            own = gl.load(scales + (_rows_of_keys(rows, SCALES[2]) + scale_offsets))
+    return found, own
+
+
+@gluon.jit
+def load_values(
+    words,
+    scales,
+    offsets,
+    scale_offsets,
+    blocks,
+    places,
+    PAGES: gl.constexpr,
+    L: gl.constexpr,
+    SCALES: gl.constexpr,
+):
+    """The same of values: of even tokens, of odd ones, and the scales of both; a row's one scale comes for all tokens."""
+    rows = blocks * (PAGES[0] // 4) + places * (PAGES[1] // 4)
+    of_pair = _rows_of_values(rows, L) + offsets
+    even, odd = gl.load(words + of_pair), gl.load(words + of_pair + PAGES[1] // 4)
+    own, own_odd = even, odd
+    if SCALES is not None:
+        rows = blocks * (PAGES[0] // SCALES[1]) + places * (SCALES[0] // SCALES[1])
+        if SCALES[2] is None:
+            own = gl.load(scales + (rows[:, None] + scale_offsets))
+            own_odd = own
+        else:
+            of_pair = _rows_of_values(rows, SCALES[2]) + scale_offsets
+            own = gl.load(scales + of_pair)
+            own_odd = gl.load(scales + of_pair + SCALES[0] // SCALES[1])
+    return even, odd, own, own_odd
+
+
+@gluon.jit
+def _rows_of_keys(rows, L: gl.constexpr):
+    """A number of each warp for all that it has of a tile of keys."""
+    WARP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, L))))
+    return gl.convert_layout(rows, WARP)[None, :, None, None, None]
+
+
+@gluon.jit
+def _rows_of_values(rows, L: gl.constexpr):
+    """The same of a tile of values."""
+    INNER: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, L)))
+    WARP: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, INNER))
+    return gl.convert_layout(rows, WARP)[None, None, :, None, None, None]
