@@ -133,7 +133,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         self._capturing, self._step = in_capture, step
         # Kinds that appear later are built by the first layer that runs.
         for kind in self._kinds if in_capture else self._captured[shape]:
-            self._metadata(self._kinds[kind])
+            self._metadata(self._kinds[kind], step)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """1: a padding request is a decode of one key."""
@@ -190,7 +190,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
             )
         bound = self.bound(layer, sinks)
         bound.read_sinks(sinks)
-        metadata, spec, tokens = self._metadata(bound), bound.spec, step.tokens
+        metadata, spec, tokens = self._metadata(bound, step), bound.spec, step.tokens
         query = q.reshape(-1, spec.num_heads, spec.head_size)
         if query.shape[0] != q.shape[0]:
             limit = f"must have {spec.num_heads * spec.head_size} elements for each token"
@@ -228,10 +228,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
             self._kinds.setdefault(found.kind, found)
         return found
 
-    def _metadata(self, bound: Bound) -> Any:
+    def _metadata(self, bound: Bound, step: Step | GraphStep) -> Any:
         """The step's metadata for the layer's kind; made when the first layer of the kind runs."""
-        step = self._step
-        assert step is not None  # noqa: S101 - callers have checked
         metadata = step.made.get(bound.kind)
         if metadata is None:
             common = step.common(bound.place).for_layers((bound.spec,))
@@ -244,10 +242,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
 
     def _for_graph(self, bound: Bound, step: GraphStep, common: Any) -> Any:
         # Builders of graphs are apart: what a graph reads is theirs, and steps outside must not write it.
-        buffers = self._buffers
-        assert buffers is not None  # noqa: S101 - a GraphStep has been read from them
         growing = self._builder(self._graph_builders, bound)
-        builder = growing.fitting(buffers.max_reqs, buffers.max_tokens)
+        builder = growing.fitting(step.buffers.max_reqs, step.buffers.max_tokens)
         backend = bound.decision.get_backend_cls()
         if not self._capturing:
             return checked_metadata(backend, "build", builder.build(0, common))

@@ -72,6 +72,7 @@ class GraphStep:
         if not lengths.is_uniform:
             limit = "must be equal for all requests of a graph"
             raise BatchError("extend_seq_lens", lengths.queries.tolist(), limit, OFF)
+        self.buffers = buffers
         self.reqs = reqs = batch.batch_size
         self.queries = int(lengths.queries[0])
         self.tokens = tokens = reqs * self.queries
