@@ -20,7 +20,7 @@ from attnplug.core import (
 )
 from attnplug.core.interface.impl_and_builder import make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.ops.storage import STORAGE_DTYPES
 
 __all__ = [

@@ -43,12 +43,12 @@ if TYPE_CHECKING:
     from attnplug.core.metadata import AttentionMetadata as AttentionMetadata
     from attnplug.core.metadata import AttentionMetadataBuilder as AttentionMetadataBuilder
     from attnplug.core.metadata import CommonAttentionMetadata as CommonAttentionMetadata
-    from attnplug.core.mla import MLADims as MLADims
-    from attnplug.core.mla import get_mla_dims as get_mla_dims
-    from attnplug.core.mla_backend import MLADecodeBackend as MLADecodeBackend
-    from attnplug.core.mla_backend import QueryLens as QueryLens
-    from attnplug.core.mla_weights import DenseProjection as DenseProjection
-    from attnplug.core.mla_weights import LatentProjection as LatentProjection
+    from attnplug.core.mla.backend import MLADecodeBackend as MLADecodeBackend
+    from attnplug.core.mla.backend import QueryLens as QueryLens
+    from attnplug.core.mla.dims import MLADims as MLADims
+    from attnplug.core.mla.dims import get_mla_dims as get_mla_dims
+    from attnplug.core.mla.weights import DenseProjection as DenseProjection
+    from attnplug.core.mla.weights import LatentProjection as LatentProjection
     from attnplug.core.reasons import Reason as Reason
     from attnplug.core.selection import Selection as Selection
     from attnplug.core.sparse import SparseSpec as SparseSpec
@@ -82,9 +82,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
             "AttentionCGSupport AttentionMetadata AttentionMetadataBuilder CommonAttentionMetadata "
             "PAD_SLOT_ID"
         ),
-        "mla": "MLADims get_mla_dims",
-        "mla_backend": "MLADecodeBackend QueryLens",
-        "mla_weights": "DenseProjection LatentProjection",
+        "mla.dims": "MLADims get_mla_dims",
+        "mla.backend": "MLADecodeBackend QueryLens",
+        "mla.weights": "DenseProjection LatentProjection",
         "reasons": "Reason",
         "selection": "Selection",
         "sparse": "SparseSpec",

@@ -18,7 +18,7 @@ from attnplug.core.interface.interface import constructor_faults, impl_faults, i
 from attnplug.core.interface.ported_names import IMPL_INSTANCE_NAMES
 from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
-from attnplug.core.mla_weights import LatentProjection, check_projection
+from attnplug.core.mla.weights import LatentProjection, check_projection
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.core.state.weights import check_convolution
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 def layer_refusal(spec: LayerSpec) -> str | None:
     """Why no backend may read prefixes of such a layer together; None if one may."""
+    if spec.state is not None:
+        return "a layer that keeps a state reads no keys; states are shared at borders of blocks"
     if spec.attn_type is not AttentionType.DECODER or spec.direct_kv:
         return "only decoder layers with pages have prefixes"
     if not spec.causal:

@@ -22,7 +22,7 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.features import FEATURES, Feature
 from attnplug.core.invariance import check_invariance
 from attnplug.core.kv_format import kv_format
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.sparse import SparseSpec, check_sparse
 from attnplug.core.state.dims import StateDims, check_state
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.device import Device
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType
 from attnplug.integrations.known.decoders import Decoder

@@ -321,8 +321,10 @@ def prefix_rows(summaries: Iterable[RunSummary]) -> list[tuple[str, str, str]]:
     rows = []
     for run in (summary.run for summary in summaries):
         by_reason: dict[str | None, list[str]] = {}
+        shown = {each.cell.feature for each in run.findings if each.status is not Status.REFUSED}
         for name, why in sorted(run.prefixes.items(), key=lambda each: each[1] is not None):
-            by_reason.setdefault(why, []).append(value_in_words("feature", name))
+            if name in shown:
+                by_reason.setdefault(why, []).append(value_in_words("feature", name))
         rows += [
             (run.backend, ", ".join(names), "read once" if why is None else why)
             for why, names in by_reason.items()

@@ -263,7 +263,7 @@ def _cause(refused: ModelDecision, served: ModelDecision) -> str:
 
 
 def _nearest(found: ModelDecision) -> str:
-    """The refused backend with the fewest reasons, and its first reason."""
+    """The refused backend with the fewest reasons, and the first of them, or that against a state."""
     for kind in found.kinds:
         if kind.is_served:
             continue
@@ -275,7 +275,9 @@ def _nearest(found: ModelDecision) -> str:
             near = min(
                 refused, key=lambda each: (each in capability, len(each.reasons), -(each.priority or 0))
             )
-            return f"{near.name} refuses it: {short_reason(near.reasons[0])}"
+            # The sizes of a layer that keeps a state are no cause where the state itself is refused.
+            first = next((each for each in near.reasons if each.startswith("state ")), near.reasons[0])
+            return f"{near.name} refuses it: {short_reason(first)}"
     return ""
 
 

@@ -18,7 +18,7 @@ from attnplug.core.errors import BatchError, PluginError
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder
 from attnplug.core.kv_cache_spec import KVCacheSpec, kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder, CommonAttentionMetadata
-from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import Phase
 from attnplug.mla.chunks import ContextChunk, plan_context_chunks, prefill_workspace_bytes
 from attnplug.mla.impl import MLADecodeImpl

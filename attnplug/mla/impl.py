@@ -11,8 +11,8 @@ import torch
 from attnplug.core.errors import BatchError, LayoutError, PluginError, SpecError
 from attnplug.core.impl import AttentionImpl, AttentionLayer, LayerTensors, MLAAttentionImpl
 from attnplug.core.interface.impl_and_builder import make_impl
-from attnplug.core.mla import MLADims
-from attnplug.core.mla_weights import DenseProjection, LatentProjection, projection_of
+from attnplug.core.mla.dims import MLADims
+from attnplug.core.mla.weights import DenseProjection, LatentProjection, projection_of
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages
@@ -23,7 +23,7 @@ from attnplug.ops.merging import merge_into
 from attnplug.ops.storage import compute_dtype, in_words, typed_view
 
 if TYPE_CHECKING:
-    from attnplug.core.mla_backend import MLADecodeBackend
+    from attnplug.core.mla.backend import MLADecodeBackend
 
 
 _PRODUCT_ROWS = 4096

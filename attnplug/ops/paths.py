@@ -34,7 +34,7 @@ def paths_into(
         output_lse: float32 `[T, H]` to write to, natural log, with the sinks.
         scale: of the logits.
         cap: of the logits, by tanh; None without.
-        sinks: `[H]`, contiguous; None without.
+        sinks: `[H]`; None without.
         scales: of keys and values that are stored in 8 bits.
     """
     rows, (heads, size_v) = starts.shape[0] - 1, output.shape[1:]

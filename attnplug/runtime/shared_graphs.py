@@ -35,15 +35,12 @@ from attnplug.runtime.steps.twin_layers import Twins
 
 
 class SharedGraph(NamedTuple):
-    """Which graph a step replays.
-
-    Args:
-        batch_size: requests.
-        parents: of the nodes of each request's tree; None for decodes that share prefixes.
-    """
+    """Which graph a step replays."""
 
     batch_size: int
+    """Requests."""
     parents: tuple[int, ...] | None = None
+    """Of the nodes of each request's tree; None for decodes that share prefixes."""
 
 
 class SharedGraphs(NotCopied):
@@ -179,6 +176,10 @@ class SharedGraphs(NotCopied):
             reasons = {each.refusal for each in self._runtime.prefix_sharing.layers}
             limit = f"has no layer that shares prefixes: {'; '.join(sorted(filter(None, reasons)))}"
             raise BatchError("runtime", "its layers", limit, "capture plain graphs")
+        if shape is not None and (reason := self._runtime.tree_refusal) is not None:
+            # Such a layer would run as a chain in the graph, and see siblings.
+            limit = f"cannot be verified by {reason}"
+            raise BatchError("parents", shape.parents.tolist(), limit, "verify drafts as a chain")
         for each in layers:
             if shape is not None and (each.left >= 0 or each.chunk is not None):
                 limit = f"have no graph: the window or chunk of layer {each.names[0]} ends at other nodes in each step"

@@ -15,7 +15,7 @@ import torch
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.mla.backend import MLADecodeBackend
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.testing.comparison import Tolerance, tolerance
 from attnplug.testing.drawn_values import (

@@ -20,7 +20,7 @@ from attnplug.core import (
 )
 from attnplug.core.composite.pair import class_of, reference_of
 from attnplug.core.errors import SpecError
-from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.mla.backend import MLADecodeBackend
 
 CPU = Device("cpu")
 ALL, NONE = member("ALL", features=~Feature(0)), member("NONE", features=Feature(0))

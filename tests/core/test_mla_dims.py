@@ -9,7 +9,7 @@ import pytest
 
 from attnplug.core import MLADims
 from attnplug.core.errors import ModelConfigError, SpecError
-from attnplug.core.mla import get_mla_dims
+from attnplug.core.mla.dims import get_mla_dims
 
 STATED: dict[str, Any] = {
     "model_type": "deepseek_v3",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnplug.core import DenseProjection, LayerSpec, LayerTensors, MLADims
-from attnplug.core.mla_weights import LatentProjection, projection_of
+from attnplug.core.mla.weights import LatentProjection, projection_of
 from attnplug.errors import SpecError
 
 DIMS = MLADims(q_lora_rank=None, kv_lora_rank=6, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.spec import LayerSpec
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config

@@ -10,7 +10,7 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors, MLADims
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.kv_cache_spec import MLAAttentionSpec
-from attnplug.core.mla_weights import DenseProjection
+from attnplug.core.mla.weights import DenseProjection
 from attnplug.ops import gather_pages
 from attnplug.registry import get_registry
 from attnplug.runtime import AttentionRuntime

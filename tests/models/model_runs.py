@@ -138,9 +138,9 @@ class EngineRun:
         assert engine.pages.shared, "no page was shared"
         return [self._found(index) for index in range(len(self.texts))]
 
-    def _begin_step(self, batch: StepBatch) -> None:
+    def _begin_step(self, batch: StepBatch, **asked: Any) -> None:
         self._batch = batch
-        self._begin(batch)
+        self._begin(batch, **asked)
 
     def _keep_all(self, model: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         self._kept = named["logits_to_keep"]

@@ -82,7 +82,8 @@ def test_each_row_attends_its_slots(
     query = torch.full((9, heads + 1, size), math.nan, device=device)
     query[: len(PATHS), :heads] = torch.randn(len(PATHS), heads, size, generator=generator).to(device)
     if named.get("sinks"):
-        named = {**named, "sinks": torch.randn(heads, generator=generator).to(device)}
+        # A column of a larger tensor.
+        named = {**named, "sinks": torch.randn(heads, 3, generator=generator).to(device)[:, 1]}
     starts = torch.tensor([0, *map(len, PATHS)]).cumsum(0).int().to(device)
     slots = torch.tensor([*itertools.chain(*PATHS)]).to(device)
     output = torch.full((len(PATHS), heads + 2, size_v), 7.0, device=device)

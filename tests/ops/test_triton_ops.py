@@ -41,7 +41,7 @@ LOOKUPS = sorted(lookups())
 
 
 def test_all_look_ups_are_found() -> None:
-    assert len(LOOKUPS) == 8
+    assert len(LOOKUPS) == 9
 
 
 @pytest.mark.parametrize(("module", "name"), LOOKUPS)

@@ -10,7 +10,7 @@ import torch
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.core import AttentionCGSupport, MLADecodeBackend
 from attnplug.core.metadata import CommonAttentionMetadata
-from attnplug.core.mla_backend import QueryLens
+from attnplug.core.mla.backend import QueryLens
 from attnplug.core.spec import Phase
 from attnplug.mla import MLADecodeBuilder, MLADecodeImpl
 

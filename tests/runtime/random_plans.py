@@ -23,7 +23,7 @@ from served_model import ServedModel
 from attnplug import Device, LayerSpec, explain
 from attnplug.core import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError, NoBackendError, PolicyError, SpecError
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.runtime import GraphState
 from attnplug.testing import assert_close, direct_batch, tolerance
 

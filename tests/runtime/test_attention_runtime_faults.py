@@ -15,7 +15,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core.errors import BackendFaultError, BatchError, PolicyError
 from attnplug.core.impl import LayerTensors
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.runtime import AttentionRuntime
 from attnplug.testing import direct_batch
 

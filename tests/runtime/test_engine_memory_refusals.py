@@ -14,7 +14,7 @@ from runtime_backends import KeysFirst, Latent
 from attnplug import plan
 from attnplug.core.errors import LayoutError
 from attnplug.core.kv_cache_spec import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor, kv_cache_spec_for
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.runtime import AttentionRuntime, ModelPlan
 from attnplug.runtime.caches.engine_caches import check_kv_caches
 

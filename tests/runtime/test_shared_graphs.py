@@ -198,6 +198,25 @@ def test_trees_of_another_shape_or_of_some_requests_have_no_graph() -> None:
     assert graphs.shared.prepare(some) is None
 
 
+def test_trees_are_refused_where_one_layer_would_run_them_as_a_chain() -> None:
+    """A graph of decodes takes such layers, because they read each request's own keys there."""
+    free = {"prefix_sharing": SharingPrices.free()}
+    given: dict[str, Any] = {
+        "config": config(max_num_batched_tokens=128),
+        "max_model_len": LONGEST,
+        "debug": False,
+    }
+    with offered(graph_backend(UNIFORM, features=SHARES | Feature.ALIBI)):
+        specs = {"0": FULL, "1": layer(dtype="float32", has_alibi=True)}
+        model = ServedModel(specs, memory=lambda plan: free, **given)
+    shared = SharedGraphs(model.runtime, GraphState(model.runtime, LONGEST, max_query_len=2))
+    with shared.capture(2) as key:
+        assert [name for name in specs if model.runtime._step[name].shared is not None] == ["0"]
+    assert key == SharedGraph(2)
+    with pytest.raises(BatchError, match="layer 1: ALiBi"), shared.capture(2, [-1, 0]):
+        pass
+
+
 def test_what_no_graph_can_hold_is_refused_at_its_capture() -> None:
     for level, parents, match in (
         (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, draw
-from serving import forward_inputs, runtime_of
+from state_serving import forward_inputs, runtime_of
 
 import attnplug
 from attnplug.core import BuilderConfig, ContextParallel, LayerSpec, LayerTensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import FAMILIES
-from serving import schedule
+from state_serving import schedule
 
 
 @pytest.mark.parametrize("family", FAMILIES)

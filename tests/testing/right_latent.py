@@ -10,7 +10,7 @@ from attnplug.backends.torch_native.backend import TorchMLABackend
 from attnplug.backends.torch_native.latent import TorchMLAImpl
 from attnplug.backends.torch_native.metadata import TorchMetadata
 from attnplug.core import AttentionBackend, Feature
-from attnplug.core.mla_backend import QueryLens
+from attnplug.core.mla.backend import QueryLens
 from attnplug.core.spec import Phase
 
 __all__ = ["LATENTS"]

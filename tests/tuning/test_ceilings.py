@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug import LayerSpec
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.tuning.timers import COPY, MATMUL, measured_ceilings, share_of_ceiling, step_bytes, step_flops
 

@@ -16,7 +16,7 @@ import torch
 
 from attnplug import Device, LayerSpec
 from attnplug.cli.output.tune_report import TuneReport
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.registry.default import list_backends
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import RowStatus, TimedRow

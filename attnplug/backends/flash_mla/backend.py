@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.features import Feature
-from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:

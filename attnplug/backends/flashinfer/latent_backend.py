@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.backends.flashinfer.options import too_small_scale
 from attnplug.backends.libraries import serves_capability
-from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:

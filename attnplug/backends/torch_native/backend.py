@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import CODEC
-from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.core.state.dims import STATE_DTYPES, STATE_RULES
 

@@ -20,7 +20,7 @@ from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format
-from attnplug.core.mla_backend import MLADecodeBackend, QueryLens
+from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
 
 if TYPE_CHECKING:

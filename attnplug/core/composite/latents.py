@@ -11,7 +11,7 @@ from attnplug.core.composite.pair import Routes, in_each, make_pair, members_of,
 from attnplug.core.composite.steps import StepKind
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer, serving_class
-from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.mla.backend import MLADecodeBackend
 from attnplug.core.spec import Phase
 
 if TYPE_CHECKING:

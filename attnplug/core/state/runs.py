@@ -12,19 +12,16 @@ from attnplug.core.metadata import CommonAttentionMetadata
 
 
 class StateRun(NamedTuple):
-    """The tokens of one request in a step.
-
-    Args:
-        begin: its first row.
-        end: one past its last row.
-        read: the page with the state before `begin`; -1 for zeros.
-        stores: rows and pages, in order of rows: the page gets the state after the row before that one.
-    """
+    """The tokens of one request in a step."""
 
     begin: int
+    """Its first row."""
     end: int
+    """One past its last row."""
     read: int
+    """The page with the state before `begin`; -1 for zeros."""
     stores: tuple[tuple[int, int], ...]
+    """Rows and pages, in order of rows: the page gets the state after the row before that one."""
 
     def chunks(self) -> list[tuple[int, int, int]]:
         """The run in pieces that end at each stored token: first row, one past the last, and the page or -1."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType, NoneType
 from typing import Any, Final
 
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client, make_spec

@@ -9,7 +9,7 @@ import math
 import torch
 
 from attnplug.core.errors import ModelConfigError, SpecError
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.model_spec import Client, make_spec

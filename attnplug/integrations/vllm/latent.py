@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
 from attnplug.integrations.vllm.impl import Bound, logical

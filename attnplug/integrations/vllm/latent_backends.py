@@ -8,7 +8,7 @@ from typing import Any
 from vllm.config import get_current_vllm_config_or_none
 
 from attnplug.core.errors import AttnplugError
-from attnplug.core.mla import get_mla_dims
+from attnplug.core.mla.dims import get_mla_dims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.backends import Backend, class_of, named, reasons_against, unserved
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE

@@ -29,13 +29,15 @@ def paths_into(
 ) -> None:
     """As `attnplug.ops.paths.paths_into`, in one launch."""
     k, v = pages
+    # Without a copy of a column of a larger tensor, the kernel would read what is beside it.
+    sinks = query if sinks is None else sinks.contiguous()
     # As everywhere, numbers of 16 bits and more have no scale.
     scales = scales if k.dtype.itemsize == 1 else (1.0, 1.0)
     forms = (query.stride()[:2], query.dtype), (output.stride()[:2], output.dtype), output_lse.stride(0)
     stored = k.dtype, k.stride(), v.stride(), *k.shape[1:], v.shape[3]
-    kind = None if sinks is None else sinks.dtype
+    kind = None if sinks is query else sinks.dtype
     tiles, bound = _bound(forms, stored, query.shape[1], scale * scales[0], scales[1], cap, kind)
-    given = query, k, v, starts, slots, query if sinks is None else sinks, output, output_lse
+    given = query, k, v, starts, slots, sinks, output, output_lse
     with on_device_of(output):
         bound((starts.shape[0] - 1, tiles), *given)
 

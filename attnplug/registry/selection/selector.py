@@ -12,7 +12,7 @@ from attnplug.core.composite.steps import StepChoice
 from attnplug.core.errors import BackendUnavailableError, NoBackendError, PolicyError
 from attnplug.core.interface.answers import answer
 from attnplug.core.interface.guarded import describe, guarded_call, plain_list, plain_text
-from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.mla.backend import MLADecodeBackend
 from attnplug.registry.devices import is_here
 from attnplug.registry.plugins.options import build_options, options_of, plain_options
 from attnplug.registry.selection.decision import Candidate, Decision, Gate, Placement

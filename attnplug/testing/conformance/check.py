@@ -38,7 +38,7 @@ _MOST_FRAMES = 3
 # Code that only takes values of layers and steps, so an error of a call by the kit is the kit's own.
 _TAKERS = tuple(
     str(Path(attnplug.__file__).parent / each)
-    for each in ("core/spec.py", "core/sparse.py", "core/mla.py", "core/batch", "runtime/batch")
+    for each in ("core/spec.py", "core/sparse.py", "core/mla/dims.py", "core/batch", "runtime/batch")
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.features import Feature
-from attnplug.core.mla_backend import MLADecodeBackend
+from attnplug.core.mla.backend import MLADecodeBackend
 from attnplug.core.spec import LayerSpec
 from attnplug.core.state.dims import StateDims
 from attnplug.registry.default import get_registry

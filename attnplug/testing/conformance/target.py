@@ -18,7 +18,7 @@ from attnplug.core.dtypes import bare_dtype_name, kv_cache_dtype_name
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format, with_codecs
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call

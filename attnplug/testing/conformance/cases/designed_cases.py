@@ -15,7 +15,7 @@ from attnplug.core.composite import CompositeBackend
 from attnplug.core.features import Feature
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.kv_format import kv_format
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.plugins.waiting import guarded_call

@@ -11,7 +11,7 @@ from attnplug.core.device import Device
 from attnplug.core.errors import SpecError
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_cache_dtypes
-from attnplug.core.mla import MLADims
+from attnplug.core.mla.dims import MLADims
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
 from attnplug.testing.conformance.check import CheckSkipped, Level
 from attnplug.testing.conformance.target import Target
