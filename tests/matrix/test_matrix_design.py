@@ -67,6 +67,7 @@ def means_nothing(feature: str, axis: str, value: Any) -> bool:
         "fp8_kv": axis == "kv_cache_dtype" and not is_fp8,
         "mla": axis == "head_size",
         "direct_kv": is_stored,
+        **dict.fromkeys(("state", "state_drafts", "state_checkpoints"), is_stored),
         "encoder": is_stored or value in ("decode", "mixed"),
     }.get(feature, False)
 

@@ -71,6 +71,10 @@ class Compiler:
         self.kernel = getattr(module, name)
         setattr(module, name, self)
         self.kernel.device_caches.clear()
+        # What was bound before launches the kernel of then.
+        for each in vars(module).values():
+            if hasattr(each, "cache_clear"):
+                each.cache_clear()
         try:
             call()
         finally:

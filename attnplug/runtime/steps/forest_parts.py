@@ -18,6 +18,10 @@ from attnplug.runtime.batch.step_batch import HostRows
 _Table = npt.NDArray[np.int32]
 
 
+ARRAYS_OF_ROWS = 4
+"""Arrays that the device needs of one ordinary batch."""
+
+
 class Rows(NamedTuple):
     """One ordinary batch on the host: its requests, and the rows of the step that are their queries.
 

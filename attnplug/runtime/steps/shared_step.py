@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from attnplug.ops.checks import pages_of
 from attnplug.ops.merging import rows_into
 from attnplug.ops.paths import paths_into
 from attnplug.runtime.batch.engine_values import Ints
-from attnplug.runtime.steps.forest_parts import Paths, Rows, merge_lists, to_device
+from attnplug.runtime.steps.forest_parts import ARRAYS_OF_ROWS, Paths, Rows, merge_lists, to_device
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 from attnplug.runtime.steps.step_checks import refuse_output_scales
 from attnplug.runtime.steps.twin_layers import Twins
@@ -152,7 +153,7 @@ def shared_step(
         last = (PathPart(_unless_first(paths.rows, rows_of), paths.rows.size, *lists),)
     parts = list[CallPart | PathPart]()
     for twins, rows in calls:
-        given = [next(sent) for _ in rows.arrays()]
+        given = list(itertools.islice(sent, ARRAYS_OF_ROWS))
         metadata = twins.build(rows, given, table, None if held is None else held.cut, longest)
         parts.append(CallPart(twins, metadata, _unless_first(rows.rows, given[-1]), rows.rows.size))
     return SharedStep((*parts, *last), slots, starts, entries)
