@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 # A backend that lists too many values for this number has only some of them tried.
-MOST_CELLS = 1500
+MOST_CELLS = 2500
 """The most cells of one backend."""
 # Of one axis: each needs at least ten cells, one for each feature.
 _MOST_VALUES = 150
@@ -73,7 +73,7 @@ def design(backend: type[AttentionBackend], device: Device) -> list[Cell]:
 
 
 def answers(backend: type[AttentionBackend], device: Device) -> dict[Cell, tuple[Reason, ...]]:
-    """The cells of a backend on a device, at most 1,500, each with the reasons against it; none if it is served.
+    """The cells of a backend on a device, at most 2,500, each with the reasons against it; none if it is served.
 
     Every two values of two axes that go together are in a cell. Its other values are the backend's plainest.
     If that cell is refused, other values are changed in a fixed order until one is served. If none is, the

@@ -36,6 +36,8 @@ _SAME = 2.0
 """Numbers are those of a mistake within this multiple of the tolerance."""
 _CLEAR = 4.0
 """A mistake must differ from the right answer by this multiple of the tolerance."""
+_NEARER = 1.5
+"""A mistake must be nearer to the answer than the right answer by this factor."""
 _NOTHING = 1e-2
 """Two mistakes count as equal within this multiple of the tolerance."""
 # A sample of its rows and heads is enough to exclude a mistake.
@@ -188,21 +190,33 @@ def _fit(
     wrong: Deviation,
     parts: Collection[str],
 ) -> float | None:
-    """The largest error of a mistake in wrong rows; None unless it explains every request and is clear in one."""
-    worst, is_clear = 0.0, False
+    """The largest error of a mistake in wrong rows; None unless it explains every request and is clear in one.
+
+    A mistake that is hardly nearer than the right answer explains nothing.
+    """
+    worst, of_right, is_clear = 0.0, 0.0, False
+    right, answer = (wrong.expected.output, wrong.expected.lse), (wrong.output, wrong.lse)
     for sample in samples:
         given, bad = numbers(sample), sample.of(wrong.wrong)
-        error = (
-            float(_errors(given, (wrong.output, wrong.lse), wrong, sample, parts)[bad].amax())
-            if bad.any()
-            else 0.0
-        )
+        if not bad.any():
+            continue
+        error = float(_errors(given, answer, wrong, sample, parts)[bad].amax())
         if not error <= _SAME:
             return None
         worst = max(worst, error)
-        right = (wrong.expected.output, wrong.expected.lse)
+        of_right = max(of_right, float(_excess(wrong, sample, parts)[bad].amax()))
         is_clear |= bool((_errors(given, right, wrong, sample, parts)[bad] > _CLEAR).any())
-    return worst if is_clear else None
+    return worst if is_clear and worst <= of_right / _NEARER else None
+
+
+def _excess(wrong: Deviation, sample: _Sample, parts: Collection[str]) -> torch.Tensor:
+    """The errors `[n, H]` of the sample from the right answer, in multiples of the bounds."""
+    errors = torch.zeros(len(sample.rows), len(sample.heads), dtype=torch.float64)
+    if "output" in parts:
+        errors = sample.of(wrong.output_errors)
+    if "lse" in parts and wrong.lse_errors is not None:
+        errors = torch.maximum(errors, sample.of(wrong.lse_errors))
+    return errors
 
 
 def _errors(
