@@ -91,7 +91,7 @@ class Step:
     def layer(self) -> None:
         """The impl alone, without what the runtime checks of a call."""
         layer = self.runtime.layers[NAME]
-        metadata = self.runtime._step[NAME].metadata
+        metadata = self.runtime._active.layers[NAME].metadata
         layer.impl.forward(layer, self.query, self.key, self.value, layer.kv_cache, metadata, self.output)
 
 

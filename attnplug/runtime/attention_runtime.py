@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -16,23 +16,14 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
-from attnplug.core.precision import without_autocast
 from attnplug.registry.plugins.switches import DEBUG, is_on
 from attnplug.runtime.batch.cascade import may_cascade
 from attnplug.runtime.batch.forest_prices import SharingPrices
-from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
+from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.batch.step_batch_builder import StepBatchBuilder
-from attnplug.runtime.caches.allocation import init_kv_cache
 from attnplug.runtime.caches.block_pool import BlockPool
-from attnplug.runtime.caches.engine_caches import (
-    Allocator,
-    check_halves,
-    check_kv_caches,
-    check_shared_views,
-    clear_null_blocks,
-    engine_memory,
-    groups_share_memory,
-)
+from attnplug.runtime.caches.engine_caches import Allocator, groups_share_memory
+from attnplug.runtime.caches.layer_caches import layer_caches
 from attnplug.runtime.caches.memory_overlap import NO_CACHES, CacheMemory
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.model_plan import ModelPlan
@@ -46,6 +37,7 @@ from attnplug.runtime.plan.sharding import (
 from attnplug.runtime.states.state_layers import StateLayer, StateLayers
 from attnplug.runtime.states.state_step import StateStep, check_state_step, refuse_of_attention
 from attnplug.runtime.states.state_table import StateTable
+from attnplug.runtime.steps.active_step import ActiveStep
 from attnplug.runtime.steps.attention_groups import (
     AttentionGroup,
     init_attn_backend,
@@ -53,20 +45,9 @@ from attnplug.runtime.steps.attention_groups import (
     share_workspace,
 )
 from attnplug.runtime.steps.kept_paths import keep_paths
-from attnplug.runtime.steps.layer_steps import LayerStep, direct_steps, paged_steps
 from attnplug.runtime.steps.prefix_sharing import PrefixSharing
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer, tensors_of_layers
-from attnplug.runtime.steps.step_checks import (
-    check_arguments,
-    check_batch,
-    check_groups,
-    check_inputs,
-    check_order,
-    check_step,
-    needed_inputs,
-    widest_topk,
-)
-from attnplug.runtime.steps.step_values import DeviceComparison, check_pool, check_values
+from attnplug.runtime.steps.step_checks import NeededInputs, widest_topk
 from attnplug.runtime.steps.warm_up import WarmUpReport, warm_up
 
 if TYPE_CHECKING:
@@ -191,36 +172,23 @@ class AttentionRuntime(NotCopied):
         share_workspace(
             group.builder for group in (*self.attention_groups, *self._direct_groups, *self.new_token_groups)
         )
-        specs = {name: layer.spec for name, layer in self.layers.items()}
-        self.needed_inputs = needed_inputs({n: spec for n, spec in specs.items() if not spec.direct_kv})
-        """The optional inputs that layers with pages need, and the first layer that needs each."""
-        self._needed_direct = needed_inputs({n: spec for n, spec in specs.items() if spec.direct_kv})
-        backends = {name: decision.get_backend_cls() for name, decision in paged.items()}
-        layouts = {name: str(decision.kv_cache_layout) for name, decision in paged.items()}
-        form = plan.specs, backends, self.device, layouts
-        if kv_caches is None and allocator is None:
-            self.kv_caches = init_kv_cache(self.kv_cache_config, *form)
-        else:
-            given = engine_memory(self.kv_cache_config, kv_caches, allocator, self.device)
-            self.kv_caches = check_kv_caches(self.kv_cache_config, given, *form, plan.kv_sharing)
-        for name, cache in self.kv_caches.items():
-            self.layers[name].kv_cache = cache
+        self.kv_caches = layer_caches(
+            self.kv_cache_config, plan.decisions, plan.kv_sharing, self.device, kv_caches, allocator
+        )
         memory = CacheMemory(self.kv_caches)
-        for layer in self.layers.values():
-            layer.cache_memory = memory
-        check_halves(self.kv_caches, self.kv_cache_config, plan.specs, backends)
-        # Two backends may view the same bytes differently, and only views of real caches show it.
-        check_shared_views(self.kv_caches, plan.kv_sharing, plan.specs, backends)
-        if kv_caches is not None or allocator is not None:
-            # After all checks, because memory that is refused is not written.
-            clear_null_blocks(self.kv_caches, plan.specs, backends)
+        for name, layer in self.layers.items():
+            layer.kv_cache, layer.cache_memory = self.kv_caches.get(name), memory
         # Without pages the pool has the null block alone.
         self.block_pool = BlockPool(plan.num_blocks or 1)
-        self._step: dict[str, LayerStep] = {}
-        self._given: tuple[CommonAttentionMetadata | None, CommonAttentionMetadata | None] = (None, None)
-        self._stamps: tuple[Stamp, ...] = ()
-        self._comparison = DeviceComparison()
+        parts = self.layers, self.attention_groups, self._direct_groups, self.prefix_sharing, self._sharded
+        drafts = self.config.num_speculative_tokens
+        self._active = ActiveStep(self.kv_cache_config, *parts, self._home, drafts, debug=self.debug)
         self._closed = False
+
+    @property
+    def needed_inputs(self) -> NeededInputs:
+        """The optional inputs that layers with pages need, and the first layer that needs each."""
+        return self._active.needed_inputs
 
     def step_batch_builder(
         self,
@@ -367,43 +335,18 @@ class AttentionRuntime(NotCopied):
         self._check_open()
         # Ended first: if this call raises, no step is active.
         self.end_step()
-        # For earlier steps: a GPU's answer comes after the step that asked for it.
-        self._comparison.check()
-        has = self._sharded is not None, bool(self._direct_groups), self.config.num_speculative_tokens
+        self._active.check_device_values()
         if states is not None:
             check_state_step(states, batch, self._own_states().plan.num_states, self._home)
-        if states is None or batch is not None or direct is not None:
-            check_arguments(batch, direct, metadata, draft_index, *has, self._home)
-        step: dict[str, LayerStep] = {}
-        if batch is not None:
-            check_current("batch", batch.stamps)
-            check_groups(batch, self.kv_cache_config)
-            is_as_made = batch.is_as_made
-            if not is_as_made:
-                check_batch(batch)
-                self._comparison.begin("batch.common", batch.common)
-            if self.device.type == "cpu" or self.debug:
-                # On a GPU the host would wait for the tables, so only debug mode checks them.
-                check_pool(batch, self.kv_cache_config, not is_as_made, self.debug)
-            check_order(batch, self.attention_groups)
-            check_inputs("batch.common", batch.common, self.needed_inputs)
-            if self._sharded is not None and metadata is None:
-                batch = self._sharded.with_parts(batch)
-            given = self.kv_cache_config, metadata, draft_index, self.prefix_sharing
-            step |= paged_steps(self.attention_groups, batch, *given)
-            if self._sharded is not None:
-                self._sharded.begin(batch, draft_index)
-        if direct is not None:
-            check_step("direct", direct)
-            self._comparison.begin("direct", direct)
-            check_inputs("direct", direct, self._needed_direct)
-            step |= direct_steps(self._direct_groups, direct, draft_index)
-        if states is not None:
-            self._own_states().begin(states)
-        self._given = None if batch is None else batch.common, direct
-        self._stamps = () if batch is None else batch.stamps
-        # Set last: if a builder raises, or an interrupt does, no step is active.
-        self._step = step
+        # If a builder raises, or an interrupt does, no step is active.
+        try:
+            if states is None or batch is not None or direct is not None:
+                self._active.begin(batch, direct, metadata, draft_index)
+            if states is not None:
+                self._own_states().begin(states)
+        except BaseException:
+            self.end_step()
+            raise
 
     def forward(
         self,
@@ -453,53 +396,12 @@ class AttentionRuntime(NotCopied):
         self._check_open()
         if self._states is not None and layer_name in self._states.layers:
             refuse_of_attention(layer_name, output_lse, output_scale, output_block_scale)
-            check_current("batch", self._stamps)
+            self._active.check_current()
             given = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
             return self._states.forward(layer_name, given, output, self.debug)
         layer = self._attention_layer(layer_name, decay=decay, beta=beta)
-        step = self._step.get(layer_name)
-        if step is None:
-            argument = "direct=..." if layer.spec.direct_kv else "a batch"
-            raise BatchError(
-                "layer_name", layer_name, "has no step", f"call begin_step with {argument} first"
-            )
-        check_current("batch", self._stamps)
-        self._comparison.check()
-        metadata, tokens, keys, shared = step
-        # It reads shapes and dtypes only, so the host never waits, and it runs outside of debug mode too.
-        sharded = self._sharded if self._sharded and layer_name in self._sharded.names else None
-        asked = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        scales: dict[str, Any] = {name: scale for name, scale in asked.items() if scale is not None}
-        if scales:
-            read = {"query": query, "key": key, "value": value, "output_lse": output_lse}
-            self._check_scales(layer, step, output, asked, read)
-        layer.check_call(query, key, value, None if scales else output, output_lse, tokens, keys)
-        if output is None:
-            output = layer.new_output(query)
-        # A layer of fast prefill has no rows in a step that wants no logits.
-        # Outputs that are quantised are not merged, so their layers run plainly.
-        shared = None if scales else shared
-        if metadata is None and shared is None:
-            return output
-        if self.debug:
-            # A search for NaN waits for the device.
-            layer.refuse_nan(tokens, keys, query=query, key=key, value=value)
-            common = self._given[layer.spec.direct_kv]
-            if common is not None:
-                check_values(common, layer.spec)
-            layer.poison(output, output_lse, tokens)
-        found = output
-        with without_autocast(self.device):
-            if shared is not None:
-                shared.forward(layer, query, key, value, output, output_lse)
-            elif sharded is not None and metadata is not None:
-                sharded.forward(layer, query, key, value, metadata, output, output_lse)
-            else:
-                call = layer, query, key, value, layer.kv_cache, metadata, output
-                found = layer.impl.forward(*call, output_lse=output_lse, **scales)
-        if self.debug:
-            layer.check_result(found, output, output_lse, tokens)
-        return output
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        return self._active.forward(layer, query, key, value, output, output_lse, scales)
 
     def _attention_layer(self, layer_name: object, **given: torch.Tensor | None) -> RuntimeLayer:
         """The layer; BatchError if it is unknown, or if arguments of layers with a state are given."""
@@ -511,24 +413,6 @@ class AttentionRuntime(NotCopied):
             if tensor is not None:
                 raise BatchError(field, "given", f"must be None: layer {layer_name} keeps no state")
         return layer
-
-    def _check_scales(
-        self,
-        layer: RuntimeLayer,
-        step: LayerStep,
-        output: torch.Tensor | None,
-        given: Mapping[str, torch.Tensor | None],
-        read: Mapping[str, torch.Tensor | None],
-    ) -> None:
-        """BatchError for the quantisation of an output that is merged of parts, or that the layer's impl refuses."""
-        scales = {name: scale for name, scale in given.items() if scale is not None}
-        if step.metadata is None and step.shared is not None:
-            step.shared.refuse_scales(layer.name, scales)
-        elif self._sharded is not None and layer.name in self._sharded.names:
-            self._sharded.refuse_scales(layer.name, scales)
-        else:
-            scale, block_scale = given.values()
-            layer.check_quantised(output, scale, block_scale, step.tokens, **read)
 
     def keep_path(self, batch: StepBatch, accepted: Mapping[str, int]) -> None:
         """Move the keys of accepted paths of drafts behind the computed tokens, in all layers.
@@ -549,13 +433,12 @@ class AttentionRuntime(NotCopied):
 
     def share_step(self, shared: Mapping[str, SharedStep]) -> None:
         """Let layers of the active step run in these parts, as a graph does; `SharedGraphs` calls it."""
-        self._step |= {name: self._step[name]._replace(shared=step) for name, step in shared.items()}
+        layers = self._active.layers
+        layers |= {name: layers[name]._replace(shared=step) for name, step in shared.items()}
 
     def end_step(self) -> None:
         """End the active step: `forward` raises until the next one begins."""
-        self._step, self._given, self._stamps = {}, (None, None), ()
-        if self._sharded is not None:
-            self._sharded.end()
+        self._active.end()
         if self._states is not None:
             self._states.end()
 

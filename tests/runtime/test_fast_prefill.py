@@ -113,7 +113,7 @@ def test_metadata_says_which_rows_it_is_about() -> None:
     model.wanted = {"a": 1}
     model.add("a")
     batch = model.begin(a=9)
-    fast, plain = (model.runtime._step[name][0] for name in ("4", "0"))
+    fast, plain = (model.runtime._active.layers[name][0] for name in ("4", "0"))
     assert isinstance(fast, KVSharingFastPrefillMetadata)
     assert not isinstance(plain, KVSharingFastPrefillMetadata)
     assert fast.logits_indices_padded is batch.common.logits_indices_padded
@@ -176,9 +176,9 @@ def test_graphs_and_draft_steps_run_all_tokens() -> None:
     batch = model.batches.step({"a": 1})
     graphs = GraphState(model.runtime, max_model_len=64, max_query_len=1)
     graphs.prepare_graph_input_buffers(graphs.get_graph_input_buffers(4), batch)
-    assert model.runtime._step["4"][1] == 4
+    assert model.runtime._active.layers["4"][1] == 4
     model.runtime.begin_step(batch, draft_index=0)
-    assert model.runtime._step["4"][1] == 1
+    assert model.runtime._active.layers["4"][1] == 1
 
 
 def test_a_plan_that_ends_with_pages_of_its_own_is_refused() -> None:

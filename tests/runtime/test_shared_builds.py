@@ -180,7 +180,7 @@ def test_the_order_of_a_batch_follows_the_queries_that_triton_takes_for_decodes(
     batch = requests_of(runtime, [(9, count) for count in new]).step(new)
     assert batch.req_ids == ("3", "1", "2", "0")
     runtime.begin_step(batch)
-    made: Any = {runtime._step[name].metadata for name in LAYERS}
+    made: Any = {runtime._active.layers[name].metadata for name in LAYERS}
     assert {each.num_decodes for each in made} == {2}
     assert {each.num_decode_tokens for each in made} == {1 + most}
     assert len({id(each.workspace) for each in made}) == 1

@@ -57,7 +57,7 @@ class Graphs:
         self.captured: dict[SharedGraph, dict[str, SharedStep | None]] = {}
         for size in sizes:
             with self.shared.capture(size, parents) as key:
-                self.captured[key] = {name: runtime._step[name].shared for name in runtime.layers}
+                self.captured[key] = {name: runtime._active.layers[name].shared for name in runtime.layers}
                 for name in runtime.layers:
                     # A warm-up before the capture, whose slots are all -1.
                     rows = key.batch_size * len(parents or (0,))
@@ -211,7 +211,7 @@ def test_trees_are_refused_where_one_layer_would_run_them_as_a_chain() -> None:
         model = ServedModel(specs, memory=lambda plan: free, **given)
     shared = SharedGraphs(model.runtime, GraphState(model.runtime, LONGEST, max_query_len=2))
     with shared.capture(2) as key:
-        assert [name for name in specs if model.runtime._step[name].shared is not None] == ["0"]
+        assert [name for name in specs if model.runtime._active.layers[name].shared is not None] == ["0"]
     assert key == SharedGraph(2)
     with pytest.raises(BatchError, match="layer 1: ALiBi"), shared.capture(2, [-1, 0]):
         pass

@@ -70,7 +70,7 @@ def test_contradictions_on_the_host_are_refused_at_once() -> None:
 def test_a_step_as_it_was_made_is_not_compared() -> None:
     model, batch = begun()
     model.runtime.begin_step(batch)
-    assert not model.runtime._comparison._pending
+    assert not model.runtime._active._comparison._pending
     for name in SPECS:
         model.check(name, model.draw(name, {"r": 3, "s": 7}))
 

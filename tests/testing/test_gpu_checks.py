@@ -80,12 +80,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch, pretend: PretendGpu) -> None:
 
     def record(work: Any) -> Callable[[], None]:
         runtime = work.func.__self__._served.runtime
-        captured = runtime._step
+        captured = runtime._active.layers
 
         def replay() -> None:
-            now, runtime._step = runtime._step, captured
+            now, runtime._active.layers = runtime._active.layers, captured
             work()
-            runtime._step = now
+            runtime._active.layers = now
 
         return replay
 
