@@ -28,6 +28,7 @@ from attnplug.backends.triton.launch import (
     share_launch,
 )
 from attnplug.backends.triton.layout import head_tiles, tile_side
+from attnplug.backends.triton.opened import Opened
 from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.specialized import (
@@ -101,6 +102,7 @@ class BoundLayer:
         output_lse: `[T, H]`, or None.
         scales: of stored keys and values.
         paged: whether keys are read from pages, and not given with the call.
+        form: FORMAT of opened pages whose rows have scales.
     """
 
     def __init__(
@@ -113,8 +115,11 @@ class BoundLayer:
         output_lse: torch.Tensor | None,
         scales: tuple[float, float],
         paged: bool = True,
+        form: tuple[Any, ...] | None = None,
     ) -> None:
         self.kv_heads = spec.num_kv_heads
+        self.group = spec.num_heads // spec.num_kv_heads
+        """Heads of queries that read a head of keys."""
         self.rotation = rotation_of(spec, query.device) if paged else None
         """Turns the queries and outputs of rotated formats; None for other layers."""
         q_strides, out_strides = query.stride(), output.stride()
@@ -122,10 +127,11 @@ class BoundLayer:
             # The kernels read and write turned rows, in buffers of their own.
             q_strides = out_strides = (spec.num_heads * spec.head_size, spec.head_size, 1)
         k_scale, v_scale = opened_scale(spec, scales) if paged else scales
-        self._reach = reach
+        self._reach, self._tensors, self._scales = reach, tensors, scales
+        self._form = form
+        self._over_opened: tuple[object, BoundLayer] | None = None
         self._gpu = gpu_of(query.device)
         self._spec = spec
-        self._group = spec.num_heads // spec.num_kv_heads
         self._widest = max(spec.head_size, spec.head_size_v)
         self._itemsize = compute_dtype(spec).itemsize
         # Layers that ask for equal bits have splits of keys at fixed places, and tiles of equally many keys.
@@ -146,7 +152,7 @@ class BoundLayer:
             "stride_ot": out_strides[0],
             "stride_oh": out_strides[1],
             "stride_lse": 0 if output_lse is None else output_lse.stride(0),
-            "GROUP": self._group,
+            "GROUP": self.group,
             "D": spec.head_size,
             "DV": spec.head_size_v,
             # These switches are compiled in: a feature that a layer does not use costs nothing.
@@ -169,6 +175,20 @@ class BoundLayer:
         self._prefills: dict[object, Prefill] = {}
         self._decode: Decode
 
+    def over_opened(
+        self, opened: Opened, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
+    ) -> BoundLayer:
+        """This layer over opened pages; `lse` counts if the layer was bound with one."""
+        key = opened.form, query.stride(), output.stride()
+        if self._over_opened is None or self._over_opened[0] != key:
+            # Numbers without scales of rows are those of a cache of the layer's dtype.
+            spec = self._spec if opened.form else dataclasses.replace(self._spec, kv_cache_dtype="auto")
+            scales = self._scales if opened.form else opened_scale(self._spec, self._scales)
+            given = query, output, lse if self._values["HAS_LSE"] else None
+            made = BoundLayer(spec, self._tensors, self._reach, *given, scales, form=opened.form)
+            self._over_opened = key, made
+        return self._over_opened[1]
+
     def decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         """The kernels for `reqs` decodes of at most `longest` queries."""
         key = pages.form, stride_table, reqs, longest
@@ -187,7 +207,7 @@ class BoundLayer:
             sharing: queries that share a prefix, which is read once for each tile of their rows; 0 without.
         """
         itemsize = self._read_itemsize(pages)
-        rows = max(longest * self._group, min(sharing * self._group, _SHARING_ROWS))
+        rows = max(longest * self.group, min(sharing * self.group, _SHARING_ROWS))
         if row_of(self._spec):
             # Opened tiles leave no registers for the sums of more rows.
             rows = min(rows, _SHARING_ROWS)
@@ -238,7 +258,7 @@ class BoundLayer:
     def fills_gpu(self, tokens: int, reqs: int) -> bool:
         """Whether prefills of so many tokens have a tile for most multiprocessors without dividing their keys."""
         # More tokens never change that, so a warm-up with the most tokens compiles what steps of fewer need.
-        tiles = max(-(-tokens * self._group // _PREFILL_ROWS), reqs) * self.kv_heads
+        tiles = max(-(-tokens * self.group // _PREFILL_ROWS), reqs) * self.kv_heads
         return tiles >= _BUSY * self._gpu.multiprocessors
 
     def prefill(
@@ -261,11 +281,13 @@ class BoundLayer:
             most_keys: tokens of the longest request; None if the host does not know.
         """
         paged = k.dim() == 4
-        if self._group > SHORT_PROMPT_LAUNCH.block_m:
+        if self.group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
-        rows, stored = longest * self._group, k.dtype.itemsize
+        rows, stored = longest * self.group, k.dtype.itemsize
         launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile)
-        if paged and row_of(self._spec):
+        if self._form is not None:
+            launch = dataclasses.replace(launch, specialized=None)
+        elif paged and row_of(self._spec):
             launch = opened_launch(launch, self._gpu)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
@@ -283,7 +305,7 @@ class BoundLayer:
                 if found is not None:
                     self._prefills[key] = found
                     return found
-            block_m = max(launch.block_m, tile_side(self._group))
+            block_m = max(launch.block_m, tile_side(self.group))
             parts = head_tiles(self._spec.head_size, self._spec.head_size_v, stored)
             (block_d, tail), (block_dv, tail_v) = parts
             values |= {
@@ -297,9 +319,18 @@ class BoundLayer:
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
-            values |= format_values(self._spec, k, v)
+            if self._form is None:
+                values |= format_values(self._spec, k, v)
+            else:
+                values |= {
+                    "FORMAT": self._form,
+                    **self._whole_tiles(k),
+                    "TAIL": 0,
+                    "TAIL_V": 0,
+                    "ALIKE": False,
+                }
             kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
-            found = self._prefills[key] = Prefill(kernel, block_m // self._group)
+            found = self._prefills[key] = Prefill(kernel, block_m // self.group)
         return found
 
     def programs(self, works: int, most_keys: int | None) -> int:
@@ -323,7 +354,7 @@ class BoundLayer:
             "STAGES": launch.num_stages,
             "TURNS": launch.turns,
         }
-        return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self._group, True)
+        return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self.group, True)
 
     def _whole_tiles(self, k: torch.Tensor) -> dict[str, int]:
         """The columns of the tiles of kernels that hold each head in one."""
@@ -337,7 +368,7 @@ class BoundLayer:
 
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
-        rows = longest * self._group
+        rows = longest * self.group
         block_m = min(tile_side(rows), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks

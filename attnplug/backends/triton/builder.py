@@ -101,6 +101,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
             all_new=known is not None and bool((known[decodes:reqs] == lens[decodes:]).all()),
             causal=common.causal,
             workspace=self._workspace,
+            key_bounds=_key_bounds(common, decodes),
             spans=common.mm_prefix_spans,
             prefix_len=common_prefix_len if has_prefix else 0,
             key_rows=key_rows,
@@ -148,6 +149,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         sharing = int((query_lens[:decodes] > 0).sum())
         spared = common_prefix_len * (sharing - 1) * num_kv_heads
         return dcp_world_size == 1 and common_prefix_len >= _SHARED_KEYS and spared >= _SPARED_KEYS
+
+
+def _key_bounds(common: CommonAttentionMetadata, first: int) -> npt.NDArray[np.int32]:
+    """The most keys that each request from `first` on may have."""
+    if common.seq_lens_host is not None:
+        return common.seq_lens_host[first : common.num_reqs]
+    return np.full(common.num_reqs - first, common.max_seq_len, np.int32)
 
 
 def _decodes(lens: npt.NDArray[np.int32], threshold: int) -> tuple[int, int, int]:

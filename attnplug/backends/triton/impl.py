@@ -10,7 +10,9 @@ import torch
 
 from attnplug.backends.impl import BuiltinImpl, Pages
 from attnplug.backends.triton.bindings import BoundLayer
+from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.backends.triton.opened import Opened, PageOpener, gains, may_open
 from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
 from attnplug.backends.triton.specialized import tiles
@@ -45,6 +47,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     _reads_adjacent = True
     _bind_write = BoundWrite
     _bind_codec = staticmethod(bound_codec_write)
+    _opener_form: object = None
+    _opener: PageOpener
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,12 +143,29 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
             tokens = meta.num_actual_tokens - first
             # Prompts see few keys, and their tiles have unlike numbers of them.
             whole = meta.all_new or bound.fills_gpu(tokens, reqs)
-            if not self.by_shares or (whole and not bound.one_kernel):
-                keys = self._given(key, value, meta) or (pages.k, pages.v)
-                batch = starts, lens, table, starts
-                _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
-            else:
+            if self.by_shares and not (whole and not bound.one_kernel):
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
+                return
+            keys = self._given(key, value, meta) or (pages.k, pages.v)
+            if self._opens and gains(tokens * bound.group, reqs):
+                opened = self._opened(meta, pages, reqs)
+                if opened is not None:
+                    keys, table = (opened.k, opened.v), opened.table
+                    bound = bound.over_opened(opened, *call[:3])
+            batch = starts, lens, table, starts
+            _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
+
+    @functools.cached_property
+    def _opens(self) -> bool:
+        return may_open(self.spec)
+
+    def _opened(self, meta: TritonMetadata, pages: Pages, reqs: int) -> Opened | None:
+        """The opened pages of the longer requests; None if there are too many of them."""
+        most = tile_side(max(meta.workspace.most_reqs, reqs))
+        form = pages.form, meta.block_table.stride(0), most
+        if form != self._opener_form:
+            self._opener, self._opener_form = PageOpener(self.spec, pages, *form[1:]), form
+        return self._opener(meta, pages)
 
     @functools.cached_property
     def by_shares(self) -> bool:

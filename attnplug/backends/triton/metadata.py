@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnplug.backends.triton.shares import SharesStep
+from attnplug.core.batch.host import IntArray
 from attnplug.core.metadata import AttentionMetadata
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class TritonMetadata(AttentionMetadata):
         spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
         key_rows: rows of keys that a call must give, with direct KV; 0 if only the device knows them.
         prefix_len: computed keys that all decodes share, to be attended once for all of them; 0 without.
+        key_bounds: keys of each request after the decodes, or upper bounds, on the host.
         step: the step's number in the workspace.
         others: query starts, lengths, pages and key starts of the requests after the decodes.
         decode_shares: the decodes, for kernels that divide all keys in equal shares.
@@ -57,6 +59,7 @@ class TritonMetadata(AttentionMetadata):
     all_new: bool
     causal: bool | None
     workspace: Workspace
+    key_bounds: IntArray
     spans: torch.Tensor | None = None
     prefix_len: int = 0
     key_rows: int = 0

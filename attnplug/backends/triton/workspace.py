@@ -61,6 +61,8 @@ class Workspace(NotCopied):
         self._partial_lses = torch.empty(0, dtype=torch.float32, device=device)
         self._arrived = torch.empty(0, dtype=torch.int32, device=device)
         self._buffers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._opened = torch.empty(0, dtype=torch.uint8, device=device)
+        self._opened_table = torch.empty(0, dtype=torch.int32, device=device)
         # Kept alive: graphs captured before the batches grew still write there.
         self._outgrown: list[torch.Tensor] = []
 
@@ -117,6 +119,23 @@ class Workspace(NotCopied):
             self._grow(lses * head_size_v, lses, reqs * kv_heads * row_blocks)
             buffers = self._buffers[sizes] = self._partials, self._partial_lses, self._arrived
         return buffers
+
+    def opened(self, elements: int, entries: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Flat buffers for the opened keys and values of a layer, so many elements of each, and for their block tables.
+
+        Layers run one after another, so each writes over what the last one opened.
+        """
+        size = 2 * elements * dtype.itemsize
+        if self._opened.numel() < size:
+            self._opened = torch.empty(size, dtype=torch.uint8, device=self._device)
+        if self._opened_table.numel() < entries:
+            self._opened_table = torch.zeros(entries, dtype=torch.int32, device=self._device)
+        return self._opened[:size].view(dtype), self._opened_table[:entries]
+
+    @property
+    def most_reqs(self) -> int:
+        """The requests that buffers were made for."""
+        return self._reqs
 
     def _grow(self, *least: int) -> None:
         """Grow the buffers for partial results to these sizes."""

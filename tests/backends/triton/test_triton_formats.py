@@ -12,7 +12,9 @@ pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend
 from attnplug.backends.triton.backend import TritonMLABackend
+from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of
+from attnplug.backends.triton.opened import PageOpener
 from attnplug.backends.triton.registers import register_launch, row_tile
 from attnplug.core import LayerSpec
 from attnplug.core.device import Device
@@ -128,3 +130,41 @@ def test_the_loop_in_registers_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> N
     assert register_launch(spec, pages, 17, device) is None
     odd: Any = type("Pages", (), {"k": cache[:, 0, :8], "v": cache[:, 1, :8]})
     assert register_launch(spec, odd, 4, device) is None
+
+
+_OPEN = PageOpener.__call__
+EXTENDS = [1, 1, 20, 30, 17], [33, 130, 64, 101, 17]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"dtype": "bfloat16", "needs_lse": True}, {}),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ({"dtype": "float16", "has_sinks": True, "sliding_window": 40}, {"block_size": 24}),
+                ({"dtype": "bfloat16", "head_size": 96, "has_alibi": True}, {"layout": "HND", "padding": 3}),
+                ({"dtype": "bfloat16", "chunk_size": 24}, {"numbers": "wide", "block_size": 128}),
+                ({"dtype": "float16", "logits_soft_cap": 20.0}, {"numbers": "sharp"}),
+            )
+        ),
+    ],
+    ids=["lse", "window", "96", "chunk", "cap"],
+)
+def test_pages_that_many_tiles_read_are_opened_once(
+    name: str, fields: dict[str, Any], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def opened(self: PageOpener, *args: Any) -> Any:
+        found.append(_OPEN(self, *args))
+        return found[-1]
+
+    monkeypatch.setattr(PageOpener, "__call__", opened)
+    monkeypatch.setattr(BoundLayer, "fills_gpu", lambda *_: True)
+    spec = layer(name, num_heads=32, num_kv_heads=1, **fields)
+    assert_step_correct(TritonBackend, spec, *EXTENDS, **given)
+    assert found
+    assert all(each is not None for each in found)

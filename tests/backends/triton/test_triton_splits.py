@@ -53,6 +53,7 @@ def metadata_of(workspace: Workspace, starts: torch.Tensor, lens: torch.Tensor) 
         all_new=False,
         causal=True,
         workspace=workspace,
+        key_bounds=np.empty(0, np.int32),
         **sizes,
     )
 

@@ -1,9 +1,10 @@
 """Rows of formats with planes, opened as numbers to multiply: 8-bit integers, NVFP4 and rotated 4 bits.
 
-FORMAT is None for pages with elements of a torch dtype. Else it has the name of the format; of the plane of scales the
-bytes from the page's first one, from token to token and from head to head; whether a scale's address is a multiple of its
-size; whether a row has one scale, which its numbers are multiplied with; and where the elements of a byte are: the step from
-one byte's low half to the next one's, and from a low half to its high half. That is 0 for a byte with one element.
+FORMAT is None for pages with elements of a torch dtype. Else it has the name of the format, or "opened" for its codes in
+float16; of the plane of scales the bytes (of opened pages the elements) from the page's first one, from token to token and
+from head to head; whether a scale's address is a multiple of its size; whether a row has one scale, which its numbers are
+multiplied with; and where the elements of a byte are: the step from one byte's low half to the next one's, and from a low
+half to its high half. That is 0 for a byte with one element.
 """
 
 from __future__ import annotations
@@ -47,7 +48,10 @@ def open_rows(
     data, scales = planes
     rows = blocks * stride_block + places * stride_token
     SIZE: tl.constexpr = D // 2 if FORMAT[SHIFT] else D
-    codes = _bytes(data, rows, there, SIZE, WIDTH, MASKED).to(tl.int16)
+    codes = _bytes(data, rows, there, SIZE, WIDTH, MASKED)
+    if FORMAT[0] == "opened":
+        return codes, codes
+    codes = codes.to(tl.int16)
     if FORMAT[0] == "int8_token_head":
         # The bits of 1152 and the integer are those of 1024 and the byte with its sign turned.
         low = _half((codes ^ 0x80) | 0x6400) - 1152.0
@@ -73,10 +77,10 @@ def row_scales(planes, blocks, places, stride_block, there, MASKED: tl.constexpr
     """The scale of each row `[BLOCK_N]`, in float32; with MASKED 0 for rows that are not `there`."""
     _, scales = planes
     rows = blocks * stride_block + places * FORMAT[2]
-    if FORMAT[0] == "int8_token_head":
-        return _scales(scales, rows, there, tl.float32, MASKED, FORMAT)
-    else:
+    if FORMAT[0] == "rotated4":
         return _scales(scales, rows, there, tl.float16, MASKED, FORMAT)
+    else:
+        return _scales(scales, rows, there, tl.float32, MASKED, FORMAT)
 
 
 @triton.jit

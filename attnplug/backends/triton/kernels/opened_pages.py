@@ -1,0 +1,105 @@
+"""Opens the pages of requests once for all tiles of their queries: pages of 16 bits, which kernels read as they are."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attnplug.backends.triton.kernels.formats import (
+    ROW_SCALES,
+    SHIFT,
+    STEP,
+    head_planes,
+    open_rows,
+    row_scales,
+)
+
+
+# Values that differ between steps must not compile another kernel.
+@triton.jit(
+    do_not_specialize=["num_reqs", "stride_table"],
+    do_not_specialize_on_alignment=["block_table", "seq_lens", "table"],
+)
+def open_pages_kernel(
+    k_cache,
+    v_cache,
+    block_table,
+    seq_lens,
+    table,
+    k_opened,
+    v_opened,
+    num_reqs,
+    stride_table,
+    stride_page,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    REQS: tl.constexpr,
+    TILE: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """TILE tokens of one head in page `program_id(0)` of those that all requests have, counted one after the other.
+
+    The opened page `[BLOCK_SIZE, HEADS, D]` has that number, which `table` gets where `block_table` has the page's. Scales
+    of rows come after it, float32 `[BLOCK_SIZE, HEADS]`. Programs past the last page do nothing.
+    """
+    page = tl.program_id(0)
+    head = tl.program_id(1)
+    requests = tl.arange(0, REQS)
+    lens = tl.load(seq_lens + requests, mask=requests < num_reqs, other=0)
+    counts = (lens + BLOCK_SIZE - 1) // BLOCK_SIZE
+    request = tl.sum((tl.cumsum(counts, 0) <= page).to(tl.int32), 0)
+    if request >= num_reqs:
+        return
+    place = page - tl.sum(tl.where(requests < request, counts, 0), 0)
+    entry = request.to(tl.int64) * stride_table + place
+    block = tl.load(block_table + entry).to(tl.int64)
+    first = tl.program_id(2) * TILE
+    if head == 0 and first == 0:
+        tl.store(table + entry, page)
+    tokens = first + tl.arange(0, TILE)
+    begin = page.to(tl.int64) * stride_page
+    k_planes = head_planes(k_cache, head, stride_kh, FORMAT)
+    v_planes = head_planes(v_cache, head, stride_vh, FORMAT)
+    k_page = k_opened + begin
+    v_page = v_opened + begin
+    _open(k_planes, block, tokens, head, stride_kb, stride_kt, k_page, BLOCK_SIZE, HEADS, D, WIDTH, FORMAT)
+    _open(v_planes, block, tokens, head, stride_vb, stride_vt, v_page, BLOCK_SIZE, HEADS, D, WIDTH, FORMAT)
+
+
+@triton.jit
+def _open(
+    planes,
+    block,
+    tokens,
+    head,
+    stride_block,
+    stride_token,
+    opened,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    there = tokens < BLOCK_SIZE
+    low, high = open_rows(planes, block, tokens, stride_block, stride_token, there, D, WIDTH, True, FORMAT)
+    columns = tl.arange(0, WIDTH)[None, :]
+    rows = tokens * HEADS + head
+    places = opened + (rows * D)[:, None] + columns * FORMAT[STEP]
+    SIZE: tl.constexpr = D // 2 if FORMAT[SHIFT] else D
+    inside = there[:, None] & (columns < SIZE)
+    tl.store(places, low.to(opened.dtype.element_ty), mask=inside)
+    if FORMAT[SHIFT]:
+        tl.store(places + FORMAT[SHIFT], high.to(opened.dtype.element_ty), mask=inside)
+    if FORMAT[ROW_SCALES]:
+        scales = (opened + BLOCK_SIZE * HEADS * D).to(tl.pointer_type(tl.float32), bitcast=True)
+        own = row_scales(planes, block, tokens, stride_block, there, True, FORMAT)
+        tl.store(scales + rows, own, mask=there)

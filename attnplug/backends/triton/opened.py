@@ -1,0 +1,97 @@
+"""Pages with planes that are opened before a prefill, where many tiles of queries read each page."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from attnplug.backends.impl import Pages
+from attnplug.backends.triton.formats import format_values, row_of
+from attnplug.backends.triton.kernels.opened_pages import open_pages_kernel
+from attnplug.backends.triton.layout import tile_side
+from attnplug.backends.triton.metadata import TritonMetadata
+from attnplug.core.spec import LayerSpec
+from attnplug.ops.triton.launch import BoundKernel
+
+_KERNEL: Any = open_pages_kernel
+_MOST_BYTES = 256 << 20
+"""Bytes of opened pages. Steps with more keys open them in each tile of their queries."""
+# Rows of a request, on average, from which opened pages gain: four tiles read each page. It is estimated.
+_LEAST_ROWS = 512
+_TILE = 64
+"""Most tokens of a program."""
+
+
+class Opened(NamedTuple):
+    """Keys and values `[pages, block_size, Hkv, D]` in 16 bits, and int32 tables `[R, max_blocks]` of their pages.
+
+    Their numbers are exact. Where rows have scales, `form` says where they are, and layers multiply with them.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    table: torch.Tensor
+    form: tuple[Any, ...] | None
+    """FORMAT of kernels/formats.py; None for numbers that need no scale of their row."""
+
+
+class PageOpener:
+    """Opens the pages of a layer's longer requests, for caches of one form.
+
+    Args:
+        spec: of the layer.
+        pages: the cache.
+        stride_table: of the block table.
+        reqs: the most requests of a step, a power of two.
+    """
+
+    def __init__(self, spec: LayerSpec, pages: Pages, stride_table: int, reqs: int) -> None:
+        _, block_size, heads, _ = pages.k.shape
+        self._shape = block_size, heads, spec.head_size
+        found = format_values(spec, pages.k, pages.v)
+        row = row_of(spec)
+        has_scales = row is not None and bool(row.planes[1].per_row)
+        # The codes of rows with scales are numbers of float16, whatever the type of the layer.
+        self._dtype = torch.float16 if has_scales else getattr(torch, spec.dtype)
+        elements = block_size * heads * spec.head_size
+        self._form = ("opened", elements, 2 * heads, 2, True, True, 1, 0) if has_scales else None
+        # In elements of 16 bits; each page begins at a multiple of 16 bytes.
+        self._page = -(-(elements + (2 * block_size * heads if has_scales else 0)) // 8) * 8
+        tile = min(tile_side(block_size), _TILE)
+        self._grid = heads, -(-block_size // tile)
+        strides = {name: found[name] for name in ("stride_kt", "stride_kh", "stride_vt", "stride_vh")}
+        strides |= {"stride_kb": pages.k.stride(0), "stride_vb": pages.v.stride(0), "stride_page": self._page}
+        sizes = {"BLOCK_SIZE": block_size, "HEADS": heads, "D": spec.head_size, "WIDTH": found["BLOCK_D"]}
+        values = {"stride_table": stride_table, **strides, **sizes}
+        values |= {"REQS": reqs, "TILE": tile, "FORMAT": found["FORMAT"]}
+        self._kernel = BoundKernel(_KERNEL, 8, values, num_warps=4)
+
+    def __call__(self, meta: TritonMetadata, pages: Pages) -> Opened | None:
+        """The pages of the requests after the decodes; None if there are too many."""
+        block_size, heads, head_size = self._shape
+        count = int((-(-meta.key_bounds // block_size)).sum())
+        if 4 * count * self._page > _MOST_BYTES:
+            return None
+        reqs = meta.num_reqs - meta.num_decodes
+        _, lens, table, _ = meta.others
+        held, own = meta.workspace.opened(2 * count * self._page, reqs * table.stride(0), self._dtype)
+        strides = self._page, heads * head_size, head_size, 1
+        k, v = (
+            held.as_strided((count, *self._shape), strides, part * count * self._page) for part in range(2)
+        )
+        opened = Opened(k, v, own.view(reqs, table.stride(0)), self._form)
+        if count:
+            made = opened.table, opened.k, opened.v
+            self._kernel((count, *self._grid), pages.k, pages.v, table, lens, *made, reqs)
+        return opened
+
+
+def may_open(spec: LayerSpec) -> bool:
+    """Whether prefills of a layer may read opened pages; sums of layers with invariance would depend on the step."""
+    return row_of(spec) is not None and spec.dtype != "float32" and not spec.invariance
+
+
+def gains(rows: int, reqs: int) -> bool:
+    """Whether so many rows, queries times heads of a group, read each page so often that it is opened first."""
+    return rows >= _LEAST_ROWS * reqs
