@@ -385,6 +385,18 @@ def test_windows_of_layers_that_are_not_causal_are_not_refused(kind: str) -> Non
     assert TORCH.validate_configuration(**asked(**changes)) == []
 
 
+@pytest.mark.parametrize("name", ["int8_token_head", "nvfp4", "rotated4"])
+def test_formats_with_planes_are_refused_because_vllms_pages_have_other_bytes(name: str) -> None:
+    triton = backend_class("ATTNPLUG_TRITON")
+    for backend in (TORCH, triton, backend_class("ATTNPLUG")):
+        assert name not in backend.supported_kv_cache_dtypes
+        assert not backend.supports_kv_cache_dtype(name)
+        [reason] = backend.validate_configuration(**asked(kv_cache_dtype=name))
+        assert reason.startswith(f"kv_cache_dtype {name} is not served in vLLM")
+    with pytest.raises(AttnplugError, match="not served in vLLM"):
+        layer(kv_cache_dtype=name)
+
+
 class Prefills(TorchBackend):
     """TORCH under another name, chosen for prefill alone."""
 

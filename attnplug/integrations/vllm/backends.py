@@ -16,9 +16,10 @@ from attnplug.core.backend import AttentionBackend as Theirs
 from attnplug.core.blocks import MultipleOf as OurMultiple
 from attnplug.core.errors import AttnplugError
 from attnplug.core.features import Feature
+from attnplug.core.kv_format import CODEC
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
-from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer
+from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer, pages_refusal
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.integrations.vllm.steps import INVARIANT, drafts_of
 from attnplug.registry.default import explain, list_backends
@@ -86,9 +87,10 @@ class Backend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         """Whether a backend stores such values."""
-        return kv_cache_dtype is None or any(
-            theirs.supports_kv_cache_dtype(kv_cache_dtype) for theirs in cls.theirs
-        )
+        if kv_cache_dtype is None:
+            return True
+        served = any(theirs.supports_kv_cache_dtype(kv_cache_dtype) for theirs in cls.theirs)
+        return served and pages_refusal(kv_cache_dtype) is None
 
     @classmethod
     def supports_dtype(cls, dtype: torch.dtype) -> bool:
@@ -141,6 +143,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         """The reasons of attnplug against the layer, in sentences; its heads, cap and slopes come with the layer itself."""
         given = named(args, kwargs)
         reasons = unserved(given)
+        if refusal := pages_refusal(given.get("kv_cache_dtype") or "auto"):
+            return [*reasons, refusal]
         kind = str(getattr(given["attn_type"], "value", given["attn_type"]))
         if kind not in KINDS:
             return [*reasons, f"attention type {kind} is not known to attnplug"]
@@ -251,7 +255,12 @@ def class_of(base: type[Backend], name: str, backend: str | None, **fields: Any)
     if backend is not None and backend not in known:
         raise AttributeError(f"{name} is not a backend; loaded are {', '.join(sorted(known))}")
     theirs = tuple(known.values()) if backend is None else (known[backend],)
-    stored = [dtype for each in theirs for dtype in each.supported_kv_cache_dtypes if dtype != "float32"]
+    stored = [
+        dtype
+        for each in theirs
+        for dtype in each.supported_kv_cache_dtypes
+        if dtype not in ("float32", CODEC) and not pages_refusal(dtype)
+    ]
     fields |= {
         "name": name,
         "backend": backend,

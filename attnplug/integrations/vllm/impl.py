@@ -16,6 +16,7 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.engine_layers import by_phase
 from attnplug.integrations.vllm.names import AUTOMATIC
@@ -37,6 +38,13 @@ def logical(kv_cache: torch.Tensor, head_size: int, kv_cache_dtype: str) -> torc
     # vLLM's pages of 16 bits come in their dtype, and "auto" is not a type of its own.
     stored = STORAGE_DTYPES.get(kv_cache_dtype) if is_quantized_kv_cache(kv_cache_dtype) else None
     return kv_cache if stored is None or kv_cache.dtype == stored else kv_cache.view(stored)
+
+
+def pages_refusal(kv_cache_dtype: str) -> str | None:
+    """Why vLLM's pages hold no such values: a format with scales beside its data has bytes of its own; None if they do."""
+    if kv_cache_dtype == "auto" or not kv_format(kv_cache_dtype).planes:
+        return None
+    return f"kv_cache_dtype {kv_cache_dtype} is not served in vLLM, whose pages of that name have other bytes than attnplug's"
 
 
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
@@ -71,6 +79,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             raise SpecError(
                 name, value, "is an argument that attnplug does not know, and may change the result"
             )
+        if refusal := pages_refusal(kv_cache_dtype):
+            raise SpecError("kv_cache_dtype", kv_cache_dtype, refusal)
         kind = str(getattr(attn_type, "value", attn_type))
         self.direct = direct = KINDS.get(kind, False)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
