@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, Sink
 
 import attnplug
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.core.composite import composite_backend
 from attnplug.core.errors import AttnplugError, SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
 from attnplug.core.metadata import AttentionMetadata as OurMetadata
@@ -445,7 +446,11 @@ def test_vllms_choice_is_left_to_attnplug_phase_by_phase(both: None, monkeypatch
     has_drafts = False
     assert decided() == "PREFILLS+DECODES"
     has_drafts = True
-    assert decided() == "DECODES"
+    assert decided() == "PREFILLS+DECODES"
+    with monkeypatch.context() as patched:
+        builder = composite_backend(Prefills, Decodes).get_builder_cls()
+        patched.setattr(builder, "needs_host_seq_lens", "exact")
+        assert decided() == "DECODES", "lengths of drafts are upper bounds"
     has_drafts = False
     monkeypatch.setenv("ATTNPLUG_BACKEND", "prefill=TORCH")
     assert decided() == "TORCH+DECODES"

@@ -21,7 +21,7 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer, pages_refusal
 from attnplug.integrations.vllm.names import AUTOMATIC
-from attnplug.integrations.vllm.steps import INVARIANT, drafts_of
+from attnplug.integrations.vllm.steps import INVARIANT
 from attnplug.registry.default import explain, list_backends
 
 UNSERVED = {
@@ -177,8 +177,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
             )
         except AttnplugError as error:
             return [*reasons, str(error)]
-        drafts = 0 if config is None else drafts_of(config)
-        return reasons + reasons_against(spec, cls.backend, by_phase=cls.backend is None and not drafts)
+        return reasons + reasons_against(spec, cls.backend, by_phase=cls.backend is None)
 
 
 if HAS_CACHE_SHAPE:

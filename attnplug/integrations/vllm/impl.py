@@ -137,11 +137,10 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
 
-        Where vLLM is left to select, it is one for each phase, and with drafts one for both.
+        Where vLLM is left to select, it is one for each phase; with drafts one for both if a member needs exact lengths.
 
         NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
-        # With drafts lengths are upper bounds, and a backend that prefills may need exact ones.
         spec = self.spec
         if block_size is not None and not spec.direct_kv:
             spec = spec.replace(block_size=block_size)
@@ -149,9 +148,13 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             # vLLM's FLASH_ATTN gives such steps the window on both sides.
             left = spec.window[0]
             spec = spec.replace(causal=False, window=(left, left))
-        if self.backend is None and not self._has_drafts:
+        if self.backend is None:
             # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
-            return by_phase(spec, "", "of vLLM")
+            decision = by_phase(spec, "", "of vLLM")
+            # With drafts the host's lengths are upper bounds.
+            builder = decision.get_backend_cls().get_builder_cls()
+            if not self._has_drafts or builder.needs_host_seq_lens != "exact":
+                return decision
         return select(spec, None, None, backend=self.backend)
 
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
