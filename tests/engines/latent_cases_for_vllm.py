@@ -20,8 +20,10 @@ from vllm.distributed import parallel_state
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from attnplug.core.errors import BatchError, SpecError
+from attnplug.core.errors import SpecError
+from attnplug.integrations.vllm.builder import Builder
 
+_NEEDS = Builder.needs_exact
 CHOSEN = [AttentionBackendEnum[name] for name in os.environ["ATTNPLUG_HARNESS"].split(",")]
 
 
@@ -105,9 +107,13 @@ def test_latents_of_8_bits(scale: float) -> None:
     compare("mixed_small", "fp8", scale)
 
 
-def test_drafts_are_refused_where_their_lengths_are_not_exact() -> None:
-    with pytest.raises(BatchError, match="must be the exact lengths"):
-        compare("spec_decode_small")
+@pytest.mark.parametrize("batch", ["spec_decode_small", "spec_decode_medium"])
+def test_drafts_have_the_lengths_of_the_device(batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = []
+    monkeypatch.setattr(Builder, "needs_exact", lambda *args: exact.append(_NEEDS(*args)) or exact[-1])
+    compare(batch)
+    assert exact
+    assert all(exact)
 
 
 def reasons(name: str, use_mla: bool) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Hashable
 from typing import Any, ClassVar
@@ -43,6 +44,13 @@ class Batch:
         self.built: dict[Hashable, Any] = {}
         """Metadata by `Builder.shared_key`."""
 
+    @functools.cached_property
+    def exact(self) -> CommonAttentionMetadata:
+        """`common` with exact lengths on the host; with drafts in flight the host waits for the device's."""
+        if self.common.seq_lens_host_exact:
+            return self.common
+        return translate(self.given, exact=True, lengths=self.given.seq_lens.cpu().numpy())
+
 
 @dataclasses.dataclass(eq=False)
 class Step(AttentionMetadata):  # type: ignore[misc]
@@ -76,7 +84,8 @@ class Step(AttentionMetadata):  # type: ignore[misc]
             made = inner.update_block_table(built[key], self.block_table, self.slot_mapping)
         else:
             spec = bound.decision.spec
-            common = builder.with_spans(for_layer(self._common(), spec), spec).for_layers((spec,))
+            common = self.batch.exact if builder.needs_exact(inner, self.batch.common) else self.batch.common
+            common = builder.with_spans(for_layer(self._of_group(common), spec), spec).for_layers((spec,))
             if how == "capture":
                 # The graph reads what this builder fills, so it builds the later steps too.
                 builder.captured.add(kind)
@@ -91,9 +100,9 @@ class Step(AttentionMetadata):  # type: ignore[misc]
         self.made[kind] = made
         return made
 
-    def _common(self) -> CommonAttentionMetadata:
+    def _of_group(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
         """The batch with the group's own table and slots."""
-        common, table, slots = self.batch.common, self.block_table, self.slot_mapping
+        table, slots = self.block_table, self.slot_mapping
         if common.block_table_tensor is table and common.slot_mapping is slots:
             return common
         return dataclasses.replace(common, block_table_tensor=table, slot_mapping=slots)
@@ -170,6 +179,14 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             cache: Any = kv_cache_spec_for(spec, self.block_size)
             self._inner[number] = make_builder(bound.backend, cache, [*layers], config, self.device)
         return self._inner[number]
+
+    def needs_exact(self, inner: Inner[Any], common: CommonAttentionMetadata) -> bool:
+        """Whether the builder reads exact lengths on the host in this step."""
+        if inner.needs_host_seq_lens != "exact":
+            return False
+        # Latent attention may need those of prefills alone.
+        is_decode = common.max_query_len <= (inner.reorder_batch_threshold or 1)
+        return not is_decode or bool(getattr(inner, "decode_needs_host_seq_lens", True))
 
     def with_spans(self, common: CommonAttentionMetadata, spec: LayerSpec) -> CommonAttentionMetadata:
         """The step for such layers: one of text has spans of zeros, at one address, which graphs read."""

@@ -28,8 +28,10 @@ _UNSERVED = {
 }
 
 
-def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
-    """A step of paged layers. `exact` says that the host's lengths are no upper bounds.
+def translate(
+    step: Any, *, exact: bool, lengths: npt.NDArray[np.int32] | None = None
+) -> CommonAttentionMetadata:
+    """A step of paged layers. `exact` says that the host's lengths, or those given in place of them, are no upper bounds.
 
     BatchError: the step asks for something that attnplug's backends would not see.
     """
@@ -40,7 +42,7 @@ def translate(step: Any, *, exact: bool) -> CommonAttentionMetadata:
         raise BatchError(
             "causal", type(step.causal).__name__, "must be a bool: requests that differ are not served"
         )
-    starts, lengths = _host(step)
+    starts, lengths = _host(step, lengths)
     tokens = int(step.num_actual_tokens)
     spans = spans_of(getattr(step, "mm_req_doc_ranges", None), starts.numpy(), lengths, tokens)
     return CommonAttentionMetadata(
@@ -77,7 +79,9 @@ def is_same_batch(one: Any, other: Any) -> bool:
     return _OF_A_GROUP.issuperset([name for name, value in ours.items() if value is not theirs[name]])
 
 
-def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
+def _host(
+    step: Any, lengths: npt.NDArray[np.int32] | None
+) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
     """Start locations and lengths on the host, with the padding of a graph as attnplug's builders know it."""
     # A graph has a fixed number of requests. vLLM fills it up with requests of no
     # query, but counts their tokens. For attnplug padding requests have the queries
@@ -87,7 +91,8 @@ def _host(step: Any) -> tuple[torch.Tensor, npt.NDArray[np.int32] | None]:
     host = getattr(step, "_seq_lens_cpu", None)
     if host is None:
         host = step.seq_lens_cpu_upper_bound
-    lengths = None if host is None or host.shape[0] < reqs else host.numpy()
+    if lengths is None and host is not None and host.shape[0] >= reqs:
+        lengths = host.numpy()
     starts = given.numpy()
     last = int(starts[reqs])
     if last == tokens:
