@@ -15,7 +15,7 @@ from fake_plugins import CPU, H100, SPEC, backend, registry
 from attnplug import Decision, Device, LayerSpec, Phase, Registry
 from attnplug.errors import MatrixFileError, PolicyError, SpecError
 from attnplug.registry.measured import tuned_lookup
-from attnplug.registry.measured.comparisons import PhaseTimes
+from attnplug.registry.measured.comparisons import Measured, PhaseTimes
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import RowStatus, TimedRow, TunedLayer, TunedTable
 from attnplug.registry.measured.tuned_files import read_table, table_text, update_table
@@ -649,3 +649,11 @@ def test_small_ratios_and_gpus_of_no_name_or_another_capability_borrow_nothing(
 ) -> None:
     decision = borrowing(monkeypatch, tmp_path, device, on_h200("A", default), on_h200("C", 100.0))
     assert (decision.backend, decision.chosen_by, decision.notes) == ("A", "priority", ())
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"), [(1.0199, "is not faster beyond the noise"), (1.02, "1.02x faster than B")]
+)
+def test_a_default_that_is_faster_by_the_least_gain_says_by_how_much(ratio: float, words: str) -> None:
+    found = Measured(True, "B", ratio, "decode 64 x 8k", 1, 0.004, "2026-11-22", "digest")
+    assert words in str(found)
