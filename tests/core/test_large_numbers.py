@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sample_backends import Plain
 
 from attnplug import LayerSpec, explain, list_backends
 from attnplug.core import MultipleOf
+from attnplug.core.interface.answers import HookError, answer
 from attnplug.core.reasons import Reason
 from attnplug.errors import SpecError
 from attnplug.testing import assert_close, paged_batch, run_batch, tolerance
@@ -78,3 +80,18 @@ def test_the_longest_windows_and_chunks_are_computed(name: str, fields: dict[str
     batch = paged_batch(spec, [1, 5], [40, 33], block_size=16, device=device)
     output, _ = run_batch(list_backends()[name], batch)
     assert_close(output, batch.oracle().output, tolerance(batch.spec).output)
+
+
+@pytest.mark.parametrize("make", [tuple, list, lambda sizes: sizes], ids=["tuple", "list", "range"])
+def test_as_many_sizes_as_may_be_declared_are_read_and_one_more_is_refused(make):
+    class Many(Plain):
+        sizes = make(range(1, 100_001))
+
+        @classmethod
+        def get_supported_head_sizes(cls):
+            return cls.sizes
+
+    assert len(answer(Many, "get_supported_head_sizes")) == 100_000
+    Many.sizes = make(range(1, 100_002))
+    with pytest.raises(HookError, match="100000"):
+        answer(Many, "get_supported_head_sizes")

@@ -131,3 +131,11 @@ def test_names_are_text():
     with pytest.raises(TypeError, match=r"^unexpected keyword argument 'backends'; settings are "):
         registry.select(SPEC, "cpu", backends="ONE")  # type: ignore[call-arg]
     assert registry.select(SPEC, "cpu").backend == "ONE"
+
+
+def test_the_wait_for_an_import_sleeps_while_another_thread_imports(monkeypatch):
+    asked, slept = iter(range(100)), list[float]()
+    monkeypatch.setattr(waiting, "_importer_of", lambda name: 1 if next(asked) < 8 else None)
+    monkeypatch.setattr(waiting.time, "sleep", slept.append)
+    assert waiting.module_is_free("some.module")
+    assert len(slept) == 3

@@ -249,6 +249,11 @@ def test_mixed_steps_like_those_measured_go_whole_to_a_faster_backend():
         ("mixed query ..1024 requests 12..50 rows ..1072 keys ..3072", "P")
     ]
     assert by_times((mixed[0], {"P+D": 157, "P": 175, "D": 176, "S": 190})).steps == ()
+    fewer = "mixed 6 x 4k + 1 x 256 of 2k", {"P+D": 90, "P": 70, "D": 80, "S": 99}
+    both = by_times(mixed, fewer)
+    assert [str(each.steps) for each in both.steps] == [
+        "mixed query ..1024 requests 3..50 rows ..1072 keys ..4096"
+    ]
 
 
 def test_times_in_a_range_count_more_than_a_declaration():
