@@ -292,6 +292,8 @@ def _print(
                     else f"by each request: {reason}"
                 )
                 out.print(Paragraph(f"A shared prefix is read {read}."))
+                if reason is None:
+                    out.print(Paragraph(f"Prices by which steps decide: {first.price_source}."))
     if not all(decisions):
         lacking = sum(not decision for decision in decisions)
         out.print(f"\nNo backend for {lacking} of {len(decisions)} layers.")
