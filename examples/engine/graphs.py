@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class GraphSteps:
         self.shared = SharedGraphs(runtime, self.state)
         self.refusals: list[str] = []
         self.replays = self.shared_replays = 0
+        self._verifies = True
         self._most = runtime.config.max_num_batched_tokens
         with self.state.capture(self.state.batch_sizes[0]):
             pass  # refuses at once what no step could do
@@ -60,9 +62,9 @@ class GraphSteps:
         self._pool = torch.cuda.graph_pool_handle() if runtime.device.type == "cuda" else None
 
     def has_room(self, requests: int) -> bool:
-        """Whether the drafts of so many requests fit into a graph."""
+        """Whether a graph verifies the drafts of so many requests."""
         size = self.state.batch_size_for(requests)
-        return size is not None and size * len(self.parents) <= self._most
+        return self._verifies and size is not None and size * len(self.parents) <= self._most
 
     def logits(self, batch: StepBatch, ids: torch.Tensor) -> torch.Tensor | None:
         """Run a step and give the wanted rows of its logits; None, and nothing was run, if it has no graph.
@@ -94,24 +96,27 @@ class GraphSteps:
         if (size, length) not in self._seen:
             self._capture(size, length, is_tree)
         key: tuple[Any, ...] | None = self.shared.prepare(batch)
-        if key is None and not is_tree:
+        if key is None and (size, length) in self._graphs:
             key = size, length
             self.state.prepare_graph_input_buffers(self.state.get_graph_input_buffers(*key), batch)
         return key
 
     def _capture(self, size: int, length: int, is_tree: bool) -> None:
         self._seen.add((size, length))
+        captures: dict[tuple[Any, ...], AbstractContextManager[object]] = {}
         if not is_tree:
-            with self.state.capture(size, length):
-                self._graphs[size, length] = self.record(size * length)
-        prices = [each.prices for each in self.runtime.prefix_sharing.layers]
-        if not is_tree and (length > 1 or not any(prices)):
-            return  # chains share no prefixes in graphs, and no other step does without prices
-        try:
-            with self.shared.capture(size, self.parents if is_tree else None) as key:
-                self._graphs[key] = self.record(size * length)
-        except BatchError as error:
-            self.refusals.append(str(error))
+            captures[size, length] = self.state.capture(size, length)
+        # Chains share no prefixes in graphs, and no other step does without prices.
+        if is_tree or (length == 1 and any(each.prices for each in self.runtime.prefix_sharing.layers)):
+            parents = self.parents if is_tree else None
+            captures[SharedGraph(size, parents)] = self.shared.capture(size, parents)
+        for key, capture in captures.items():
+            try:
+                with capture:
+                    self._graphs[key] = self.record(size * length)
+            except BatchError as error:
+                self.refusals.append(str(error))
+                self._verifies = self._verifies and length == 1
 
     def record(self, rows: int) -> tuple[Callable[[], None], torch.Tensor]:
         """The replay of a graph with so many tokens, and the memory of its logits `[rows, vocabulary]`."""

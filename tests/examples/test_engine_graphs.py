@@ -12,6 +12,7 @@ from graph_backends import graph_backend
 from graphs import GraphSteps, batch_sizes
 from request import Request
 from small_models import random_prompts, small_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnplug
 from attnplug.core import AttentionCGSupport, Feature
@@ -23,12 +24,26 @@ SHARES = Feature.SLIDING_WINDOW | Feature.CROSS | Feature.NON_CAUSAL | Feature.L
 TOKENS = 16
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses operations for which the host would wait for a device, as the capture of a graph does."""
+
+    WAITING = frozenset(
+        f"aten::{name}"
+        for name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2")
+    )
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.name().split(".")[0] not in self.WAITING, f"{func.name()} waits for the device"
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In place of a CUDA graph: the model again, with the metadata and the memory of the capture alone."""
 
     def record(self: GraphSteps, rows: int) -> Any:
-        captured, logits = self.runtime._step, self.run(rows).clone()
+        with NoWaiting():
+            captured, logits = self.runtime._step, self.run(rows).clone()
 
         def replay() -> None:
             begun, self.runtime._step = self.runtime._step, captured
@@ -69,6 +84,18 @@ def test_decodes_are_replayed_on_padded_memory(on_cpu: None) -> None:
     assert set(engine.graphs._graphs) == {(6, 1)}, "five requests are padded to six"
     assert engine.graphs.replays == 23
     assert outputs == serve(engine_of(graphs=False), prompts, max_tokens=24)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3", "Mistral"])
+def test_models_of_other_families_run_in_graphs(on_cpu: None, family: str) -> None:
+    prompts = prompts_of(3, 40)
+    engine, plain = (engine_of(family, graphs=graphs, num_blocks=96) for graphs in (True, False))
+
+    outputs = serve(engine, prompts, max_tokens=12)
+
+    assert engine.graphs.replays == 11
+    assert outputs == serve(plain, prompts, max_tokens=12)
 
 
 def test_each_number_of_requests_has_a_graph(on_cpu: None) -> None:
@@ -132,6 +159,18 @@ def test_windows_verify_trees_without_a_graph(on_cpu: None) -> None:
     assert any("window or chunk" in reason for reason in engine.graphs.refusals)
     assert 0 < engine.graphs.replays < engine.steps
     assert outputs == serve(engine_of("Mistral", graphs=False), prompts, max_tokens=40)
+
+
+def test_drafts_that_a_builder_cannot_capture_run_without_a_graph(on_cpu: None) -> None:
+    single = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    prompts = prompts_of(5, 9, 30)
+    engine = engine_of(level=single, draft_tokens=4)
+
+    outputs = serve(engine, prompts, max_tokens=24)
+
+    assert any("UNIFORM_BATCH" in reason for reason in engine.graphs.refusals)
+    assert {key[1] for key in engine.graphs._graphs} == {1}
+    assert outputs == serve(engine_of(graphs=False), prompts, max_tokens=24)
 
 
 def test_preempted_and_chunked_requests_draw_the_same_tokens(on_cpu: None) -> None:

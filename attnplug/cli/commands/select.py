@@ -169,7 +169,7 @@ def select(
         if device == "current" and every[:1] and every[0].device.type == "cpu":
             print_reference(every, f"attnplug select {shlex.quote(str(config))} --device h100")
         if memory is not None:
-            print_budget(budget, model, memory)
+            print_budget(budget, model, memory, every)
     raise typer.Exit(0 if all(every) else 3)
 
 

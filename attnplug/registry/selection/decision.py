@@ -256,10 +256,18 @@ class Decision:
         """The origin of the prices by which steps decide whether requests read shared prefixes together."""
         if self.sharing_prices is not None:
             return self.sharing_prices.source
-        device, backend = self.device, self.backend or ""
-        if built_in_prices(device.type, device.name, backend) is not None:
-            return "built in"
-        return f"none; attnplug tune measures those of {backend or 'a backend'}"
+        return (
+            "built in"
+            if self.is_priced
+            else f"none; attnplug tune measures those of {self.backend or 'a backend'}"
+        )
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether there are prices, without which steps share no prefixes by default."""
+        device = self.device
+        found = self.sharing_prices or built_in_prices(device.type, device.name, self.backend or "")
+        return found is not None
 
     @property
     def members(self) -> dict[Phase, str]:
