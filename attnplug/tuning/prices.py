@@ -85,7 +85,6 @@ _OF_CPU = (
 _ROUNDS = 3
 _LEAST_MARGIN = 0.02
 _MOST_LAYERS = 8
-_BLOCK = 16
 _NEVER = 1e-18
 """Seconds of an operation that no device is as fast as."""
 
@@ -100,6 +99,8 @@ def measured_prices(
 ) -> tuple[SharingPrices, float, int]:
     """The prices of one backend, the relative error of the fit, and the number of steps.
 
+    Windows and chunks are left out, because few of the steps could share then; the kernels read keys at the same rates.
+
     Args:
         spec: the layer.
         backend: its name.
@@ -112,6 +113,7 @@ def measured_prices(
     """
     steps = steps or steps_for(device)
     where = torch.device("cpu" if device.type == "cpu" else "cuda")
+    spec = spec.replace(window=(-1, -1), chunk_size=None)
     bench = _Bench(spec, backend, where, steps)
     times = [bench.times(step, timer) for step in steps]
     host = 0.0 if where.type == "cpu" else bench.host(min(steps, key=lambda step: step.read))
@@ -188,10 +190,6 @@ class _Bench:
         self, spec: LayerSpec, backend: str, device: torch.device, steps: Sequence[PriceStep]
     ) -> None:
         self.device = device
-        blocks = max(
-            step.prompts * -(-step.keys // _BLOCK) + step.requests * (-(-step.own // _BLOCK) + 2)
-            for step in steps
-        )
         self.spec, self._backend = spec, backend
         first = self._planned(1, 2)
         ((group, *_),) = (first.kv_cache_config.kv_cache_groups,)
@@ -200,11 +198,15 @@ class _Bench:
         least = min(step.prompts * step.keys + step.requests * step.own for step in steps)
         some = -(-least_bytes(device) // (least * group.kv_cache_spec.bytes_per_token))
         layers = max(1, min(some, _MOST_LAYERS))
-        ratio = max(1, _BLOCK // self.block_size)
-        self.plan = self._planned(layers, blocks * ratio + sum(step.requests for step in steps))
+        size = self.block_size
+        blocks = (
+            step.prompts * (step.keys // size) + step.requests * ((step.keys % size + step.own) // size + 1)
+            for step in steps
+        )
+        self.plan = self._planned(layers, 1 + max(blocks))
         self.names = list(self.plan.specs)
         requests = max(step.requests for step in steps)
-        self.longest = max(step.keys + step.own for step in steps) + 2 * max(self.block_size, _BLOCK)
+        self.longest = max(step.keys + step.own for step in steps) + 1
         config = BuilderConfig(
             max_num_seqs=requests, max_num_batched_tokens=max(requests, 64), max_model_len=self.longest
         )
@@ -245,7 +247,7 @@ class _Bench:
             for prompt in range(step.prompts):
                 blocks = take(step.keys // size)
                 for reader in range(step.readers):
-                    computed = len(blocks) * size + step.own
+                    computed = step.keys + step.own
                     held = [*blocks, *take(computed // size + 1 - len(blocks))]
                     builder.add_request(f"{prompt}.{reader}", [held], computed)
 

@@ -60,7 +60,8 @@ class Engine:
         self.ranks = Ranks() if ranks is None else ranks
         if graphs not in (None, True, False):
             raise BatchError("graphs", graphs, "must be True, False or None")
-        may_capture = model.device.type == "cuda" if graphs is None else graphs
+        # Graphs pad their batches, and nobody has shown that bits stay equal then.
+        may_capture = (model.device.type == "cuda" and not invariance) if graphs is None else graphs
         most = min(max_num_seqs, max_num_batched_tokens) if may_capture else 0
         self.limits = BuilderConfig(
             max_num_seqs=max_num_seqs,
@@ -86,7 +87,8 @@ class Engine:
         # Models with an embedding for each position have none past these.
         positions = getattr(model.config, "max_position_embeddings", None) or self.pages.max_tokens
         self.longest = min(self.pages.max_tokens, positions)
-        self.graphs, self.no_graphs = self._graphs(draft_tokens) if may_capture else (None, "not asked for")
+        why = "graphs=False" if graphs is False else "equal bits" if invariance else "no CUDA graphs of a CPU"
+        self.graphs, self.no_graphs = self._graphs(draft_tokens) if may_capture else (None, why)
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.added = self.steps = self.preemptions = self.drawn = self.drafted = self.accepted = 0

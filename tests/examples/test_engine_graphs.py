@@ -214,7 +214,7 @@ def test_of_equal_drafts_the_first_is_followed() -> None:
 
 def test_an_engine_on_a_cpu_runs_without_graphs() -> None:
     engine = Engine(small_model("Llama", TOKENS))
-    assert engine.graphs is None
+    assert (engine.graphs, engine.no_graphs) == (None, "no CUDA graphs of a CPU")
     assert engine.limits.cudagraph_batch_sizes == ()
 
 

@@ -89,6 +89,8 @@ def test_prices_are_measured_on_a_cpu() -> None:
     assert error >= 0
     assert (prices.host, prices.safety) == (0.0, 2.0)
     assert 1e6 < prices.bandwidth < 1e13
+    windowed, *_ = measured_prices(spec.replace(window=(15, 0)), "TORCH", CPU, timer_for("cpu"), steps)
+    assert windowed.calls < 1
     with pytest.raises(AttnplugError):
         measured_prices(spec.replace(head_size=17), "TRITON", CPU, timer_for("cpu"), steps)
 
