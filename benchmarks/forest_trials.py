@@ -203,6 +203,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of layers and trials (default: 0)")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin no trial after this time")
+    parser.add_argument("--only", metavar="KIND:NUMBER", help="one trial again, such as trees:17")
     parser.add_argument("--json", type=pathlib.Path, help="the file to go on from, and to write")
     options = parser.parse_args(arguments)
     begin = time.monotonic()
@@ -214,6 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)  # more would wait for each other: trials are that small
     bench = Bench(target_of(options.backend, options.device), options.seed, options.layers)
+    if options.only:
+        kind, _, number = options.only.partition(":")
+        alone = Trials()
+        bench.run(kind, int(number), alone)
+        print(alone.first.get(number, f"{options.only} of {bench.target.name} is right"))
+        return alone.failures
     head: dict[str, Any] = {
         "backend": bench.target.name,
         "device": torch.cuda.get_device_name() if options.device != "cpu" else "cpu",

@@ -45,3 +45,9 @@ def test_a_mistake_is_found_and_its_first_trial_named(
     assert "the first of them, number" in printed
     assert "forests" in printed
     assert "of seed 0, " in printed
+    number = printed.partition("of them, number ")[2].partition(":")[0]
+    again = [*ASKED, "--only", f"forests:{number}"]
+    assert forest_trials.main(again) == 1
+    monkeypatch.undo()
+    assert forest_trials.main(again) == 0
+    assert f"forests:{number} of TORCH is right" in capsys.readouterr().out
