@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from attnplug.tuning.session import Save, Tuner
 
 
+_MOST_TIMES = 2.0
+"""The time of a decode, over that of the fastest backend, above which nobody chooses a backend: it needs no prices."""
+
+
 class PriceReport(NamedTuple):
     """The end of the measurement of prices.
 
@@ -42,7 +46,7 @@ def measure_prices(
     *,
     fresh: bool = False,
 ) -> PriceReport:
-    """Fit the prices of each kind of layer for the backends whose decodes the tuning has timed.
+    """Fit the prices of each kind of layer for the backends that are at most twice as slow as the fastest at a decode.
 
     Prices of equal versions that the table has are kept, and those of other backends too.
 
@@ -89,13 +93,15 @@ def in_words(prices: SharingPrices) -> str:
 
 
 def _pending(tuner: Tuner, table: TunedTable, *, fresh: bool) -> Iterator[tuple[TuneCell, Contender]]:
-    """Each layer and backend that shares prefixes, has a time of a decode, and no prices of its versions."""
+    """Each layer and backend that shares prefixes, is fast at a decode, and has no prices of its versions."""
     seen = set[tuple[int, str]]()
     for cell in tuner.cells:
         layer = table.by_key.get(layer_key(cell.spec))
         if layer is None or cell.shape.phase is not Phase.DECODE:
             continue
-        timed = {row.subject for row in layer.rows if row.is_measured and row.shape == cell.shape}
+        rows = [row for row in layer.rows if row.is_measured and row.shape == cell.shape]
+        least = min((row.us for row in rows), default=0.0)
+        timed = {row.subject for row in rows if row.us <= _MOST_TIMES * least}
         priced = set() if fresh else {each.subject for each in layer.prices}
         for contender in cell.contenders:
             key, subject = (cell.layer, contender.offer.full_name), contender.subject

@@ -75,10 +75,10 @@ _OF_GPU = (
     PriceStep(2, 512, 4, 64),
 )
 _OF_CPU = (
-    PriceStep(2, 512, 4, 16),
-    PriceStep(1, 1024, 12, 16),
-    PriceStep(4, 256, 4, 16),
-    PriceStep(1, 1536, 3, 16),
+    PriceStep(2, 384, 4, 16),
+    PriceStep(1, 768, 8, 16),
+    PriceStep(4, 192, 4, 16),
+    PriceStep(1, 1024, 3, 16),
     PriceStep(1, 128, 16, 16),
     PriceStep(1, 64, 2, 16),
 )

@@ -130,7 +130,7 @@ def test_tune_fits_the_prices_of_shared_prefixes_once_and_select_names_them(run,
     assert done.json["subjects"][price["subject"]]["backend"] == "TORCH"
     assert "shared prefixes" not in run(*asked).err, "prices of these versions are kept"
     said = run("select", few_heads, "--device", "cpu", "--phase", "decode", "--why").out
-    assert f"Prices by which steps decide: cpu.json, measured {price['date'][:10]}." in said
+    assert f"Prices by which steps decide: tuned table cpu.json, measured {price['date'][:10]}." in said
     untuned = run("select", few_heads, "--device", "cpu", "--phase", "decode", "--why", "--no-tuned").out
     assert "Prices by which steps decide: built in." in untuned
 

@@ -151,6 +151,13 @@ def test_backends_that_share_prefixes_are_priced_once_for_each_kind_of_layer(cas
     assert [len(one.prices) for one in read_table(case.path).layers] == [2, 2]
 
 
+def test_a_backend_that_nobody_would_choose_has_no_prices(case: PricedCase) -> None:
+    case.workers.times["A"] = 101.0
+    case.run()
+    case.price()
+    assert case.priced == ["B"] * 2, "A takes more than twice the time of B"
+
+
 def test_a_backend_that_fails_has_no_prices_and_a_budget_leaves_some_out(case: PricedCase) -> None:
     case.run()
     case.workers.unpriced = frozenset({"A"})
