@@ -63,10 +63,11 @@ class PriceTimes:
     shared: float
 
 
-# With many and few readers, and long and short prefixes, so that the constants can be told apart.
+# With many and few readers, and long and short prefixes, so that the constants can be told apart. There are two prompts at
+# least, because a builder may attend one prefix of all requests by a kernel of its own.
 _OF_GPU = (
     PriceStep(8, 4096, 16, 128),
-    PriceStep(1, 8192, 64, 128),
+    PriceStep(2, 8192, 32, 128),
     PriceStep(16, 2048, 8, 128),
     PriceStep(2, 8192, 4, 128),
     PriceStep(4, 1024, 32, 128),
@@ -75,14 +76,14 @@ _OF_GPU = (
     PriceStep(2, 512, 4, 64),
 )
 _OF_CPU = (
-    PriceStep(2, 384, 4, 16),
-    PriceStep(1, 768, 8, 16),
-    PriceStep(4, 192, 4, 16),
-    PriceStep(1, 1024, 3, 16),
-    PriceStep(1, 128, 16, 16),
-    PriceStep(1, 64, 2, 16),
+    PriceStep(2, 1024, 6, 16),
+    PriceStep(2, 512, 12, 16),
+    PriceStep(4, 512, 4, 16),
+    PriceStep(2, 1536, 3, 16),
+    PriceStep(2, 128, 12, 16),
+    PriceStep(2, 64, 2, 16),
 )
-_ROUNDS = 3
+_ROUNDS = 5
 _LEAST_MARGIN = 0.02
 _MOST_LAYERS = 8
 _NEVER = 1e-18

@@ -57,6 +57,12 @@ def test_a_fit_finds_the_constants_of_a_device_of_which_the_model_is_right() -> 
     assert (found.margin, found.host, error < 0.02) == (0.02, 3e-4, True)
 
 
+@pytest.mark.parametrize("device", [CPU, H200])
+def test_no_step_has_one_prefix_of_all_requests(device: Device) -> None:
+    """A builder may attend it by a kernel of its own, and its time would be neither plain nor shared."""
+    assert all(step.prompts > 1 and step.readers > 1 for step in steps_for(device))
+
+
 def test_noisy_times_give_prices_that_still_choose_the_same_steps() -> None:
     """The margin grows with the error, so that fewer steps share."""
     steps, cache = steps_for(H200), kv_cache_spec_for(SPEC, 16)
@@ -83,7 +89,7 @@ def test_times_that_no_sharing_explains_give_finite_prices() -> None:
 
 def test_prices_are_measured_on_a_cpu() -> None:
     spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=16, dtype="float32")
-    steps = (PriceStep(2, 64, 3, 8), PriceStep(1, 128, 4, 8), PriceStep(1, 32, 2, 8))
+    steps = (PriceStep(2, 64, 3, 8), PriceStep(2, 128, 4, 8), PriceStep(2, 32, 2, 8))
     prices, error, count = measured_prices(spec, "TORCH", CPU, timer_for("cpu"), steps)
     assert count == 3
     assert error >= 0
