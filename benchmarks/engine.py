@@ -125,7 +125,8 @@ def decode(kv_heads: int, rounds: int, tokens: int) -> list[Figure]:
 
 def engine_of(model: LlamaForCausalLM) -> Engine:
     pages = BATCH * -(-2 * CONTEXT // BLOCK_SIZE)
-    return Engine(model, pages + 1, BLOCK_SIZE, max_num_seqs=BATCH, max_num_batched_tokens=BATCH * CONTEXT)
+    sizes = {"max_num_seqs": BATCH, "max_num_batched_tokens": BATCH * CONTEXT}
+    return Engine(model, pages + 1, BLOCK_SIZE, **sizes, graphs=False)
 
 
 def start(engine: Engine, prompts: torch.Tensor, tokens: int) -> None:
@@ -201,7 +202,7 @@ def recorded(name: str, call: Callable[..., object]) -> Callable[..., object]:
 
 def begin_step(repeats: int) -> list[Figure]:
     """Building a decode step's metadata for 256 requests of 256 tokens, in medians."""
-    engine = Engine(llama(8), 2, BLOCK_SIZE, max_num_seqs=MANY, max_num_batched_tokens=MANY)
+    engine = Engine(llama(8), 2, BLOCK_SIZE, max_num_seqs=MANY, max_num_batched_tokens=MANY, graphs=False)
     runtime = engine.runtime
     builder = runtime.step_batch_builder(2 * CONTEXT)
     pages = -(-CONTEXT // BLOCK_SIZE)

@@ -177,6 +177,7 @@ def served(model: PreTrainedModel, planning: dict[str, Any], options: argparse.N
         max_num_seqs=options.requests,
         max_num_batched_tokens=max(16 * options.prompt, options.requests),
         planning={**planning, "num_blocks": None, "memory": options.memory},
+        graphs=False,
     )
 
 

@@ -38,6 +38,7 @@ class Job:
         backends: name and distribution of each.
         default: the name of the one that is measured in every round.
         timed: measure times; else run each once and compare its output with the oracle.
+        prices: fit the prices of shared prefixes instead, for which the step does not matter.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Job:
     backends: tuple[tuple[str, str | None], ...]
     default: str | None = None
     timed: bool = False
+    prices: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field."""

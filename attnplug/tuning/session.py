@@ -125,6 +125,14 @@ class Tuner:
         )
         return outcome
 
+    def run_jobs(self, jobs: Sequence[Job]) -> Iterable[Event]:
+        """Run jobs of one worker, and give its events."""
+        return self._run(self.device, jobs)
+
+    def date(self) -> str:
+        """The date of a row that is measured now, with its offset from UTC."""
+        return self._now().isoformat(timespec="seconds")
+
     def _measure(
         self,
         cells: Sequence[TuneCell],
@@ -354,23 +362,25 @@ class Tuner:
         return Job(number, cell.spec, cell.shape, backends, backends[0][0] if backends else None, timed)
 
     def _row(self, cell: TuneCell, contender: Contender, status: RowStatus, **figures: Any) -> TimedRow:
-        date = self._now().isoformat(timespec="seconds")
-        return TimedRow(contender.subject, cell.shape, contender.pages, status, date=date, **figures)
+        about = contender.subject, cell.shape, contender.pages, status
+        return TimedRow(*about, date=self.date(), **figures)
 
     def _change(self, current: TunedTable | None) -> TunedTable:
         """The table of the file with this tuning's layers in it."""
         # Times that were measured in another way are not compared with these.
         same = current is not None and current.is_for(self.device) and dict(current.policy) == self.policy
         before = current.layers if current is not None and same else ()
-        old = {layer_key(layer.spec): layer.rows for layer in before}
+        old = {layer_key(layer.spec): layer for layer in before}
         layers = [
             TunedLayer(
                 kind.spec if kind.spec.direct_kv else kind.spec.replace(block_size=None),
                 len(kind.names),
                 kind.workload,
-                self._with_old(place, old.get(layer_key(kind.spec), ())),
+                self._with_old(place, found.rows if found else ()),
+                found.prices if found else (),
             )
             for place, kind in enumerate(self.kinds)
+            for found in (old.get(layer_key(kind.spec)),)
             # A layer without a new row keeps what the file has of it.
             if any(layer == place for layer, _, _ in self._rows)
         ]

@@ -20,6 +20,7 @@ from attnplug.registry.selection.gates import import_parts, preferred_pages, ser
 from attnplug.testing.comparison import tolerance
 from attnplug.tuning.cells import environment
 from attnplug.tuning.jobs import Job
+from attnplug.tuning.prices import measured_prices
 from attnplug.tuning.rounds import Timing, measure_in_turns
 from attnplug.tuning.step_inputs import SharedCaches, StepInputs, check_output, made_inputs, made_parts
 from attnplug.tuning.timers import Timer, measured_ceilings, release, synchronize, timer_for
@@ -46,7 +47,7 @@ def main(task: str, report: str) -> None:
     """Run the jobs in the file `task`, and append events to the file `report`.
 
     "environment" once; for each backend of a job "begin" when it starts to run, then "checked" with seconds, "wrong"
-    with why and feature, "failed" with why, or "timed" with the figures; "done" after each job. The feature is None if
+    with why and feature, "failed" with why, "timed" with the figures, or "priced" with prices; "done" after each job. The feature is None if
     only timed calls are wrong.
     """
     data = json.loads(Path(task).read_text(encoding="utf-8"))
@@ -92,7 +93,7 @@ class Runner:
 
     def run(self, job: Job) -> None:
         """Run one job."""
-        (self._time if job.timed else self._check)(job)
+        (self._price if job.prices else self._time if job.timed else self._check)(job)
         self._caches.clear()
         release(self._where)
         self._tell("done", job=job.number)
@@ -147,6 +148,17 @@ class Runner:
                 continue
             figures = {"us": timing.us, "spread": timing.spread, "rounds": timing.rounds, "why": timing.noisy}
             self._tell("timed", job=job.number, backend=name, build_us=build_us[name], **figures)
+
+    def _price(self, job: Job) -> None:
+        for name, _ in job.backends:
+            self._tell("begin", job=job.number, backend=name)
+            try:
+                prices, error, steps = measured_prices(job.spec, name, self._device, self._timer)
+            except Exception as problem:  # noqa: BLE001  (a backend's, which costs its prices)
+                self._failed(job, name, problem)
+                continue
+            figures = {"prices": prices.to_dict(), "error": error, "steps": steps}
+            self._tell("priced", job=job.number, backend=name, **figures)
 
     def _candidates(self, job: Job) -> dict[str, _Candidate]:
         """The parts of each backend, after a first call."""

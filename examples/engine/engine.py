@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import operator
 from collections import deque
@@ -11,95 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from graphs import GraphSteps, batch_sizes
 from model import page_model
-from pages import Page, Pages
+from pages import Pages
 from ranks import Ranks
+from request import Request as Request
 from states import StatePages
 from transformers import PreTrainedModel
 
 from attnplug.core import BuilderConfig
 from attnplug.errors import BatchError
-from attnplug.runtime import StateStep, StepBatch
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class Request:
-    """`tokens` are prompt and output, which a token of `stop` ends, or an `error`; `pages` hold K and V of `computed`.
-
-    A step verifies `drafts`, guesses of the next tokens: a chain, or with `parents` a tree. `places` says where each pair
-    of tokens was.
-    """
-
-    name: str
-    tokens: list[int]
-    prompt_len: int
-    max_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    stop: frozenset[int] = frozenset()
-    error: str = ""
-    computed: int = 0
-    drafts: list[int] = dataclasses.field(default_factory=list)
-    parents: list[int] = dataclasses.field(default_factory=list)
-    places: dict[tuple[int, ...], list[int]] = dataclasses.field(default_factory=dict)
-    placed: int = 2
-    pages: list[Page] = dataclasses.field(default_factory=list)
-    keys: list[bytes] = dataclasses.field(default_factory=list)
-    generator: torch.Generator = dataclasses.field(default_factory=torch.Generator)
-
-    @property
-    def output(self) -> list[int]:
-        """The tokens drawn so far."""
-        return self.tokens[self.prompt_len :]
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the last token drawn, or an error, ends the output."""
-        return (
-            bool(self.error)
-            or len(self.output) >= self.max_tokens
-            or not self.stop.isdisjoint(self.output[-1:])
-        )
-
-    def look_up(self, count: int) -> list[int]:
-        """`count` tokens that followed the last two tokens before, over and over; none if these are new."""
-        place = (self._known() or [len(self.tokens)])[-1]
-        return list(itertools.islice(itertools.cycle(self.tokens[place:]), count))
-
-    def branch(self, count: int, branches: int) -> tuple[list[int], list[int]]:
-        """At most `count` drafts in a tree of `branches` chains, and the parents of its nodes: 0 is the last token."""
-        drafts, nodes = list[int](), {(): 0}
-        parents = [-1]
-        for place in reversed(self._known()[-branches:]):
-            path: tuple[int, ...] = ()
-            for token in itertools.islice(itertools.cycle(self.tokens[place:]), count // branches):
-                parent, path = nodes[path], (*path, token)
-                if path not in nodes:
-                    nodes[path] = len(parents)
-                    parents.append(parent)
-                    drafts.append(token)
-        return drafts, parents
-
-    def children(self, node: int) -> dict[int, int]:
-        """The drafts that follow a node, and their nodes; without a tree the next draft follows."""
-        if not self.parents:
-            return dict.fromkeys(self.drafts[node : node + 1], node + 1)
-        return {self.drafts[at - 1]: at for at, parent in enumerate(self.parents) if parent == node}
-
-    def _known(self) -> list[int]:
-        """The places of the tokens that followed the last two tokens before, in order."""
-        for place in range(self.placed, len(self.tokens)):
-            self.places.setdefault(tuple(self.tokens[place - 2 : place]), []).append(place)
-        self.placed = max(self.placed, len(self.tokens))
-        return self.places.get(tuple(self.tokens[-2:]), [])
-
-    def draw(self, likeliest: int, logits: torch.Tensor) -> int:
-        """The next token, appended: the likeliest, or one drawn by the request's own generator."""
-        if self.temperature > 0:
-            chances = (logits.float() / self.temperature).softmax(-1).cpu()
-            likeliest = int(torch.multinomial(chances, 1, generator=self.generator))
-        self.tokens.append(likeliest)
-        return likeliest
+from attnplug.runtime import SharingPrices, StateStep, StepBatch
 
 
 class Engine:
@@ -113,6 +33,11 @@ class Engine:
     `context_chunk_rows` computed tokens at once, as many as the plan says where it is None. With `ranks`, several
     processes run the same requests, and each has its part of the heads or the tokens. `planning` are further
     arguments of `attnplug.plan`, such as `tuned`. `invariance` has the words of equal bits that all layers ask for.
+    `prefix_sharing` is that of AttentionRuntime. `graphs` runs decodes and drafts in CUDA graphs; None does so on a GPU
+    if the model and its layers allow it, and `no_graphs` has the reason if not.
+
+    Raises:
+        BatchError: an argument that no step can serve, or graphs that a layer refuses.
     """
 
     def __init__(
@@ -128,17 +53,25 @@ class Engine:
         planning: Mapping[str, Any] | None = None,
         invariance: Sequence[str] = (),
         draft_branches: int = 1,
+        prefix_sharing: SharingPrices | bool = True,
+        graphs: bool | None = None,
     ) -> None:
         self.model = model
         self.ranks = Ranks() if ranks is None else ranks
+        if graphs not in (None, True, False):
+            raise BatchError("graphs", graphs, "must be True, False or None")
+        # Graphs pad their batches, and nobody has shown that bits stay equal then.
+        may_capture = (model.device.type == "cuda" and not invariance) if graphs is None else graphs
+        most = min(max_num_seqs, max_num_batched_tokens) if may_capture else 0
         self.limits = BuilderConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             num_speculative_tokens=draft_tokens,
             context_chunk_rows=context_chunk_rows,
+            cudagraph_batch_sizes=batch_sizes(most) if most else (),
         )
         self.runtime = page_model(
-            model, num_blocks, block_size, self.limits, self.ranks, planning, invariance
+            model, num_blocks, block_size, self.limits, self.ranks, planning, invariance, prefix_sharing
         )
         self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
@@ -154,9 +87,25 @@ class Engine:
         # Models with an embedding for each position have none past these.
         positions = getattr(model.config, "max_position_embeddings", None) or self.pages.max_tokens
         self.longest = min(self.pages.max_tokens, positions)
+        why = "graphs=False" if graphs is False else "equal bits" if invariance else "no CUDA graphs of a CPU"
+        self.graphs, self.no_graphs = self._graphs(draft_tokens) if may_capture else (None, why)
         self.waiting: deque[Request] = deque()
         self.running: dict[str, Request] = {}
         self.added = self.steps = self.preemptions = self.drawn = self.drafted = self.accepted = 0
+
+        if graphs and self.graphs is None:
+            raise BatchError("graphs", True, self.no_graphs, "run without graphs=True")
+
+    def _graphs(self, drafts: int) -> tuple[GraphSteps | None, str]:
+        """The graphs of steps with `drafts`, or the reason why there are none."""
+        if self.ranks.watch is not None:
+            return None, "ranks watch each other between layers"
+        depth = drafts // self.branches
+        tree = [-1, *(0 if at % depth == 0 else at for at in range(depth * self.branches))]
+        try:
+            return GraphSteps(self.model, self.runtime, self.longest, tree), ""
+        except BatchError as error:
+            return None, str(error)
 
     def __str__(self) -> str:
         """The tokens drawn, the steps, and with drafts how many were right."""
@@ -241,12 +190,9 @@ class Engine:
             end = request.computed + counts.get(request.name, 0)
             tokens += (request.tokens[request.computed : end] + request.drafts)[: end - request.computed]
         ready = [self.running[name] for name in batch.req_ids if name in wanted]
-        ids, at = torch.tensor([tokens, positions], device=self.model.device)
+        inputs = torch.tensor([tokens, positions], device=self.model.device)
         with self.ranks.step(str((batch.req_ids, tokens, positions))):
-            self.runtime.begin_step(batch, states=self._states_of(batch, counts))
-            rows = batch.common.logits_indices_padded
-            given = {"position_ids": at[None], "logits_to_keep": rows, "use_cache": False}
-            logits = self.model(ids[None], **given).logits[0]
+            logits = self._logits(batch, inputs, counts)
         nodes = self._draw(ready, logits, counts)
         kept = {name: nodes[name] for name in trees}
         self.runtime.keep_path(batch, kept)
@@ -269,6 +215,16 @@ class Engine:
             if request.is_done:
                 self._release(request)
         return ready
+
+    def _logits(self, batch: StepBatch, inputs: torch.Tensor, counts: dict[str, int]) -> torch.Tensor:
+        """The wanted rows of the model's logits, by a graph where the step has one; `inputs` has tokens and positions."""
+        found = None if self.graphs is None else self.graphs.logits(batch, inputs)
+        if found is not None:
+            return found
+        self.runtime.begin_step(batch, states=self._states_of(batch, counts))
+        rows, (ids, at) = batch.common.logits_indices_padded, inputs
+        given = {"position_ids": at[None], "logits_to_keep": rows, "use_cache": False}
+        return self.model(ids[None], **given).logits[0]
 
     def _states_of(self, batch: StepBatch, counts: dict[str, int]) -> StateStep | None:
         """The states of a step; None for a model without any."""
@@ -344,9 +300,23 @@ class Engine:
                 if count == 1 and self.branches > 1:
                     drafts, parents = request.branch(count_of_drafts, self.branches)
                 if self._grow(request, len(request.tokens) + len(drafts)):
-                    request.drafts, request.parents = drafts, parents
+                    request.drafts, request.parents = drafts, parents if drafts else []
                     counts[name] += len(drafts)
                     left -= len(drafts)
+        if self.graphs is not None and any(self.running[name].drafts for name in counts):
+            self._fit_drafts(counts, self.graphs)
+
+    def _fit_drafts(self, counts: dict[str, int], graphs: GraphSteps) -> None:
+        """Give all requests drafts of the shape that a graph verifies, unless one of them computes more or has no room."""
+        requests = [self.running[name] for name in counts]
+        fits = len(requests) == len(self.running) and graphs.has_room(len(requests))
+        for request in requests:
+            length = request.computed + len(graphs.parents)
+            fits = fits and request.computed + 1 == len(request.tokens) and length <= self.longest
+        if fits and all(self._grow(request, request.computed + len(graphs.parents)) for request in requests):
+            for request in requests:
+                request.fit_drafts(graphs.parents, graphs.is_tree)
+                counts[request.name] = len(graphs.parents)
 
     def _admit(self, request: Request) -> bool:
         """Start a request on the pages found of its prefix, and new ones for the rest, if they are free."""

@@ -17,7 +17,7 @@ import attnplug
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.transformers import read_config
-from attnplug.runtime import AttentionRuntime, check_same_plan, serving_states
+from attnplug.runtime import AttentionRuntime, SharingPrices, check_same_plan, serving_states
 
 NAME = "attnplug_engine"  # without a mask entry transformers makes no mask: the runtime knows who sees what
 
@@ -63,6 +63,7 @@ def page_model(
     ranks: Ranks | None = None,
     planning: Mapping[str, Any] | None = None,
     invariance: Sequence[str] = (),
+    prefix_sharing: SharingPrices | bool = True,
 ) -> AttentionRuntime:
     """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot.
 
@@ -94,7 +95,9 @@ def page_model(
         check_same_plan(plan, dist.group.WORLD)
     tensors = {name: tensors_of(module, layers[name]) for name, module in modules.items()}
     tensors |= weights_of(model, states)
-    runtime = AttentionRuntime(plan, tensors, config=limits, device=model.device)
+    runtime = AttentionRuntime(
+        plan, tensors, config=limits, device=model.device, prefix_sharing=prefix_sharing
+    )
     for name, module in modules.items():
         module.paged_forward = functools.partial(runtime.forward, name)
         module.paged_spec = layers[name]

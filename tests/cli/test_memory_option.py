@@ -188,3 +188,13 @@ def test_the_full_reader_finds_the_index_keys_too(run, tmp_path):
     )
     found = run("select", path, "--device", "cpu", "--memory", "1GiB", "--json").json["budget"]
     assert found["index_keys"] == 3 * found["groups"][0]["block_size"] * 2 * 40
+
+
+def test_shared_blocks_and_the_memory_of_steps_that_share_are_said(run):
+    asked = ("--device", "cpu", "--memory", "80GiB", "--dtype", "float32")
+    said = " ".join(run("select", MODELS / "qwen3-8b.json", *asked).out.split())
+    # An output of 32 heads of 128 float32 numbers, and an LSE for each head.
+    more = f"{32 * (128 * 4 + 4):,} bytes more for each new token and shared prefix."
+    assert f"Blocks that requests share are stored once. Steps that read them together take {more}" in said
+    latent = run("select", MODELS / "deepseek-v3.json", *asked).out
+    assert "Blocks that requests share" not in latent, "latents have no pieces yet"

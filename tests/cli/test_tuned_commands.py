@@ -121,6 +121,21 @@ def test_tune_writes_a_table_that_select_reads(run, few_heads):
 
 
 @pytest.mark.slow
+def test_tune_fits_the_prices_of_shared_prefixes_once_and_select_names_them(run, few_heads):
+    asked = ("tune", few_heads, "--device", "cpu", "--workload", "decode 1 x 32")
+    assert "prices" not in run(*asked, "--no-prices", "--json").json
+    done = run(*asked, "--json")
+    assert "shared prefixes: TORCH reads" in done.err
+    (price,) = done.json["prices"]
+    assert done.json["subjects"][price["subject"]]["backend"] == "TORCH"
+    assert "shared prefixes" not in run(*asked).err, "prices of these versions are kept"
+    said = run("select", few_heads, "--device", "cpu", "--phase", "decode", "--why").out
+    assert f"Prices by which steps decide: tuned table cpu.json, measured {price['date'][:10]}." in said
+    untuned = run("select", few_heads, "--device", "cpu", "--phase", "decode", "--why", "--no-tuned").out
+    assert "Prices by which steps decide: built in." in untuned
+
+
+@pytest.mark.slow
 def test_a_table_of_tune_can_be_packaged_as_it_is_and_regret_compares_it(
     run, few_heads, tmp_path, monkeypatch
 ):

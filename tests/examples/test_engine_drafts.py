@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 
 import pytest
 from engine import Engine, Request
@@ -229,3 +230,18 @@ def test_trees_that_the_model_cannot_verify_are_refused() -> None:
         engine_of("DeepseekV3", 4, draft_branches=2)
     with pytest.raises(BatchError, match="draft_branches"):
         engine_of("GptOss", 4, draft_branches=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["Llama", "Gemma3"])
+def test_trees_draw_the_tokens_of_no_drafts_for_a_hundred_prompts(family: str) -> None:
+    draw = random.Random(4)
+    prompts = prompts_of(*(draw.randint(1, 60) for _ in range(100)), seed=4)
+    plain, trees = engine_of(family, 0), engine_of(family, 12, draft_branches=3)
+
+    expected = serve(plain, prompts, max_tokens=32)
+
+    assert serve(trees, prompts, max_tokens=32) == expected
+    assert 100 * 32 == trees.drawn == plain.drawn
+    assert trees.accepted > 300
+    assert trees.steps < plain.steps

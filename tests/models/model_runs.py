@@ -114,7 +114,9 @@ class EngineRun:
 
     def __post_init__(self) -> None:
         # No block size: pages are as large as the backend chooses.
-        self.engine = Engine(self.model, num_blocks=1024, max_num_batched_tokens=self.sizes.step_tokens)
+        # A replay of a graph calls no hook of the model.
+        given = {"num_blocks": 1024, "max_num_batched_tokens": self.sizes.step_tokens, "graphs": False}
+        self.engine = Engine(self.model, **given)
         self.query_lens: list[list[int]] = []
         self._begin, self.engine.runtime.begin_step = self.engine.runtime.begin_step, self._begin_step
         self.model.register_forward_pre_hook(self._keep_all, with_kwargs=True)

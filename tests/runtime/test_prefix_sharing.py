@@ -155,7 +155,7 @@ def test_sharing_that_does_not_pay_is_declined_and_the_note_says_so() -> None:
     assert "too little for further calls" in note
     never = shares(FULL, prices=False)
     forest_of(never)
-    assert "no prices of shared prefixes are known" in never.runtime.step_notes[0]
+    assert "plain, prefix_sharing=False" in never.runtime.step_notes[0]
 
 
 @pytest.mark.parametrize(

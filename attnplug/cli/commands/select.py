@@ -169,7 +169,7 @@ def select(
         if device == "current" and every[:1] and every[0].device.type == "cpu":
             print_reference(every, f"attnplug select {shlex.quote(str(config))} --device h100")
         if memory is not None:
-            print_budget(budget, model, memory)
+            print_budget(budget, model, memory, every)
     raise typer.Exit(0 if all(every) else 3)
 
 
@@ -292,6 +292,8 @@ def _print(
                     else f"by each request: {reason}"
                 )
                 out.print(Paragraph(f"A shared prefix is read {read}."))
+                if reason is None:
+                    out.print(Paragraph(f"Prices by which steps decide: {first.price_source}."))
     if not all(decisions):
         lacking = sum(not decision for decision in decisions)
         out.print(f"\nNo backend for {lacking} of {len(decisions)} layers.")

@@ -79,6 +79,12 @@ def tune(
     kv_cache_dtype: KVCacheDtype = "auto",
     block_size: BlockSize = None,
     fresh: Annotated[bool, _what("--fresh", help="Measure again what an earlier run has measured.")] = False,
+    prices: Annotated[
+        bool,
+        _what(
+            help="Measure the prices by which steps decide whether requests read shared prefixes together."
+        ),
+    ] = True,
     regret: Annotated[
         bool,
         _out(
@@ -118,7 +124,7 @@ def tune(
     if regret:
         work = functools.partial(_regret, path=None if output is None else _file(output, where))
     else:
-        work = functools.partial(_tune, path=_file(output, where), fresh=fresh)
+        work = functools.partial(_tune, path=_file(output, where), fresh=fresh, prices=prices)
     registry = get_registry()
     names = None if backends is None else _known(backends, registry.plugins.find)
     with waiting(f"Running {config} once without weights, to see each layer's attention"):
@@ -142,14 +148,31 @@ def tune(
 
 
 def _tune(
-    tuner: Tuner, report: TuneReport, *, path: Path, budget: float | None, fresh: bool, as_json: bool
+    tuner: Tuner,
+    report: TuneReport,
+    *,
+    path: Path,
+    budget: float | None,
+    fresh: bool,
+    prices: bool,
+    as_json: bool,
 ) -> None:
     from attnplug.cli.output.tune_report import print_outcome
     from attnplug.registry.measured.tuned_files import table_to_update, update_table
+    from attnplug.tuning.price_runs import measure_prices
 
     old = table_to_update(path, tuner.device)
+    save, began = functools.partial(update_table, path), time.monotonic()
     with report.bar():
-        outcome = tuner.run(None if fresh else old, report, functools.partial(update_table, path), budget)
+        outcome = tuner.run(None if fresh else old, report, save, budget)
+        if prices:
+            late = (lambda: False) if budget is None else (lambda: time.monotonic() - began >= budget)
+            priced = measure_prices(tuner, outcome.table, save, late, fresh=fresh)
+            outcome.table = priced.table
+            for line in priced.lines:
+                report.tell(line)
+            if priced.left:
+                report.say(f"prices of {priced.left} left out; the same command continues")
     if as_json:
         print_json(outcome.table.to_dict())
     else:

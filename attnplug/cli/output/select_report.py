@@ -17,6 +17,7 @@ from rich.text import Text
 from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.output.output import console, layers_in_words
 from attnplug.cli.output.own_output import is_quiet
+from attnplug.core.dtypes import element_size
 from attnplug.core.spec import Phase
 from attnplug.matrix.words import NO_BACKEND, colours, letters
 
@@ -272,10 +273,14 @@ def budget_for(
     return fit_kv_cache(config, size, prefill_workspace=workspace, index_keys=keys, states=states)
 
 
-def print_budget(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> None:
+def print_budget(
+    budget: MemoryBudget | None, model: ModelSpec, memory: str, decisions: Sequence[Decision] = ()
+) -> None:
     """Print groups, page bytes, blocks and tokens, the prefill workspace of latents, and what the estimate leaves out."""
     out = console()
     _print_blocks(budget, model, memory)
+    if budget is not None and budget.groups:
+        _print_shared([each for each in decisions if each and each.shares_prefixes])
     states = left_out(model)
     if states:
         counted = " and ".join(f"{count} {kind}" for kind, count in states.items())
@@ -284,6 +289,23 @@ def print_budget(budget: MemoryBudget | None, model: ModelSpec, memory: str) -> 
         )
         out.print()
         out.print(Paragraph(f"{text} Take them from the memory yourself."))
+
+
+def _print_shared(sharing: Sequence[Decision]) -> None:
+    """Print that shared blocks count once, and the memory of steps that read them together."""
+    if not sharing:
+        return
+    text = "Blocks that requests share are stored once."
+    priced = [each.spec for each in sharing if each.is_priced]
+    if priced:
+        # Layers run one after another. Each part of a row is its output, and a float32 LSE for each head.
+        most = max(each.num_heads * (each.head_size_v * element_size(each.dtype) + 4) for each in priced)
+        text += (
+            f" Steps that read them together take {most:,} bytes more for each new token and shared prefix."
+        )
+    out = console()
+    out.print()
+    out.print(Paragraph(text))
 
 
 def _print_states(budget: MemoryBudget, memory: str) -> None:

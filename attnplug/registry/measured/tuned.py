@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from attnplug.core.device import find_gpu, same_gpu_name
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.measured.comparisons import PhaseTimes
+from attnplug.registry.measured.sharing_prices import MeasuredPrices, TablePrices, decodes_of
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.plugins.installed import installed_version
 from attnplug.registry.plugins.records import canonical_name
@@ -106,12 +107,14 @@ class TunedLayer:
         count: layers of the model that are like it; a step costs `count` times the kernel and one build.
         workload: the shapes with their weights.
         rows: the measurements.
+        prices: those of shared prefixes, of the backends that share them.
     """
 
     spec: LayerSpec
     count: int
     workload: tuple[tuple[StepShape, float], ...]
     rows: tuple[TimedRow, ...]
+    prices: tuple[MeasuredPrices, ...] = ()
 
     def cost(self, row: TimedRow) -> float:
         """Microseconds of a step of the model: its layers like this one, and one build of their metadata."""
@@ -176,10 +179,22 @@ class TunedTable:
         found = self._version_verdicts.get(key)
         if found is None:
             subjects = [row.subject for layer in self.layers for row in layer.rows]
+            subjects += [row.subject for layer in self.layers for row in layer.prices]
             why = {each: other_version(each, here=here, assumed=assumed) for each in dict.fromkeys(subjects)}
             # A hash of a subject takes longer than all else of a look-up.
             found = self._version_verdicts[key] = {id(each): why[each] for each in subjects}
         return found
+
+    def prices_of(self, spec: LayerSpec, backend: str, *, here: bool, assumed: Assumed) -> TablePrices | None:
+        """The prices of shared prefixes of a layer, of the backend that attends its decodes; None if there are none."""
+        layer = self.by_key.get(layer_key(spec))
+        if layer is None or not layer.prices:
+            return None
+        others, name = self.other_versions(here=here, assumed=assumed), decodes_of(backend)
+        for each in layer.prices:
+            if each.subject.backend == name and others[id(each.subject)] is None:
+                return TablePrices(each.prices, f"{self.name}, measured {each.date[:10]}")
+        return None
 
     def is_for(self, device: Device) -> bool:
         """Whether its times are of this device: the same type, capability and name."""
@@ -194,7 +209,9 @@ class TunedTable:
     def to_dict(self) -> dict[str, Any]:
         """A JSON object with every field but the path."""
         rows = [(index, row) for index, layer in enumerate(self.layers) for row in layer.rows]
-        subjects = list(dict.fromkeys(row.subject for _, row in rows))
+        prices = [(index, each) for index, layer in enumerate(self.layers) for each in layer.prices]
+        measured = [row.subject for _, row in rows] + [row.subject for _, row in prices]
+        subjects = list(dict.fromkeys(measured))
         place = {subject: index for index, subject in enumerate(subjects)}
         return {
             "schema": SCHEMA,
@@ -227,6 +244,12 @@ class TunedTable:
                 for index, row in rows
             ],
             "choices": [dict(choice) for choice in self.choices],
+            # Files of an attnplug that measured none have no such field.
+            **(
+                {"prices": [_price(index, place[each.subject], each) for index, each in prices]}
+                if prices
+                else {}
+            ),
         }
 
     def at(self, *shapes: StepShape) -> TunedTable:
@@ -243,6 +266,11 @@ class TunedTable:
             rows = tuple(row for row in layer.rows if row.shape in kept)
             layers.append(dataclasses.replace(layer, workload=workload, rows=rows))
         return dataclasses.replace(self, layers=tuple(layers), choices=())
+
+
+def _price(layer: int, subject: int, row: MeasuredPrices) -> dict[str, Any]:
+    about = {"layer": layer, "subject": subject, "error": row.error, "steps": row.steps, "date": row.date}
+    return {**about, **row.prices.to_dict()}
 
 
 def _around(wanted: StepShape, layer: TunedLayer) -> Iterator[StepShape]:

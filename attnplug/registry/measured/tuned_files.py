@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import json
 import math
@@ -23,6 +24,7 @@ from attnplug._system.json_files import (
 from attnplug.core.device import Device
 from attnplug.core.errors import MatrixFileError
 from attnplug.core.spec import LayerSpec
+from attnplug.registry.measured.sharing_prices import MeasuredPrices, SharingPrices
 from attnplug.registry.measured.step_shapes import StepShape
 from attnplug.registry.measured.tuned import (
     SCHEMA,
@@ -48,13 +50,27 @@ _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError,
 _REMEDY = "measure again with attnplug tune, or leave the table out with --no-tuned"
 _OTHER_FILE = "name another file with --output"
 _INSTEAD = f"{_OTHER_FILE}, or delete it"
-_TOP = {"schema", "version", "device", "environment", "policy", "subjects", "layers", "cells", "choices"}
+_TOP = {
+    "schema",
+    "version",
+    "device",
+    "environment",
+    "policy",
+    "subjects",
+    "layers",
+    "cells",
+    "choices",
+    "prices",
+}
 _SUBJECT = {"backend", "distribution", "version", "versions"}
 _LAYER = {"spec", "count", "workload"}
 _SHAPE = {"phase", "batch", "query", "context", "ragged", "decodes", "decode_context"}
 _FIGURES = {"us", "build_us", "spread"}
 _ROW = {"layer", "subject", "block_size", "layout", "status", "rounds", "date", "why"} | _SHAPE | _FIGURES
 _CHOICE = {"layer", "phase", "backend", "default", "ratio", "why"}
+_PRICES = {"layer", "subject", "error", "steps", "date"} | {
+    field.name for field in dataclasses.fields(SharingPrices)
+}
 
 
 def read_table(path: Path, remedy: str = _REMEDY) -> TunedTable:
@@ -113,7 +129,7 @@ def _current(path: Path) -> TunedTable | None:
 def table_text(table: TunedTable) -> str:
     """The text of a table's file, with a line for each cell."""
     data = table.to_dict()
-    lists = ("subjects", "layers", "cells", "choices")
+    lists = ("subjects", "layers", "cells", "choices", *(["prices"] if "prices" in data else []))
     head = ",\n".join(
         f" {json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in data.items() if k not in lists
     )
@@ -125,7 +141,8 @@ def table_text(table: TunedTable) -> str:
 
 
 def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
-    _only(data, _TOP, "the table")
+    # Older files have no prices.
+    _only({"prices": [], **data}, _TOP, "the table")
     device = Device.from_dict(typed(data, "device", dict))
     environment = typed(data, "environment", dict)
     if not all(type(value) is str for value in environment.values()):
@@ -140,6 +157,11 @@ def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
         place = (row.subject.backend, row.subject.distribution, row.shape, row.pages)
         if rows[index].setdefault(place, row) is not row:
             raise ValueError(f"two cells are of {row.subject.backend} at {row.shape}")
+    prices: list[dict[str, MeasuredPrices]] = [{} for _ in layers]
+    for each in typed({"prices": [], **data}, "prices", list):
+        index, price = _index(each, "layer", len(layers)), _prices(each, subjects)
+        if prices[index].setdefault(price.subject.backend, price) is not price:
+            raise ValueError(f"two prices are of {price.subject.backend}")
     choices = typed(data, "choices", list)
     for choice in choices:
         _only(choice, _CHOICE, "a choice")
@@ -151,8 +173,8 @@ def _table(data: Mapping[str, Any], path: Path) -> TunedTable:
     return TunedTable(
         device,
         tuple(
-            TunedLayer(spec.spec, spec.count, spec.workload, tuple(own.values()))
-            for spec, own in zip(layers, rows, strict=True)
+            TunedLayer(spec.spec, spec.count, spec.workload, tuple(own.values()), tuple(priced.values()))
+            for spec, own, priced in zip(layers, rows, prices, strict=True)
         ),
         environment,
         typed(data, "policy", dict),
@@ -216,6 +238,18 @@ def _row(data: Mapping[str, Any], subjects: list[BackendVersions]) -> TimedRow:
     if status is RowStatus.MEASURED and (row.us < _LEAST_US or rounds < 1):
         raise ValueError(f"a measured cell of {row.subject.backend} has no time")
     return row
+
+
+def _prices(data: Mapping[str, Any], subjects: list[BackendVersions]) -> MeasuredPrices:
+    _only(data, _PRICES, "a price")
+    steps, date = typed(data, "steps", int), typed(data, "date", str)
+    dt.datetime.fromisoformat(date)
+    if steps < 1:
+        raise ValueError(f"prices of {steps} steps")
+    subject = subjects[_index(data, "subject", len(subjects))]
+    return MeasuredPrices(
+        subject, SharingPrices.from_dict(data), _figure(data, "error", _MOST_US), steps, date
+    )
 
 
 def _only(data: Any, names: set[str], what: str) -> None:

@@ -21,6 +21,7 @@ from attnplug.core.prefix_sharing import sharing_refusal
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.measured.comparisons import Measured
+from attnplug.registry.measured.sharing_prices import TablePrices, built_in_prices
 from attnplug.registry.plugins.option_values import as_tuples, make_options
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ class Decision:
         notes: errors that did not change the choice, and evidence that the user overrode.
         steps: for a composite, the ranges of steps that one member serves whole, and why; the first that has a step
             counts. All other steps are served by the members of their phases.
+        sharing_prices: those of shared prefixes that a tuned table has; None for the built-in ones.
     """
 
     spec: LayerSpec
@@ -179,6 +181,7 @@ class Decision:
     allow_refuted: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     steps: tuple[StepChoice, ...] = ()
+    sharing_prices: TablePrices | None = None
     # Not compared, because a decision read from JSON has no class and equals the one written.
     backend_cls: type[AttentionBackend] | None = dataclasses.field(default=None, repr=False, compare=False)
     """The chosen class; None without one, or if the decision was read from JSON."""
@@ -249,6 +252,24 @@ class Decision:
         return self.prefix_refusal is None
 
     @property
+    def price_source(self) -> str:
+        """The origin of the prices by which steps decide whether requests read shared prefixes together."""
+        if self.sharing_prices is not None:
+            return self.sharing_prices.source
+        return (
+            "built in"
+            if self.is_priced
+            else f"none; attnplug tune measures those of {self.backend or 'a backend'}"
+        )
+
+    @property
+    def is_priced(self) -> bool:
+        """Whether there are prices, without which steps share no prefixes by default."""
+        device = self.device
+        found = self.sharing_prices or built_in_prices(device.type, device.name, self.backend or "")
+        return found is not None
+
+    @property
     def members(self) -> dict[Phase, str]:
         """The backend of each phase: a composite's halves, or one backend in both; "none" without one."""
         prefill, *others = (self.backend or "none").split("+")
@@ -305,7 +326,9 @@ class Decision:
         phase = f" in {self.phase}" if self.phase else ""
         layer = f"{self.layer_name}: " if self.layer_name else ""
         title = f"{layer}{self.backend or 'no backend'} on {self.device}{phase}"
-        return Group(Paragraph(title), self.table(), *map(Paragraph, (*map(str, self.steps), *self.notes)))
+        prices = [] if self.sharing_prices is None else [f"shared prefixes: {self.sharing_prices}"]
+        about = map(Paragraph, (*map(str, self.steps), *prices, *self.notes))
+        return Group(Paragraph(title), self.table(), *about)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -324,6 +347,7 @@ class Decision:
             "phase": self.phase and str(self.phase),
             "candidates": [candidate.to_dict() for candidate in self.candidates],
             "steps": [each.to_dict() for each in self.steps],
+            **({} if self.sharing_prices is None else {"sharing_prices": self.sharing_prices.to_dict()}),
         }
 
     def to_json(self, indent: int | None = None) -> str:
@@ -340,7 +364,7 @@ class Decision:
         with reading("decision"):
             check_schema(data, SCHEMA)
             # Older files do not have them.
-            data = {"allow_refuted": [], "measured": None, "steps": [], **data}
+            data = {"allow_refuted": [], "measured": None, "steps": [], "sharing_prices": None, **data}
             fields: dict[str, Any] = {name: typed(data, name, *kinds) for name, kinds in _AS_IS.items()}
             fields |= {name: texts(data, name) for name in _TUPLES}
             # JSON has lists for pairs, and a list does not equal the tuple that was written.
@@ -348,6 +372,7 @@ class Decision:
                 fields["assumed"] = tuple((str(name), str(version)) for name, version in fields["assumed"])
             options, phase = typed(data, "options", dict, None), typed(data, "phase", str, None)
             measured = typed(data, "measured", dict, None)
+            prices = typed(data, "sharing_prices", dict, None)
             if options is not None:
                 fields["options"] = tuple(sorted((k, as_tuples(v)) for k, v in options.items()))
                 # Such as an object within a list: no option is one, and a decision is hashable.
@@ -359,6 +384,7 @@ class Decision:
                 candidates=tuple(map(Candidate.from_dict, typed(data, "candidates", list))),
                 measured=None if measured is None else Measured.from_dict(measured),
                 steps=tuple(map(StepChoice.from_dict, typed(data, "steps", list))),
+                sharing_prices=None if prices is None else TablePrices.from_dict(prices),
                 **fields,
             )
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
     from attnplug.core.reasons import Reason
     from attnplug.core.spec import LayerSpec
+    from attnplug.registry.measured.sharing_prices import TablePrices
     from attnplug.registry.measured.tuned_lookup import Tables
     from attnplug.registry.plugin_set import PluginSet
     from attnplug.registry.plugins.installed import Assumed
@@ -132,8 +133,22 @@ def decide(
         assumed=policy.assumed,
         allow_refuted=gate.allowed,
         notes=(*notes, *([evidence.read_error] if evidence.read_error else [])),
+        sharing_prices=None if winner is None else _prices(tuned, placement, winner.name, policy),
         **of_winner,
     )
+
+
+def _prices(tuned: Tables, placement: Placement, backend: str, policy: Policy) -> TablePrices | None:
+    """The prices of shared prefixes of the first table that has some; those of another GPU say nothing here."""
+    if tuned.borrowed or placement.spec.direct_kv:
+        return None
+    for table in tuned.tables:
+        if table.is_for(placement.device):
+            here = is_here(placement.device)
+            found = table.prices_of(placement.spec, backend, here=here, assumed=policy.assumed)
+            if found is not None:
+                return found
+    return None
 
 
 def _steps(winning: type[AttentionBackend] | None, policy: Policy) -> tuple[StepChoice, ...]:

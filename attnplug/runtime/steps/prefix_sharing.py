@@ -34,6 +34,7 @@ class SharingLayers(NamedTuple):
     left: int
     chunk: int | None
     prices: LayerPrices | None
+    source: str
     refusal: str | None
     tree_refusal: str | None
     twins: TwinLayers
@@ -77,10 +78,12 @@ class PrefixSharing(NotCopied):
                 by_window.setdefault((spec.window[0], spec.chunk_size, refusals), []).append(name)
             for (left, chunk, refusals), names in by_window.items():
                 heads = layers[names[0]].spec.num_heads
-                own = prices_of(device, group.backend.get_name()) if prices is True else prices
+                own, source = _own_prices(prices, decisions[names[0]], device, group.backend.get_name())
                 priced = LayerPrices.of(own, heads, group.kv_cache_spec) if own else None
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
-                self.layers.append(SharingLayers(group, tuple(names), left, chunk, priced, *refusals, twins))
+                self.layers.append(
+                    SharingLayers(group, tuple(names), left, chunk, priced, source, *refusals, twins)
+                )
 
     def close(self) -> None:
         """Release the twins of the layers."""
@@ -161,7 +164,7 @@ class PrefixSharing(NotCopied):
         if each.refusal is not None:
             return each.refusal
         if each.prices is None:
-            return "no prices of shared prefixes are known; give prefix_sharing=SharingPrices(...)"
+            return each.source
         at, prices = each.group.kv_cache_group_id, each.prices
         table = host.tables[at]
         is_plain = each.left < 0 and each.chunk is None
@@ -236,10 +239,28 @@ def note_of(each: SharingLayers, forest: Forest | str, trees: int) -> str:
     """What layers share in a step, or why nothing; `trees` is the number of requests with one."""
     where = f"KV group {each.group.kv_cache_group_id}, {each.group.backend.get_name()}"
     where += f": trees of {trees} requests; " if trees else ": "
+    by = f", by {each.source}" if each.source and each.prices is not None else ""
     if isinstance(forest, str):
-        return f"{where}plain, {forest}"
+        return f"{where}plain, {forest}{by}"
     readers = sum(node.readers.size for node in forest.nodes)
-    return f"{where}{len(forest.nodes)} shared prefixes with {readers} readers"
+    return f"{where}{len(forest.nodes)} shared prefixes with {readers} readers{by}"
+
+
+def _own_prices(
+    prices: SharingPrices | bool, decision: Decision, device: torch.device, backend: str
+) -> tuple[SharingPrices | None, str]:
+    """The prices of a layer, and their source where they are not built in; without prices, why."""
+    if isinstance(prices, SharingPrices):
+        return prices, ""
+    if not prices:
+        return None, "prefix_sharing=False"
+    if decision.sharing_prices is not None:
+        return decision.sharing_prices.prices, str(decision.sharing_prices)
+    found = prices_of(device, backend)
+    unknown = (
+        "no prices of shared prefixes are known; run attnplug tune, or give prefix_sharing=SharingPrices(...)"
+    )
+    return found, "" if found is not None else unknown
 
 
 def _place_refusal(is_sharded: bool, is_fast: bool) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -59,7 +59,7 @@ def checks(target: Target) -> Iterator[Check]:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Request:
+class ForestRequest:
     """Blocks, computed tokens, new tokens, and the parents of these in a tree."""
 
     blocks: list[int]
@@ -94,7 +94,7 @@ def _check_forests(target: Target, **fields: Any) -> None:
     shared = 0
     for seed in range(2 if target.level is Level.SMOKE else 40):
         rng = random.Random(seed)  # noqa: S311
-        requests = _random_forest(rng, size)
+        requests = random_forest(rng, size)
         notes = _serve(target, spec, requests, seed, f"forest {seed}")
         shared += any("shared prefixes" in note for note in notes)
     if not shared:
@@ -107,8 +107,8 @@ def _check_trees(target: Target, **fields: Any) -> None:
     for seed in range(2 if target.level is Level.SMOKE else 30):
         rng = random.Random(seed)  # noqa: S311
         requests = [
-            dataclasses.replace(each, parents=_random_tree(rng, each.new)) if rng.random() < 0.6 else each
-            for each in _random_forest(rng, size, most_new=12)
+            dataclasses.replace(each, parents=random_tree(rng, each.new)) if rng.random() < 0.6 else each
+            for each in random_forest(rng, size, most_new=12)
         ]
         _serve(target, spec, requests, seed, f"trees {seed}")
 
@@ -118,75 +118,147 @@ def _skip_refused(target: Target, reason: str | None) -> None:
         raise CheckSkipped(f"{target.name}: {reason}", SkipKind.LAYER)
 
 
-def _random_tree(rng: random.Random, nodes: int) -> list[int]:
+def random_tree(rng: random.Random, nodes: int) -> list[int]:
+    """The parents of the nodes of a tree; some follow the computed tokens."""
     return [-1, *(rng.randint(max(-1, node - rng.choice((1, 3, 9))), node - 1) for node in range(1, nodes))]
 
 
-def _random_forest(rng: random.Random, size: int, most_new: int = 3) -> list[_Request]:
+def random_forest(rng: random.Random, size: int, most_new: int = 3, count: int = 7) -> list[ForestRequest]:
     """Requests that branch from two stems and from each other, at unequal depths, and a stranger."""
     blocks = iter(range(1, 1 << 20))
     stems = [[next(blocks) for _ in range(rng.randint(3, 4))] for _ in range(2)]
     stems.append([*stems[0][:2], *(next(blocks) for _ in range(2))])
     requests = []
-    for number in range(7):
+    for number in range(count):
         # Two readers have the whole first stem, and the last request shares nothing.
-        stem = stems[0] if number < 2 else [] if number == 6 else rng.choice(stems)
+        stem = stems[0] if number < 2 else [] if number == count - 1 else rng.choice(stems)
         stem = stem[: rng.randint(1, len(stem))] if number > 2 and stem else stem
         new = rng.choice((1, 1, rng.randint(1, most_new)))
         # Computed tokens at the end of a block let windows begin at one.
         computed = len(stem) * size + rng.choice((0, 0, rng.randint(0, size + 1)))
         own = -(-(computed + new) // size) - len(stem)
-        requests.append(_Request([*stem, *(next(blocks) for _ in range(own))], computed, new))
+        requests.append(ForestRequest([*stem, *(next(blocks) for _ in range(own))], computed, new))
     return requests
 
 
 def _serve(
-    target: Target, spec: LayerSpec, requests: list[_Request], seed: int, what: str
+    target: Target, spec: LayerSpec, requests: list[ForestRequest], seed: int, what: str
 ) -> tuple[str, ...]:
     """One step of the requests over drawn pages, checked by the oracle; gives its notes."""
-    generator = torch.Generator().manual_seed(seed)
-    plan, most = plan_on(target, {_NAME: spec}, {}), max(max(each.blocks) for each in requests)
-    plan = dataclasses.replace(plan, num_blocks=most + 1)
-    size = plan.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-    scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_kv_scales else {}
-    tensors = layer_tensors(spec, seed=seed, device=target.torch_device, **scales)
-    longest, tokens = max(len(each.blocks) for each in requests) * size, sum(each.new for each in requests)
-    config = BuilderConfig(max_num_seqs=len(requests), max_num_batched_tokens=tokens, max_model_len=longest)
-    runtime = AttentionRuntime(
-        plan, {_NAME: tensors}, config=config, debug=False, prefix_sharing=SharingPrices.free()
+    most = max(max(each.blocks) for each in requests)
+    size = preferred_size(target, spec)
+    limits = (
+        len(requests),
+        sum(each.new for each in requests),
+        max(len(each.blocks) for each in requests) * size,
     )
-    with runtime, error_context(what):
-        batches = runtime.step_batch_builder(longest)
-        for number, request in enumerate(requests):
-            batches.add_request(str(number), [request.blocks], request.computed)
-        dtype, slots = getattr(torch, spec.dtype), torch.arange(size, (most + 1) * size)
-        drawn = [
-            torch.randn(slots.shape[0] + size, spec.num_kv_heads, width, generator=generator).to(dtype)
-            for width in (spec.head_size, spec.head_size_v)
-        ]
-        layer = runtime.layers[_NAME]
-        if layer.kv_cache is not None:
-            key, value = (each[size:].to(runtime.device) for each in drawn)
-            layer.impl.update_kv_cache(layer, key, value, layer.kv_cache, slots.to(runtime.device))
-        trees = {str(n): each.parents for n, each in enumerate(requests) if each.parents is not None}
-        counts = {str(n): each.new for n, each in enumerate(requests)}
-        batch = batches.step(counts, trees=trees or None)
-        runtime.begin_step(batch)
-        query = torch.randn(tokens, spec.num_heads, spec.query_size, generator=generator).to(dtype)
-        own = _own_slots(batch, requests, size)
-        key, value = (each[own].to(runtime.device) for each in drawn)
-        output = torch.full((tokens, spec.num_heads, spec.output_size), torch.nan, dtype=dtype)
-        found = runtime.forward(_NAME, query.to(runtime.device), key, value, output.to(runtime.device))
-        expected = _expected(spec, tensors, batch, requests, query, drawn, size, scales)
-        bound = tolerance(spec, quantized_queries=target.backend.quantizes_queries).output
-        try:
-            assert_close(found.cpu(), expected, bound)
-        except AssertionError as problem:
-            raise ConformanceError(f"{what} of {len(requests)} requests: {problem}") from None
-        return runtime.step_notes
+    with ForestModel(target, spec, most + 1, *limits, seed) as model:
+        return model.check(requests, seed, what)
 
 
-def _own_slots(batch: StepBatch, requests: list[_Request], size: int) -> torch.Tensor:
+def preferred_size(target: Target, spec: LayerSpec) -> int:
+    """The tokens of a block of the layer."""
+    return plan_on(target, {_NAME: spec}, {}).kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+
+
+class ForestModel:
+    """One layer on a runtime that shares all that it can; each step has other requests over other pages.
+
+    Args:
+        target: the backend.
+        spec: the layer.
+        num_blocks: of the pool.
+        requests: the most of a step.
+        tokens: the most new tokens of a step.
+        longest: tokens of the longest request.
+        seed: for sinks.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        spec: LayerSpec,
+        num_blocks: int,
+        requests: int,
+        tokens: int,
+        longest: int,
+        seed: int = 0,
+    ) -> None:
+        self._spec, self._longest, self._blocks = spec, longest, num_blocks
+        plan = dataclasses.replace(plan_on(target, {_NAME: spec}, {}), num_blocks=num_blocks)
+        self.block_size = plan.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        self._scales: dict[str, Any] = {"k_scale": 0.37, "v_scale": 1.9} if spec.has_kv_scales else {}
+        self._tensors = layer_tensors(spec, seed=seed, device=target.torch_device, **self._scales)
+        config = BuilderConfig(max_num_seqs=requests, max_num_batched_tokens=tokens, max_model_len=longest)
+        free = SharingPrices.free()
+        self._runtime = AttentionRuntime(
+            plan, {_NAME: self._tensors}, config=config, debug=False, prefix_sharing=free
+        )
+        self._bound = tolerance(spec, quantized_queries=target.backend.quantizes_queries).output
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._runtime.close()
+
+    def check(
+        self, requests: list[ForestRequest], seed: int, what: str, *, poison: bool = False
+    ) -> tuple[str, ...]:
+        """One step of the requests over drawn pages, compared with the oracle; gives its notes.
+
+        Args:
+            requests: of the step.
+            seed: for queries, keys and values.
+            what: begins the text of an error.
+            poison: put NaN into all slots that no request has.
+
+        Raises:
+            ConformanceError: a row differs, or the runtime raises.
+        """
+        runtime, spec, size = self._runtime, self._spec, self.block_size
+        generator = torch.Generator().manual_seed(seed)
+        with error_context(what):
+            batches = runtime.step_batch_builder(self._longest)
+            for number, request in enumerate(requests):
+                batches.add_request(str(number), [request.blocks], request.computed)
+            dtype, slots = getattr(torch, spec.dtype), torch.arange(size, self._blocks * size)
+            drawn = [
+                torch.randn(slots.shape[0] + size, spec.num_kv_heads, width, generator=generator).to(dtype)
+                for width in (spec.head_size, spec.head_size_v)
+            ]
+            if poison:
+                is_foreign = torch.ones(drawn[0].shape[0], dtype=torch.bool)
+                for each in requests:
+                    is_foreign[torch.as_tensor(_slots(each, np.arange(each.computed + each.new), size))] = (
+                        False
+                    )
+                for values in drawn:
+                    values[is_foreign] = torch.nan
+            layer = runtime.layers[_NAME]
+            if layer.kv_cache is not None:
+                key, value = (each[size:].to(runtime.device) for each in drawn)
+                layer.impl.update_kv_cache(layer, key, value, layer.kv_cache, slots.to(runtime.device))
+            trees = {str(n): each.parents for n, each in enumerate(requests) if each.parents is not None}
+            counts = {str(n): each.new for n, each in enumerate(requests)}
+            batch = batches.step(counts, trees=trees or None)
+            runtime.begin_step(batch)
+            tokens = batch.common.num_actual_tokens
+            query = torch.randn(tokens, spec.num_heads, spec.query_size, generator=generator).to(dtype)
+            own = _own_slots(batch, requests, size)
+            key, value = (each[own].to(runtime.device) for each in drawn)
+            output = torch.full((tokens, spec.num_heads, spec.output_size), torch.nan, dtype=dtype)
+            found = runtime.forward(_NAME, query.to(runtime.device), key, value, output.to(runtime.device))
+            given = batch, requests, query, drawn, size, self._scales
+            expected = _expected(spec, self._tensors, *given)
+            try:
+                assert_close(found.cpu(), expected, self._bound)
+            except AssertionError as problem:
+                raise ConformanceError(f"{what} of {len(requests)} requests: {problem}") from None
+            return runtime.step_notes
+
+
+def _own_slots(batch: StepBatch, requests: list[ForestRequest], size: int) -> torch.Tensor:
     """The slot of each new token, in the order of the batch."""
     slots = [
         torch.as_tensor(_slots(requests[int(name)], np.arange(each.computed, each.computed + each.new), size))
@@ -196,7 +268,7 @@ def _own_slots(batch: StepBatch, requests: list[_Request], size: int) -> torch.T
     return torch.cat(slots)
 
 
-def _slots(request: _Request, places: np.ndarray[Any, np.dtype[Any]], size: int) -> Any:
+def _slots(request: ForestRequest, places: np.ndarray[Any, np.dtype[Any]], size: int) -> Any:
     return np.array(request.blocks)[places // size] * size + places % size
 
 
@@ -204,7 +276,7 @@ def _expected(
     spec: LayerSpec,
     tensors: LayerTensors,
     batch: StepBatch,
-    requests: list[_Request],
+    requests: list[ForestRequest],
     query: torch.Tensor,
     drawn: list[torch.Tensor],
     size: int,
