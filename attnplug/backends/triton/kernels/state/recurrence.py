@@ -1,0 +1,167 @@
+"""The recurrence of all families of state layers: a program has a part of a request's state in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+# The addresses of a step's indices differ from step to step, and must not compile another kernel.
+@triton.jit(do_not_specialize_on_alignment=["starts", "pages", "slots"])
+def recurrence_kernel(
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    states,
+    output,
+    starts,
+    pages,
+    slots,
+    scale,
+    stride_qt,
+    stride_qh,
+    stride_qk,
+    stride_kt,
+    stride_kh,
+    stride_kk,
+    stride_vt,
+    stride_vh,
+    stride_vv,
+    stride_gt,
+    stride_gh,
+    stride_gk,
+    stride_bt,
+    stride_bh,
+    stride_page,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    stride_ot,
+    stride_oh,
+    stride_ov,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PACKED: tl.constexpr,
+    PARTS: tl.constexpr,
+    DELTA: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    """Advance BLOCK columns of the states of one request by its tokens; PARTS programs have all columns of a request.
+
+    The columns are those of one value head, or with PACKED those of all heads one after another. GROUP value heads share a
+    key head. With SINGLE a request has one token at most.
+    """
+    # Parts of one page are neighbours, so that programs which run together read whole rows of memory.
+    request, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    # Strides of tokens and pages are multiplied in 64 bits, as are those of heads, which may be parts of larger tensors.
+    begin, end = tl.load(starts + request).to(tl.int64), tl.load(starts + request + 1).to(tl.int64)
+    if begin >= end:
+        return
+    page = tl.load(pages + request).to(tl.int64)
+    rows = tl.arange(0, BLOCK_K)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    if PACKED:
+        columns += part * BLOCK
+        is_live = columns < HEADS * V
+        head, column = tl.minimum(columns // V, HEADS - 1), columns % V
+        is_whole: tl.constexpr = K == BLOCK_K and (HEADS * V) % BLOCK == 0
+    else:
+        blocks: tl.constexpr = (V + BLOCK - 1) // BLOCK
+        head, column = part // blocks, part % blocks * BLOCK + columns
+        is_live = column < V
+        is_whole: tl.constexpr = K == BLOCK_K and V % BLOCK == 0
+    # The place of each argument in token 0.
+    head, key_head = head.to(tl.int64), (head // GROUP).to(tl.int64)
+    query += key_head * stride_qh + rows * stride_qk
+    key += key_head * stride_kh + rows * stride_kk
+    value += head * stride_vh + column * stride_vv
+    output += head * stride_oh + column * stride_ov
+    decay += head * stride_gh
+    if BY_ROW:
+        decay += rows * stride_gk
+    beta += head * stride_bh
+    states += head * stride_sh + rows * stride_sk + column * stride_sv
+    # A whole tile needs no mask; masks of others are not constant, so their loads have fewer bytes.
+    inside = page >= 0
+    if not is_whole:
+        inside = inside & is_live & (rows < K)
+    # Page -1 is masked, so nothing is read for it. Pages of large pools are past 2**31 elements.
+    state = tl.load(states + page * stride_page, mask=inside, other=0.0).to(tl.float32)
+    if SINGLE:
+        _token(
+            begin, state, query, key, value, decay, beta, states, output, slots, scale, rows, is_live,
+            stride_qt, stride_kt, stride_vt, stride_gt, stride_bt, stride_ot, stride_page,
+            K, BLOCK_K, is_whole, DELTA, BY_ROW,
+        )  # fmt: skip
+    else:
+        for token in range(begin, end):
+            state = _token(
+                token, state, query, key, value, decay, beta, states, output, slots, scale, rows, is_live,
+                stride_qt, stride_kt, stride_vt, stride_gt, stride_bt, stride_ot, stride_page,
+                K, BLOCK_K, is_whole, DELTA, BY_ROW,
+            )  # fmt: skip
+
+
+@triton.jit
+def _token(
+    token,
+    state,
+    query,
+    key,
+    value,
+    decay,
+    beta,
+    states,
+    output,
+    slots,
+    scale,
+    rows,
+    is_live,
+    stride_qt,
+    stride_kt,
+    stride_vt,
+    stride_gt,
+    stride_bt,
+    stride_ot,
+    stride_page,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    is_whole: tl.constexpr,
+    DELTA: tl.constexpr,
+    BY_ROW: tl.constexpr,
+):
+    """The state after one token, whose output is written, and whose state is if it has a slot."""
+    slot = tl.load(slots + token)
+    # Rows past K add nothing to a sum, since their queries and keys are zeros.
+    is_row: tl.constexpr = K == BLOCK_K
+    q = tl.load(query + token * stride_qt, mask=None if is_row else rows < K, other=None if is_row else 0.0)
+    k = tl.load(key + token * stride_kt, mask=None if is_row else rows < K, other=None if is_row else 0.0)
+    v = tl.load(value + token * stride_vt, mask=is_live, other=0.0).to(tl.float32)
+    if BY_ROW:
+        g = tl.load(
+            decay + token * stride_gt, mask=None if is_row else rows < K, other=None if is_row else 0.0
+        )
+    else:
+        g = tl.load(decay + token * stride_gt)
+    q, k = q.to(tl.float32) * scale, k.to(tl.float32)
+    state *= tl.exp(g)
+    if DELTA:
+        b = tl.load(beta + token * stride_bt).to(tl.float32)
+        v = b * (v - tl.sum(k * state, axis=0)[None, :])
+    state += k * v
+    found = tl.sum(q * state, axis=0)[None, :]
+    tl.store(output + token * stride_ot, found.to(output.dtype.element_ty), mask=is_live)
+    if slot >= 0:
+        stored = state.to(states.dtype.element_ty)
+        if is_whole:
+            tl.store(states + slot * stride_page, stored)
+        else:
+            tl.store(states + slot * stride_page, stored, mask=is_live & (rows < K))
+    return state
