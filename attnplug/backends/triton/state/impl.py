@@ -17,6 +17,8 @@ from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
 TILE = 2048
 """Elements of a state that a program of one warp has in registers: 64 for each thread."""
+_LEAST_COLUMNS = 16
+"""Columns of the narrowest tile: with fewer, the rows of a float32 state that a program reads have less than 64 bytes."""
 _INTERPRETED_TILE = 16384
 """The same where programs are interpreted, and take as long with few elements as with many."""
 _CHANNELS, _TOKENS = 256, 16
@@ -88,7 +90,8 @@ def _recurrence(spec: LayerSpec, given: tuple[torch.Tensor, ...], _: bool, is_si
     query, key, value, decay, beta, states, output = given
     check_near(states)
     rows = power_of_two(keys)
-    block, own = max((TILE if states.is_cuda else _INTERPRETED_TILE) // rows, 1), power_of_two(values)
+    tile = TILE if states.is_cuda else _INTERPRETED_TILE
+    block, own = max(tile // rows, _LEAST_COLUMNS), power_of_two(values)
     # Heads with few columns share a tile.
     packed = own < block and heads > 1
     block = min(block, power_of_two(heads * values) if packed else own)
@@ -100,7 +103,8 @@ def _recurrence(spec: LayerSpec, given: tuple[torch.Tensor, ...], _: bool, is_si
         **strides(value, "vt", "vh", "vv"),
         **strides(decay, "gt", "gh", "gk"),
         **strides(beta, "bt", "bh"),
-        **strides(states, "page", "sh", "sk", "sv"),
+        "stride_page": states.stride(0),
+        "PAGE": states.stride()[1:],
         **strides(output, "ot", "oh", "ov"),
         "HEADS": heads,
         "GROUP": heads // spec.num_kv_heads,

@@ -35,12 +35,10 @@ def recurrence_kernel(
     stride_bt,
     stride_bh,
     stride_page,
-    stride_sh,
-    stride_sk,
-    stride_sv,
     stride_ot,
     stride_oh,
     stride_ov,
+    PAGE: tl.constexpr,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     K: tl.constexpr,
@@ -56,7 +54,8 @@ def recurrence_kernel(
     """Advance BLOCK columns of the states of one request by its tokens; PARTS programs have all columns of a request.
 
     The columns are those of one value head, or with PACKED those of all heads one after another. GROUP value heads share a
-    key head. With SINGLE a request has one token at most.
+    key head. With SINGLE a request has one token at most. PAGE has the strides of heads, rows and columns in a page: constants,
+    so that all loads of a thread have one address.
     """
     # Parts of one page are neighbours, so that programs which run together read whole rows of memory.
     request, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -65,7 +64,11 @@ def recurrence_kernel(
     if begin >= end:
         return
     page = tl.load(pages + request).to(tl.int64)
-    rows = tl.arange(0, BLOCK_K)[:, None]
+    lines = tl.arange(0, BLOCK_K)
+    rows = lines[:, None]
+    # In one dimension where columns have one key head: a tile of one column has a layout that the state would be moved to.
+    if PACKED:
+        lines = rows
     columns = tl.arange(0, BLOCK)[None, :]
     if PACKED:
         columns += part * BLOCK
@@ -79,15 +82,15 @@ def recurrence_kernel(
         is_whole: tl.constexpr = K == BLOCK_K and V % BLOCK == 0
     # The place of each argument in token 0.
     head, key_head = head.to(tl.int64), (head // GROUP).to(tl.int64)
-    query += key_head * stride_qh + rows * stride_qk
-    key += key_head * stride_kh + rows * stride_kk
+    query += key_head * stride_qh + lines * stride_qk
+    key += key_head * stride_kh + lines * stride_kk
     value += head * stride_vh + column * stride_vv
     output += head * stride_oh + column * stride_ov
     decay += head * stride_gh
     if BY_ROW:
-        decay += rows * stride_gk
+        decay += lines * stride_gk
     beta += head * stride_bh
-    states += head * stride_sh + rows * stride_sk + column * stride_sv
+    states += head * PAGE[0] + (rows * PAGE[1] + column * PAGE[2])
     # A whole tile needs no mask; masks of others are not constant, so their loads have fewer bytes.
     inside = page >= 0
     if not is_whole:
@@ -96,16 +99,16 @@ def recurrence_kernel(
     state = tl.load(states + page * stride_page, mask=inside, other=0.0).to(tl.float32)
     if SINGLE:
         _token(
-            begin, state, query, key, value, decay, beta, states, output, slots, scale, rows, is_live,
+            begin, state, query, key, value, decay, beta, states, output, slots, scale, lines, rows, is_live,
             stride_qt, stride_kt, stride_vt, stride_gt, stride_bt, stride_ot, stride_page,
-            K, BLOCK_K, is_whole, DELTA, BY_ROW,
+            K, BLOCK_K, PACKED, is_whole, DELTA, BY_ROW,
         )  # fmt: skip
     else:
         for token in range(begin, end):
             state = _token(
-                token, state, query, key, value, decay, beta, states, output, slots, scale, rows, is_live,
+                token, state, query, key, value, decay, beta, states, output, slots, scale, lines, rows, is_live,
                 stride_qt, stride_kt, stride_vt, stride_gt, stride_bt, stride_ot, stride_page,
-                K, BLOCK_K, is_whole, DELTA, BY_ROW,
+                K, BLOCK_K, PACKED, is_whole, DELTA, BY_ROW,
             )  # fmt: skip
 
 
@@ -122,6 +125,7 @@ def _token(
     output,
     slots,
     scale,
+    lines,
     rows,
     is_live,
     stride_qt,
@@ -133,24 +137,20 @@ def _token(
     stride_page,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PACKED: tl.constexpr,
     is_whole: tl.constexpr,
     DELTA: tl.constexpr,
     BY_ROW: tl.constexpr,
 ):
     """The state after one token, whose output is written, and whose state is if it has a slot."""
     slot = tl.load(slots + token)
-    # Rows past K add nothing to a sum, since their queries and keys are zeros.
-    is_row: tl.constexpr = K == BLOCK_K
-    q = tl.load(query + token * stride_qt, mask=None if is_row else rows < K, other=None if is_row else 0.0)
-    k = tl.load(key + token * stride_kt, mask=None if is_row else rows < K, other=None if is_row else 0.0)
+    q = _rows(query + token * stride_qt, lines, K, BLOCK_K, PACKED) * scale
+    k = _rows(key + token * stride_kt, lines, K, BLOCK_K, PACKED)
     v = tl.load(value + token * stride_vt, mask=is_live, other=0.0).to(tl.float32)
     if BY_ROW:
-        g = tl.load(
-            decay + token * stride_gt, mask=None if is_row else rows < K, other=None if is_row else 0.0
-        )
+        g = _rows(decay + token * stride_gt, lines, K, BLOCK_K, PACKED)
     else:
         g = tl.load(decay + token * stride_gt)
-    q, k = q.to(tl.float32) * scale, k.to(tl.float32)
     state *= tl.exp(g)
     if DELTA:
         b = tl.load(beta + token * stride_bt).to(tl.float32)
@@ -165,3 +165,13 @@ def _token(
         else:
             tl.store(states + slot * stride_page, stored, mask=is_live & (rows < K))
     return state
+
+
+@triton.jit
+def _rows(places, lines, K: tl.constexpr, BLOCK_K: tl.constexpr, PACKED: tl.constexpr):
+    """One number for each row, `[BLOCK_K, 1]`, or with PACKED for each row of each column; zeros past K, which add nothing."""
+    if K == BLOCK_K:
+        found = tl.load(places).to(tl.float32)
+    else:
+        found = tl.load(places, mask=lines < K, other=0.0).to(tl.float32)
+    return found if PACKED else found[:, None]
