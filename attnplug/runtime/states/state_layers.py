@@ -46,7 +46,8 @@ class StateLayer:
 
     def __init__(self, name: str, decision: Decision, tensors: LayerTensors, states: torch.Tensor) -> None:
         self.name, self.spec, self.states = name, decision.spec, states
-        self.backend: type[AttentionBackend] = decision.get_backend_cls()
+        self.backend = str(decision.backend)
+        self.backend_cls: type[AttentionBackend] = decision.get_backend_cls()
         # They do not scale states; the protocol of engine layers has them.
         self._q_scale = self._k_scale = self._v_scale = self._prob_scale = torch.ones(
             (), device=states.device
@@ -59,9 +60,9 @@ class StateLayer:
         }
         tensors = dataclasses.replace(tensors, **moved)
         options = decision.get_options()
-        made = make_impl(self.backend, self.spec, layer_name=name, tensors=tensors, options=options)
+        made = make_impl(self.backend_cls, self.spec, layer_name=name, tensors=tensors, options=options)
         if not isinstance(made, StateImpl):
-            given = f"{type(made).__name__} of {self.backend.get_name()}"
+            given = f"{type(made).__name__} of {self.backend}"
             raise BackendFaultError(f"{given} cannot run layer {name}: it is no StateImpl")
         self.impl: AttentionImpl[Any] = made
         self._impl: StateImpl[Any] = made
@@ -158,7 +159,7 @@ class StateLayers(NotCopied):
         settings = dataclasses.replace(config, layers=self.layers)
         alike: dict[Any, list[str]] = {}
         for name, layer in self.layers.items():
-            alike.setdefault((layer.backend, layer.spec), []).append(name)
+            alike.setdefault((layer.backend_cls, layer.spec), []).append(name)
         self._builders: list[tuple[type[AttentionBackend], AttentionMetadataBuilder[Any], list[str]]] = []
         for (backend, _), names in alike.items():
             # Builders of state layers get the page of a state where others get pages of tokens.
@@ -220,7 +221,7 @@ class StateLayers(NotCopied):
         layer.run(self._metadata[name], given, output)
         if debug and (rows := _nan_rows(output, tokens)):
             raise BackendFaultError(
-                f"{layer.backend.get_name()} left NaN in {len(rows)} of {tokens} rows of layer {name}, "
+                f"{layer.backend} left NaN in {len(rows)} of {tokens} rows of layer {name}, "
                 f"the first {rows[0]}"
             )
         return output
