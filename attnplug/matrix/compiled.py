@@ -78,7 +78,7 @@ def launches(
     if spec.state == Feature.STATE.ask.values[0] and spec.head_size == _COMMON:
         for other in _other_rules(spec):
             found |= launches(other, phase, device, layout)
-    pool = {"num_states": _BLOCKS} if spec.state is not None else {"num_blocks": _BLOCKS}
+    pool: dict[str, Any] = {"num_blocks": _BLOCKS} if spec.state is None else {"num_states": _BLOCKS}
     for options in _options(spec, phase):
         plan = attnplug.plan(
             {"layer": spec}, device, backend={"layer": "TRITON"}, options=options, per_phase=False, **pool
@@ -98,7 +98,7 @@ def _other_rules(spec: LayerSpec) -> Iterator[LayerSpec]:
     """Layers with the other rules of states, which no cell names."""
     for state in Feature.STATE.ask.values[1:]:
         if state.rule == "conv":
-            sizes = {"num_heads": _CHANNELS, "num_kv_heads": _CHANNELS, "head_size": 1}
+            sizes: dict[str, Any] = {"num_heads": _CHANNELS, "num_kv_heads": _CHANNELS, "head_size": 1}
             yield LayerSpec(**sizes, dtype=spec.dtype, block_size=spec.block_size, state=state)
         else:
             yield dataclasses.replace(spec, state=state)

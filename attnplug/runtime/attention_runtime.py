@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -43,7 +43,7 @@ from attnplug.runtime.plan.sharding import (
     last_readers,
     longest_sequence,
 )
-from attnplug.runtime.states.state_layers import StateLayer, StateLayers
+from attnplug.runtime.states.state_layers import StateGroup, StateLayer, StateLayers
 from attnplug.runtime.states.state_step import StateStep, check_state_step, refuse_of_attention
 from attnplug.runtime.states.state_table import StateTable
 from attnplug.runtime.steps.attention_groups import (
@@ -274,6 +274,11 @@ class AttentionRuntime(NotCopied):
         return {} if self._states is None else self._states.layers
 
     @property
+    def state_groups(self) -> Sequence[StateGroup]:
+        """The layers that keep a state, grouped by builder."""
+        return () if self._states is None else self._states.groups
+
+    @property
     def state_pool(self) -> BlockPool:
         """The pages of states. A number is a page of each layer; a prefix cache adds users to those of checkpoints.
 
@@ -399,7 +404,7 @@ class AttentionRuntime(NotCopied):
             check_inputs("direct", direct, self._needed_direct)
             step |= direct_steps(self._direct_groups, direct, draft_index)
         if states is not None:
-            self._own_states().begin(states)
+            self._own_states().begin(states, metadata)
         self._given = None if batch is None else batch.common, direct
         self._stamps = () if batch is None else batch.stamps
         # Set last: if a builder raises, or an interrupt does, no step is active.

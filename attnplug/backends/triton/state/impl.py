@@ -131,7 +131,7 @@ def _convolution(
     check_near(states)
     tokens = 1 if is_single else max(_TOKENS, power_of_two(dims.width - 1))
     block = min(_CHANNELS if is_single else _CHANNELS // 2, power_of_two(channels))
-    pages = strides(states, "page", "sc", "sw")
+    pages = dict(strides(states, "page", "sc", "sw"))
     if states[0].is_contiguous():
         # A page is the backend's own: with channels side by side, threads read adjacent elements.
         pages |= {"stride_sc": 1, "stride_sw": channels}
