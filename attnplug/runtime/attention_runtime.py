@@ -17,6 +17,7 @@ from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
+from attnplug.core.state.impl import refuse_of_attention
 from attnplug.registry.plugins.switches import DEBUG, is_on
 from attnplug.runtime.batch.cascade import may_cascade
 from attnplug.runtime.batch.forest_prices import SharingPrices
@@ -44,7 +45,7 @@ from attnplug.runtime.plan.sharding import (
     longest_sequence,
 )
 from attnplug.runtime.states.state_layers import StateGroup, StateLayer, StateLayers
-from attnplug.runtime.states.state_step import StateStep, check_state_step, refuse_of_attention
+from attnplug.runtime.states.state_step import StateStep, check_state_step
 from attnplug.runtime.states.state_table import StateTable
 from attnplug.runtime.steps.attention_groups import (
     AttentionGroup,
@@ -457,7 +458,8 @@ class AttentionRuntime(NotCopied):
         """
         self._check_open()
         if self._states is not None and layer_name in self._states.layers:
-            refuse_of_attention(layer_name, output_lse, output_scale, output_block_scale)
+            scaled = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+            refuse_of_attention(layer_name, output_lse=output_lse, **scaled)
             check_current("batch", self._stamps)
             given = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
             return self._states.forward(layer_name, given, output, self.debug)

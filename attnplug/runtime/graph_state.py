@@ -89,7 +89,11 @@ class GraphState(NotCopied):
         groups = runtime.kv_cache_config.kv_cache_groups
         self._cross = cross_groups(runtime.kv_cache_config)
         if not groups:
-            why = "a step without pages of tokens has no batch" if runtime.state_layers else "nothing to capture"
+            why = (
+                "a step without pages of tokens has no batch"
+                if runtime.state_layers
+                else "nothing to capture"
+            )
             raise BatchError("runtime.plan", len(runtime.plan.decisions), f"layers keep no pages: {why}")
         max_encoder_len = integer("max_encoder_len", max_encoder_len)
         if max_encoder_len < 0 or (max_encoder_len == 0) is bool(self._cross):
