@@ -172,8 +172,16 @@ class Captured:
                     rows[good[name] :] *= -0.5
                     self.buffers[layer][field][row * self.queries : (row + 1) * self.queries] = rows
         buffers = self.state.get_graph_input_buffers(size, self.queries)
-        padded = self.state.prepare_graph_input_buffers(buffers, batch, states=step)
-        self.replays[size](padded, step)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            # Nothing here may wait for the GPU.
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            padded = self.state.prepare_graph_input_buffers(buffers, batch, states=step)
+            self.replays[size](padded, step)
+        finally:
+            if self.device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
         for layer in STATES:
             for row, name in enumerate(batch.req_ids):
                 self._check(layer, name, self.outputs[layer][row * self.queries :], good[name])
