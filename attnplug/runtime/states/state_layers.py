@@ -140,9 +140,11 @@ def build_states(
     """The metadata of a step by layer; with `for_capture` for a graph."""
     found: dict[str, AttentionMetadata] = {}
     for backend, builder, names in groups:
-        made = builder.build_for_cudagraph_capture(common) if for_capture else builder.build(0, common)
         method = "build_for_cudagraph_capture" if for_capture else "build"
-        found.update(dict.fromkeys(names, checked_metadata(backend, method, made)))
+        made: AttentionMetadata
+        made = builder.build_for_cudagraph_capture(common) if for_capture else builder.build(0, common)
+        made = checked_metadata(backend, method, made)
+        found.update(dict.fromkeys(names, made))
     return found
 
 
