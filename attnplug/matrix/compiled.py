@@ -17,6 +17,7 @@ from attnplug.backends.triton.ahead.compiling import compile_all
 from attnplug.backends.triton.ahead.pretended import pretended
 from attnplug.core.compiled import CompiledKernel
 from attnplug.core.config import BuilderConfig
+from attnplug.core.features import Feature
 from attnplug.core.interface.guarded import describe, guarded_call
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.matrix.axes import phase_of, spec_of
@@ -52,6 +53,9 @@ _SHAPES = {
         DummyShape(1, 1024, 1, Phase.PREFILL),
     ),
 }
+_COMMON = 128
+"""K of most models with states: layers of other rules are compiled beside those of the cells with it."""
+_CHANNELS = 1024
 _BLOCKS = 4
 """Dummy steps read the null block alone."""
 
@@ -71,9 +75,13 @@ def launches(
     found: dict[Form, None] = {}
     if spec.mla is not None and spec.num_heads < _MANY_HEADS:
         found |= launches(dataclasses.replace(spec, num_heads=_MANY_HEADS), phase, device, layout)
+    if spec.state == Feature.STATE.ask.values[0] and spec.head_size == _COMMON:
+        for other in _other_rules(spec):
+            found |= launches(other, phase, device, layout)
+    pool: dict[str, Any] = {"num_blocks": _BLOCKS} if spec.state is None else {"num_states": _BLOCKS}
     for options in _options(spec, phase):
         plan = attnplug.plan(
-            {"layer": spec}, device, backend="TRITON", options=options, per_phase=False, num_blocks=_BLOCKS
+            {"layer": spec}, device, backend={"layer": "TRITON"}, options=options, per_phase=False, **pool
         )
         if layout not in (None, str(plan.decisions["layer"].kv_cache_layout)):
             return {}
@@ -86,15 +94,26 @@ def launches(
     return found
 
 
+def _other_rules(spec: LayerSpec) -> Iterator[LayerSpec]:
+    """Layers with the other rules of states, which no cell names."""
+    for state in Feature.STATE.ask.values[1:]:
+        if state.rule == "conv":
+            sizes: dict[str, Any] = {"num_heads": _CHANNELS, "num_kv_heads": _CHANNELS, "head_size": 1}
+            yield LayerSpec(**sizes, dtype=spec.dtype, block_size=spec.block_size, state=state)
+        else:
+            yield dataclasses.replace(spec, state=state)
+
+
 def _options(spec: LayerSpec, phase: Phase | None) -> Iterator[dict[str, Any] | None]:
     yield None
-    # Layers of latents, without pages or with equal bits have one division of keys.
-    if spec.mla is None and not spec.direct_kv and not spec.invariance and phase is not Phase.PREFILL:
+    # Layers of latents or states, without pages or with equal bits have one division of keys.
+    has_one = spec.mla is not None or spec.state is not None or spec.direct_kv or spec.invariance
+    if not has_one and phase is not Phase.PREFILL:
         yield {"decode_split": "requests"}
 
 
 def _shapes(runtime: AttentionRuntime, phase: Phase | None) -> Iterator[DummyShape]:
-    paged = bool(runtime.kv_caches)
+    paged = bool(runtime.kv_caches or runtime.state_layers)
     for each in Phase if phase is None else (phase,):
         for shape in _SHAPES[each]:
             if paged or (each is Phase.PREFILL and not shape.computed):

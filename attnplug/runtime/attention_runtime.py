@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -16,6 +16,7 @@ from attnplug.core.context_parallel import ContextParallel
 from attnplug.core.errors import BatchError, LayoutError, PolicyError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.core.state.impl import refuse_of_attention
 from attnplug.registry.plugins.switches import DEBUG, is_on
 from attnplug.runtime.batch.cascade import may_cascade
 from attnplug.runtime.batch.forest_prices import SharingPrices
@@ -34,8 +35,8 @@ from attnplug.runtime.plan.sharding import (
     last_readers,
     longest_sequence,
 )
-from attnplug.runtime.states.state_layers import StateLayer, StateLayers
-from attnplug.runtime.states.state_step import StateStep, check_state_step, refuse_of_attention
+from attnplug.runtime.states.state_layers import StateGroup, StateLayer, StateLayers
+from attnplug.runtime.states.state_step import StateStep, check_state_step
 from attnplug.runtime.states.state_table import StateTable
 from attnplug.runtime.steps.active_step import ActiveStep
 from attnplug.runtime.steps.attention_groups import (
@@ -242,6 +243,11 @@ class AttentionRuntime(NotCopied):
         return {} if self._states is None else self._states.layers
 
     @property
+    def state_groups(self) -> Sequence[StateGroup]:
+        """The layers that keep a state, grouped by builder."""
+        return () if self._states is None else self._states.groups
+
+    @property
     def state_pool(self) -> BlockPool:
         """The pages of states. A number is a page of each layer; a prefix cache adds users to those of checkpoints.
 
@@ -343,7 +349,7 @@ class AttentionRuntime(NotCopied):
             if states is None or batch is not None or direct is not None:
                 self._active.begin(batch, direct, metadata, draft_index)
             if states is not None:
-                self._own_states().begin(states)
+                self._own_states().begin(states, metadata)
         except BaseException:
             self.end_step()
             raise
@@ -395,7 +401,8 @@ class AttentionRuntime(NotCopied):
         """
         self._check_open()
         if self._states is not None and layer_name in self._states.layers:
-            refuse_of_attention(layer_name, output_lse, output_scale, output_block_scale)
+            scaled = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+            refuse_of_attention(layer_name, output_lse=output_lse, **scaled)
             self._active.check_current()
             given = {"query": query, "key": key, "value": value, "decay": decay, "beta": beta}
             return self._states.forward(layer_name, given, output, self.debug)

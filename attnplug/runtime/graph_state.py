@@ -27,7 +27,9 @@ from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import longest_sequence, shares_tokens
-from attnplug.runtime.steps.attention_groups import build_attn_metadata
+from attnplug.runtime.states.state_layers import StateGroup, build_states
+from attnplug.runtime.states.state_step import StateStep, check_state_step
+from attnplug.runtime.steps.attention_groups import AttentionGroup, build_attn_metadata
 from attnplug.runtime.steps.graph_buffers import GraphInputBuffers as GraphInputBuffers
 from attnplug.runtime.steps.graph_buffers import ShardedGraphBuffers
 from attnplug.runtime.steps.step_checks import check_groups, check_inputs
@@ -51,6 +53,8 @@ class GraphState(NotCopied):
     state.prepare_graph_input_buffers(buffers, batch)
     graph.replay()
     ```
+
+    Layers that keep a state are captured on no page of a request, and each replay advances the states of its step once.
 
     Args:
         runtime: layers with pages are captured; direct layers, such as an encoder's, are not.
@@ -81,17 +85,16 @@ class GraphState(NotCopied):
         self.max_query_len = integer("max_query_len", max_query_len)
         if not 1 <= self.max_query_len <= self.max_model_len:
             raise BatchError("max_query_len", self.max_query_len, f"must be in 1 .. {self.max_model_len}")
-        if runtime.state_layers:
-            name, limit = (
-                next(iter(runtime.state_layers)),
-                "keeps a state, and graphs of such layers are not captured",
-            )
-            raise BatchError("runtime.plan", name, limit, "capture the other layers with a plan of their own")
         self._runtime = runtime
         groups = runtime.kv_cache_config.kv_cache_groups
         self._cross = cross_groups(runtime.kv_cache_config)
         if not groups:
-            raise BatchError("runtime.plan", len(runtime.layers), "layers keep no pages: nothing to capture")
+            why = (
+                "a step without pages of tokens has no batch"
+                if runtime.state_layers
+                else "nothing to capture"
+            )
+            raise BatchError("runtime.plan", len(runtime.plan.decisions), f"layers keep no pages: {why}")
         max_encoder_len = integer("max_encoder_len", max_encoder_len)
         if max_encoder_len < 0 or (max_encoder_len == 0) is bool(self._cross):
             limit = "must be at least 1 with cross-attention layers, and 0 without"
@@ -109,6 +112,7 @@ class GraphState(NotCopied):
             max_blocks=blocks,
             inputs=[each.name for each in runtime.needed_inputs],
             sparse_topk=runtime.sparse_topk,
+            has_states=bool(runtime.state_layers),
             device=runtime.device,
         )
         if runtime.plan.context_parallel is not None and runtime.plan.sharded_layers:
@@ -146,7 +150,9 @@ class GraphState(NotCopied):
             raise BatchError("runtime.debug", True, limit, "make the runtime with debug=False")
         metadata = self.metadata_for_capture(batch_size, query_len)
         buffers = self.get_graph_input_buffers(batch_size, query_len)
-        self._runtime.begin_step(self._capture_batch(buffers), metadata=metadata)
+        batch = self._capture_batch(buffers)
+        states = None if buffers.states is None else buffers.states.step(batch.common)
+        self._runtime.begin_step(batch, metadata=metadata, states=states)
         try:
             yield metadata
         finally:
@@ -171,7 +177,11 @@ class GraphState(NotCopied):
             buffers.encoder_seq_lens.fill_(self.max_encoder_len)
         batch = self._capture_batch(buffers)
         runtime = self._runtime
-        return build_attn_metadata(runtime.attention_groups, batch, runtime.kv_cache_config, for_capture=True)
+        config, states = runtime.kv_cache_config, buffers.states
+        made = build_attn_metadata(runtime.attention_groups, batch, config, for_capture=True)
+        if states is not None:
+            made |= build_states(runtime.state_groups, states.step(batch.common).common, for_capture=True)
+        return made
 
     def get_graph_input_buffers(self, batch_size: int, query_len: int = 1) -> GraphInputBuffers:
         """The input buffers of a graph of this size; always the same memory.
@@ -187,7 +197,12 @@ class GraphState(NotCopied):
         return self._buffers.first(batch_size, query_len)
 
     def prepare_graph_input_buffers(
-        self, input_buffers: GraphInputBuffers, batch: StepBatch, *, draft_index: int | None = None
+        self,
+        input_buffers: GraphInputBuffers,
+        batch: StepBatch,
+        *,
+        draft_index: int | None = None,
+        states: StateStep | None = None,
     ) -> StepBatch:
         """Copy a step into the buffers before the graph is replayed, and begin the step.
 
@@ -199,6 +214,8 @@ class GraphState(NotCopied):
             batch: from `StepBatchBuilder.step`, with at most as many requests as the graph. Each has the graph's
                 number of queries, or fewer if all builders support any batch.
             draft_index: of a draft step; see `AttentionRuntime.begin_step`.
+            states: of the layers that keep a state, from `StateTable.step(batch)`. A replay counts as a run of each of them:
+                replay the graph once, then call `finish_step`.
 
         Returns:
             The padded batch, whose tensors are the buffers.
@@ -210,11 +227,16 @@ class GraphState(NotCopied):
         instance("batch", batch, StepBatch, remedy="make it by StepBatchBuilder.step")
         check_current("batch", batch.stamps)
         self._check_fits(input_buffers, batch)
+        self._check_states(batch, states)
         # A step that began with these buffers ends before they change, so that an interrupt leaves none active.
         self._runtime.end_step()
-        input_buffers.copy_from(batch)
+        input_buffers.copy_from(batch, states)
         padded = self._padded(input_buffers, batch)
-        self._runtime.begin_step(padded, draft_index=draft_index)
+        own = None if input_buffers.states is None else input_buffers.states.step(padded.common, states)
+        self._runtime.begin_step(padded, draft_index=draft_index, states=own)
+        if states is not None:
+            # A replay calls no forward that would note them.
+            states.ran.update(self._runtime.state_layers)
         return padded
 
     def _with_sharding(self, place: ContextParallel) -> GraphInputBuffers:
@@ -230,11 +252,17 @@ class GraphState(NotCopied):
         is_sharded = self._runtime.plan.context_parallel is not None
         new = self._runtime.new_token_groups if query_len > 1 else ()
         found = []
-        for group in (*self._runtime.attention_groups, *new):
-            level = group.builder.get_cudagraph_support(self._runtime.config, group.kv_cache_spec)
+        groups: tuple[AttentionGroup | StateGroup, ...] = (
+            *self._runtime.attention_groups,
+            *new,
+            *self._runtime.state_groups,
+        )
+        for group in groups:
+            page = group.builder.kv_cache_spec
+            level = group.builder.get_cudagraph_support(self._runtime.config, page)
             owner = f"{group.backend.get_name()} (layer {group.layer_names[0]})"
             # Ranks that share latents decode each new token as a request of its own.
-            by_row = is_sharded and isinstance(group.kv_cache_spec, MLAAttentionSpec)
+            by_row = is_sharded and isinstance(page, MLAAttentionSpec)
             asked = single if query_len == 1 or by_row else uniform
             found.append((level, asked, f"{type(group.builder).__name__} of {owner}"))
         return found
@@ -280,6 +308,18 @@ class GraphState(NotCopied):
                 )
                 remedy = "run this step without a graph"
                 raise BatchError("batch.num_slots", batch.num_slots[group], limit, remedy)
+
+    def _check_states(self, batch: StepBatch, states: StateStep | None) -> None:
+        """BatchError unless there are the states of this step, if layers keep any."""
+        layer, plan = next(iter(self._runtime.state_layers), None), self._runtime.plan.states
+        if layer is None or plan is None:
+            if states is not None:
+                raise BatchError("states", f"{states.common.num_reqs} requests", "and no layer keeps a state")
+        elif states is None:
+            limit, remedy = f"is required: layer {layer} keeps a state", "give StateTable.step(batch)"
+            raise BatchError("states", None, limit, remedy)
+        else:
+            check_state_step(states, batch, plan.num_states, batch.common.query_start_loc.device)
 
     def _check_sharded(self, buffers: GraphInputBuffers, batch: StepBatch, uniform: bool) -> None:
         if buffers.sharded is None:

@@ -46,4 +46,7 @@ def zeros_for(spec: LayerSpec) -> LayerTensors:
         sizes = spec.mla
         made["w_uk"] = torch.zeros(spec.num_heads, sizes.qk_nope_head_dim, sizes.kv_lora_rank, dtype=dtype)
         made["w_uv"] = torch.zeros(spec.num_heads, sizes.kv_lora_rank, sizes.v_head_dim, dtype=dtype)
+    if spec.state is not None and spec.state.width is not None:
+        made["conv_weight"] = torch.zeros(spec.num_heads, spec.state.width, dtype=dtype)
+        made["conv_bias"] = torch.zeros(spec.num_heads, dtype=dtype)
     return LayerTensors(**made)

@@ -19,6 +19,7 @@ from attnplug.runtime.batch.draft_trees import TreeShape, checked_shape
 from attnplug.runtime.batch.forest import Forest
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.graph_state import GraphState
+from attnplug.runtime.states.state_step import StateStep
 from attnplug.runtime.steps.forest_parts import (
     Paths,
     Rows,
@@ -108,7 +109,7 @@ class SharedGraphs(NotCopied):
             self._runtime.share_step(steps)
             yield key
 
-    def prepare(self, batch: StepBatch) -> SharedGraph | None:
+    def prepare(self, batch: StepBatch, *, states: StateStep | None = None) -> SharedGraph | None:
         """Copy a step into the memory of the graph that it should replay, and begin the step; None if it has none.
 
         Then run the step by a plain graph or without one. The step's decodes share no prefix that is worth it, or more
@@ -116,6 +117,7 @@ class SharedGraphs(NotCopied):
 
         Args:
             batch: from `StepBatchBuilder.step`.
+            states: of the layers that keep a state, which share nothing.
 
         Raises:
             BatchError: see `GraphState.prepare_graph_input_buffers`.
@@ -145,7 +147,7 @@ class SharedGraphs(NotCopied):
                 return None
             found.append((each, calls, paths))
         plain = dataclasses.replace(batch, trees={}) if batch.trees else batch
-        self._state.prepare_graph_input_buffers(buffers, plain)
+        self._state.prepare_graph_input_buffers(buffers, plain, states=states)
         steps: dict[str, SharedStep] = {}
         for each, calls, paths in found:
             step = self._step(calls, paths, each, buffers, held[each.names[0]], None)

@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import silu
 
 from attnplug.core.spec import LayerSpec
+from attnplug.core.state.caches import state_cache_for
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -64,14 +65,10 @@ StateAnswer: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """The outputs of all tokens, and the state after each of them."""
 
 
-def first_state(spec: LayerSpec, fill: float = 0.0) -> torch.Tensor:
-    """The state of a request without tokens, float64 `[Hv, K, V]`, or `[C, W - 1]` of a convolution."""
-    dims = spec.state
-    width = None if dims is None else dims.width
-    shape = (
-        (spec.num_heads, spec.head_size, spec.head_size_v) if width is None else (spec.num_heads, width - 1)
-    )
-    return torch.full(shape, fill, dtype=torch.float64)
+def first_state(spec: LayerSpec) -> torch.Tensor:
+    """The state of a request without tokens, float64 zeros `[Hv, K, V]`, or `[C, W - 1]` of a convolution."""
+    cache = state_cache_for(spec)
+    return torch.zeros(() if cache is None else cache.shape, dtype=torch.float64)
 
 
 def reference_states(spec: LayerSpec, inputs: StateInputs, state: torch.Tensor | None = None) -> StateAnswer:

@@ -86,10 +86,11 @@ def test_a_filter_does_not_make_a_sample_whole() -> None:
         if each.cell.feature == "fp8_kv" and each.cell.head_size in (64, 96, 128)
     ]
     answer = summarise(dataclasses.replace(every, findings=tuple(chosen))).answers["feature"]["fp8_kv"]
+    # A filtered run has no refusals of the sizes that it left out, so those of other layers than latents count.
     sizes = {
         each.cell.head_size
         for each in every.findings
-        if each.status is Status.DECLARED and each.cell.feature == "fp8_kv"
+        if each.status is Status.DECLARED and each.cell.feature not in ("mla", "sparse")
     }
     assert len(sizes) > 20
     assert (answer.status, answer.part) == (Status.SAMPLED, f"3 of {len(sizes)} head sizes")
@@ -103,9 +104,7 @@ def test_every_pair_of_values_is_a_sample_too() -> None:
     )
     summary = summarise(dataclasses.replace(every, findings=ran))
     answers = dict(summary.answers["feature"])
-    refused = {name for name, answer in answers.items() if answer.status is Status.REFUSED}
-    assert refused == {"state", "state_drafts", "state_checkpoints"}
-    assert {answers[name].status for name in answers.keys() - refused} == {Status.SAMPLED}
+    assert {answer.status for answer in answers.values()} == {Status.SAMPLED}
     assert summary.answers["feature"]["fp8_kv"].ran.endswith(" cells")
     assert Extent(every).combinations() > 100 * len(every.findings)
 

@@ -72,3 +72,10 @@ def test_a_layer_with_a_state_is_not_timed() -> None:
     shapes, why = measurable(LayerSpec(**GDN), workload_from_lists("1,8", "1k", None))
     assert not shapes
     assert why == "keeps a state: no workload has the pages of its steps"
+
+
+def test_transformers_runs_its_states_itself_and_one_sentence_says_so() -> None:
+    found = run("select", MODELS / "qwen3-next-80b.json", "--device", "sm90", "--for", "transformers")
+    text = " ".join(found.output.split())
+    assert "transformers runs 36 layers that keep a state, such as model.layers.0.linear_attn" in text
+    assert "not counted" not in text

@@ -10,7 +10,8 @@ import pytest
 from state_mutants import MUTANTS, RIGHT
 
 from attnplug.backends.torch_native.backend import TorchStateBackend
-from attnplug.core import Device, LayerSpec
+from attnplug.backends.torch_native.state.builder import TorchStateBuilder
+from attnplug.core import AttentionCGSupport, Device, LayerSpec
 from attnplug.testing.conformance import Check, ConformanceError, conformance_checks
 from attnplug.testing.conformance.states import state_checks
 from attnplug.testing.conformance.target import Target
@@ -132,3 +133,24 @@ def test_a_rule_that_nothing_serves_fails() -> None:
         f"supported_state_rules has {rule}, and the backend serves no layer of it"
         for rule in ("linear", "delta", "conv")
     ]
+
+
+def test_a_builder_that_reads_pages_on_the_host_and_declares_graphs_fails() -> None:
+    class Declares(TorchStateBuilder):
+        cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+    class Captured(TorchStateBackend):
+        @classmethod
+        def get_builder_cls(cls) -> type[TorchStateBuilder]:
+            return Declares
+
+    def found(backend: type) -> list[Check]:
+        checks = state_checks.checks(Target(backend, Device("cpu")))
+        return [check for check in checks if check.id.startswith("states/graphs-")]
+
+    assert not found(TorchStateBackend)
+    checks = found(Captured)
+    assert len(checks) >= 7
+    for check in checks[:2]:
+        with pytest.raises(ConformanceError, match=r"output of request \w "):
+            check()

@@ -13,7 +13,7 @@ from state_serving import forward_inputs, runtime_of
 import attnplug
 from attnplug.core import BuilderConfig, ContextParallel, LayerSpec, LayerTensors
 from attnplug.errors import BatchError, LayoutError, NoBackendError, SpecError
-from attnplug.runtime import AttentionRuntime, GraphState, ModelPlan, StateStep, serving_states
+from attnplug.runtime import AttentionRuntime, ModelPlan, StateStep, serving_states
 from attnplug.testing.state_oracle import reference_states
 
 ATTENTION = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32")
@@ -225,12 +225,6 @@ class TestRefusals:
         given["beta"][1] = torch.nan
         with pytest.raises(BatchError, match=r"beta\[1\]=nan of layer gdn must not be NaN"):
             runtime.forward("gdn", **given)
-
-    def test_graphs_of_states_are_refused(self) -> None:
-        made = attnplug.plan(HYBRID, "cpu", num_blocks=9, num_states=9)
-        config = BuilderConfig(max_model_len=64, cudagraph_batch_sizes=(2,))
-        with pytest.raises(BatchError, match="keeps a state, and graphs of such layers are not captured"):
-            GraphState(AttentionRuntime(made, {"conv": WEIGHT}, config=config))
 
     def test_a_closed_runtime_has_no_states(self) -> None:
         runtime = hybrid()

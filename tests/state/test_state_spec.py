@@ -123,23 +123,23 @@ def test_every_backend_but_those_that_declare_the_rule_refuses() -> None:
                 if not declares:
                     assert "feature.state" in [reason.code for reason in candidate.reasons]
                 served |= {candidate.name} if candidate.accepted else set()
-    assert served == {"TORCH"}
+    assert served == {"TORCH", "TRITON"}
 
 
 def test_a_rule_for_all_layers_is_for_attention_alone() -> None:
     layers = {"a": LayerSpec(num_heads=4, num_kv_heads=4, head_size=64), "s": LayerSpec(**GDN)}
     kwargs: Any = {"assume_installed": "all"}
-    chosen = attnplug.select_layers(layers, "sm90", backend="TRITON", **kwargs)
+    chosen = attnplug.select_layers(layers, "sm90", backend="FLASHINFER", **kwargs)
     assert {name: (each.backend, each.rule) for name, each in chosen.items()} == {
-        "a": ("TRITON", "TRITON"),
-        "s": ("TORCH", None),
+        "a": ("FLASHINFER", "FLASHINFER"),
+        "s": ("TRITON", None),
     }
-    named = attnplug.select_layers(layers, "sm90", backend="TRITON,state=TORCH", **kwargs)
+    named = attnplug.select_layers(layers, "sm90", backend="FLASHINFER,state=TORCH", **kwargs)
     assert named["s"].rule == "state=TORCH"
     # In a call for one layer, the name means that layer.
-    assert not attnplug.explain(layers["s"], "sm90", backend="TRITON", **kwargs)
+    assert not attnplug.explain(layers["s"], "sm90", backend="FLASHINFER", **kwargs)
     with pytest.raises(PolicyError, match=r"matches none of 1 layers \(kinds here: state\)"):
-        attnplug.select_layers({"s": layers["s"]}, "sm90", backend="TRITON", **kwargs)
+        attnplug.select_layers({"s": layers["s"]}, "sm90", backend="FLASHINFER", **kwargs)
 
 
 def test_a_convolution_requires_its_weight() -> None:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.functional import softplus
-from transformers import MiniMaxConfig
+from transformers import AutoModelForCausalLM, Lfm2Config, MiniMaxConfig
 from transformers.models.minimax.modeling_minimax import MiniMaxLightningAttention
 
 from attnplug.backends.torch_native.state.convolution import convolve
 from attnplug.backends.torch_native.state.recurrence import many_tokens
+from attnplug.integrations.transformers import attention_decisions, register
 
 TOKENS, HEADS, SIZE, SIZE_V = 70, 4, 16, 24
 DRAWS = torch.Generator().manual_seed(3)
@@ -125,3 +126,18 @@ def test_lightning_attention() -> None:
         found, _ = many_tokens(*rows.split(8, -1), decay, None, torch.zeros(4, 8, 8))
         output = torch.sigmoid(layer.output_gate(hidden)) * layer.norm(found.reshape(1, TOKENS, 32))
         assert close(layer.out_proj(output), right)
+
+
+def test_a_model_of_transformers_says_once_which_layers_stay_its_own(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Lfm2Config(num_hidden_layers=3, vocab_size=100, full_attn_idxs=[2], **sizes)
+    register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="attnplug").eval()
+    with torch.no_grad(), caplog.at_level("WARNING", "attnplug"):
+        for _ in range(2):
+            model(torch.arange(1, 9)[None])
+    (said,) = [each.message for each in caplog.records if each.name == "attnplug"]
+    assert said.startswith("transformers runs 2 layers that keep a state, such as model.layers.0.conv, by")
+    assert list(attention_decisions(model)) == ["model.layers.2.self_attn"]

@@ -22,6 +22,7 @@ from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format
 from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.core.state.dims import STATE_DTYPES, STATE_RULES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from attnplug.backends.triton.builder import TritonMetadataBuilder
     from attnplug.backends.triton.impl import TritonImpl
     from attnplug.backends.triton.latent import TritonMLABuilder, TritonMLAImpl
+    from attnplug.backends.triton.state.builder import TritonStateBuilder
+    from attnplug.backends.triton.state.impl import TritonStateImpl
     from attnplug.core.device import Device
 
 
@@ -49,6 +52,8 @@ _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
 _LITTLE = 99 << 10
 _ELEMENTS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 # Pages with elements of torch, which latents have too.
+_WIDEST_STATE, _WIDEST_CONVOLUTION = 256, 16
+"""K of a state, of which a program has all rows, and width of a convolution, whose inputs are added one by one."""
 _LEAST_KEYS = 16
 """Keys of the smallest tile that a launch has, in one stage."""
 
@@ -90,8 +95,12 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def for_layer(cls, spec: LayerSpec) -> type[AttentionBackend]:
-        """TritonMLABackend for latent attention; a subclass serves it by a class of its own or not at all."""
-        return TritonMLABackend.for_layer(spec) if spec.mla is not None and cls is TritonBackend else cls
+        """A class of its own for latent attention and for state layers; a subclass of this one has none of them."""
+        if cls is not TritonBackend:
+            return cls
+        if spec.state is not None:
+            return TritonStateBackend
+        return TritonMLABackend.for_layer(spec) if spec.mla is not None else cls
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
@@ -279,6 +288,73 @@ class TritonMLABackend(MLADecodeBackend):
         from attnplug.backends.triton.latent import TritonMLABuilder
 
         return TritonMLABuilder
+
+
+class TritonStateBackend(AttentionBackend):
+    """State layers in Triton: each state is read once and written once in a step, in one launch for all requests."""
+
+    requires: ClassVar[Sequence[str | tuple[str, ...]]] = TritonBackend.requires
+    device_types: ClassVar[Sequence[str]] = TritonBackend.device_types
+    supported_dtypes: ClassVar[Sequence[object]] = TritonBackend.supported_dtypes
+    supported_kv_cache_dtypes: ClassVar[Sequence[str]] = STATE_DTYPES
+    features: ClassVar[Feature] = Feature.STATE | Feature.STATE_DRAFTS | Feature.STATE_CHECKPOINTS
+    supported_state_rules: ClassVar[Sequence[str]] = STATE_RULES
+
+    @staticmethod
+    def get_name() -> str:
+        """The name, "TRITON"."""
+        return TritonBackend.get_name()
+
+    @classmethod
+    def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
+        """100, and 40 for recurrences with prompts: before TORCH, after kernels in chunks; on a CPU after TORCH."""
+        # Prompts run token by token here.
+        if device.type == "cpu":
+            return 0
+        return 100 if phase is Phase.DECODE or spec.kinds == ("conv",) else 40
+
+    @classmethod
+    def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
+        """As TritonBackend."""
+        return TritonBackend.supports_compute_capability(capability)
+
+    @classmethod
+    def supports_combination(cls, spec: LayerSpec, device: Device) -> str | None:
+        """Refuse states with more rows, and convolutions of more inputs, than a program has."""
+        width = None if spec.state is None else spec.state.width
+        if width is not None and width > _WIDEST_CONVOLUTION:
+            return f"a convolution of {width} inputs is wider than {_WIDEST_CONVOLUTION}"
+        if spec.head_size > _WIDEST_STATE:
+            return f"head_size={spec.head_size} of a state is more than {_WIDEST_STATE}"
+        return None
+
+    @classmethod
+    def compile_key(cls, spec: LayerSpec) -> Hashable | None:
+        """The compiled-in values: sizes, dtypes and the rule; drafts and checkpoints are not."""
+        if _INTERPRETED or spec.state is None:
+            return None
+        sizes = spec.num_heads, spec.num_kv_heads, spec.head_size, spec.head_size_v
+        dims = spec.state.rule, spec.state.decay, spec.state.width, spec.state.activation
+        return (*sizes, spec.dtype, spec.resolved_kv_cache_dtype, *dims)
+
+    @classmethod
+    def watch_compiling(cls) -> AbstractContextManager[list[str]]:
+        """As TritonBackend."""
+        return TritonBackend.watch_compiling()
+
+    @classmethod
+    def get_impl_cls(cls) -> type[TritonStateImpl]:
+        """TritonStateImpl."""
+        from attnplug.backends.triton.state.impl import TritonStateImpl
+
+        return TritonStateImpl
+
+    @classmethod
+    def get_builder_cls(cls) -> type[TritonStateBuilder]:
+        """TritonStateBuilder."""
+        from attnplug.backends.triton.state.builder import TritonStateBuilder
+
+        return TritonStateBuilder
 
 
 def _other_bits(device: Device) -> str | None:

@@ -337,11 +337,13 @@ def _strip(decisions: Sequence[Decision]) -> LayerStrip:
 
 def _print_rest(model: ModelSpec) -> None:
     out = console()
+    # transformers has the states of all its layers in a cache of its own, and a note says so.
+    is_counted = not model.layers or any(not spec.direct_kv for spec in model.layers.values())
     for kind, count in Counter(model.other_layers.values()).items():
         names = [name for name, its in model.other_layers.items() if its == kind]
         part, unread, reason = kind.partition(NOT_READ)
         shown = f"{count} x {part} ({layers_in_words(names)})"
-        lost = "; their state is not counted" if part.startswith(STATES) else ""
+        lost = "; their state is not counted" if is_counted and part.startswith(STATES) else ""
         out.print(f"not read: {shown}, because {reason}" if unread else f"not attention: {shown}{lost}")
     if model.kv_sharing:
         targets = layers_in_words(sorted(set(model.kv_sharing.values())))

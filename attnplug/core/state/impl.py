@@ -80,11 +80,12 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         Raises:
             BatchError: an argument that the layer's rule needs is missing, or one that it does not have is given.
         """
-        given = {"output_lse": output_lse, "output_scale": output_scale}
-        given["output_block_scale"] = output_block_scale
-        for name, tensor in given.items():
-            if tensor is not None:
-                raise BatchError(name, tuple(tensor.shape), f"must be None: {self.layer_name} keeps a state")
+        refuse_of_attention(
+            self.layer_name,
+            output_lse=output_lse,
+            output_scale=output_scale,
+            output_block_scale=output_block_scale,
+        )
         if kv_cache is None:
             raise BatchError("kv_cache", None, "is required: the pages of states")
         self._check_rule({"key": key, "value": value, "decay": decay, "beta": beta})
@@ -131,3 +132,10 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
                 raise BatchError(
                     name, None if tensor is None else tuple(tensor.shape), f"{limit} with rule {dims.rule}"
                 )
+
+
+def refuse_of_attention(layer_name: str, **given: object) -> None:
+    """BatchError if an argument of attention alone is given in the call of a layer that keeps a state."""
+    for name, value in given.items():
+        if value is not None:
+            raise BatchError(name, "given", f"must be None: layer {layer_name} keeps a state")

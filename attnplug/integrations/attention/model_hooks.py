@@ -24,6 +24,7 @@ from attnplug.integrations.attention.class_code import Kind, attention_kind
 from attnplug.integrations.attention.packing import Packing
 from attnplug.integrations.attention.step_mask import StepMask
 from attnplug.integrations.binding import Binding, version_of
+from attnplug.integrations.reader.state_specs import states_of_transformers
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
 from attnplug.registry.selection.policy import phase_rule_for, rule_sets
@@ -323,6 +324,8 @@ def _prepare(model: PreTrainedModel) -> None:
             module.register_forward_hook(_after)
     if Kind.OWN in found and Kind.DISPATCHES not in found:
         raise _unserved(found[Kind.OWN])
+    if forward_pass.root is model and (sentence := states_of_transformers(model)):
+        _log.warning("%s", sentence)
 
 
 @_untraced

@@ -30,7 +30,7 @@ from attnplug.integrations.reader.mixers import (
     works_on_single_tokens,
 )
 from attnplug.integrations.reader.model_inputs import LONG, Sizes, encoder_tokens, input_attempts, read_sizes
-from attnplug.integrations.reader.state_specs import state_specs
+from attnplug.integrations.reader.state_specs import state_specs, states_of_transformers
 from attnplug.integrations.reader.trace import (
     PROBE,
     AttentionCall,
@@ -91,6 +91,8 @@ def read_model(
             *notes_on_slopes(model, found.layers),
             *notes_on_unread(model, found.layers),
         )
+        if client is Client.TRANSFORMERS and (sentence := states_of_transformers(model)):
+            notes = (*notes, f"{sentence}.")
     return dataclasses.replace(found, notes=notes)
 
 

@@ -109,3 +109,21 @@ def _dims(path: str, call: StateCall) -> StateDims:
 
 def _dtype(call: StateCall) -> str:
     return str(call.dtype).removeprefix("torch.")
+
+
+def states_of_transformers(model: torch.nn.Module) -> str | None:
+    """The sentence about layers with a state that transformers runs itself, for its own client; None without any."""
+    # It passes their states to functions of its own: 5.17 has no registry of these, as it has of attention.
+    own = [name for name, module in model.named_modules() if _keeps_state(module)]
+    if not own:
+        return None
+    layers = f"{len(own)} layers that keep a state, such as {own[0]}"
+    return f"transformers runs {layers}, by functions of its own: attnplug serves the attention layers alone"
+
+
+def _keeps_state(module: torch.nn.Module) -> bool:
+    """Whether a module has a place in transformers' cache, and a convolution of each channel or lightning's slopes."""
+    if not isinstance(getattr(module, "layer_idx", None), int):
+        return False
+    convolutions = (each for each in module.children() if isinstance(each, torch.nn.Conv1d))
+    return hasattr(module, "slope_rate") or any(each.groups == each.in_channels > 1 for each in convolutions)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -16,7 +16,7 @@ from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, Spe
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
 from attnplug.core.kv_cache_spec import KVCacheSpec
-from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder
+from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
 from attnplug.core.spec import LayerSpec
 from attnplug.core.state.caches import StateCacheSpec
@@ -46,7 +46,8 @@ class StateLayer:
 
     def __init__(self, name: str, decision: Decision, tensors: LayerTensors, states: torch.Tensor) -> None:
         self.name, self.spec, self.states = name, decision.spec, states
-        self.backend: type[AttentionBackend] = decision.get_backend_cls()
+        self.backend = str(decision.backend)
+        self.backend_cls: type[AttentionBackend] = decision.get_backend_cls()
         # They do not scale states; the protocol of engine layers has them.
         self._q_scale = self._k_scale = self._v_scale = self._prob_scale = torch.ones(
             (), device=states.device
@@ -59,9 +60,9 @@ class StateLayer:
         }
         tensors = dataclasses.replace(tensors, **moved)
         options = decision.get_options()
-        made = make_impl(self.backend, self.spec, layer_name=name, tensors=tensors, options=options)
+        made = make_impl(self.backend_cls, self.spec, layer_name=name, tensors=tensors, options=options)
         if not isinstance(made, StateImpl):
-            given = f"{type(made).__name__} of {self.backend.get_name()}"
+            given = f"{type(made).__name__} of {self.backend}"
             raise BackendFaultError(f"{given} cannot run layer {name}: it is no StateImpl")
         self.impl: AttentionImpl[Any] = made
         self._impl: StateImpl[Any] = made
@@ -125,6 +126,28 @@ def shapes_of(spec: LayerSpec) -> dict[str, tuple[tuple[int, ...], ...]]:
     return {**shapes, "beta": ((spec.num_heads,),)} if dims.rule == "delta" else shapes
 
 
+class StateGroup(NamedTuple):
+    """Layers with a state that share a builder."""
+
+    backend: type[AttentionBackend]
+    builder: AttentionMetadataBuilder[Any]
+    layer_names: list[str]
+
+
+def build_states(
+    groups: Iterable[StateGroup], common: CommonAttentionMetadata, *, for_capture: bool = False
+) -> dict[str, AttentionMetadata]:
+    """The metadata of a step by layer; with `for_capture` for a graph."""
+    found: dict[str, AttentionMetadata] = {}
+    for backend, builder, names in groups:
+        method = "build_for_cudagraph_capture" if for_capture else "build"
+        made: AttentionMetadata
+        made = builder.build_for_cudagraph_capture(common) if for_capture else builder.build(0, common)
+        made = checked_metadata(backend, method, made)
+        found.update(dict.fromkeys(names, made))
+    return found
+
+
 class StateLayers(NotCopied):
     """All layers of a plan that keep a state.
 
@@ -158,23 +181,27 @@ class StateLayers(NotCopied):
         settings = dataclasses.replace(config, layers=self.layers)
         alike: dict[Any, list[str]] = {}
         for name, layer in self.layers.items():
-            alike.setdefault((layer.backend, layer.spec), []).append(name)
-        self._builders: list[tuple[type[AttentionBackend], AttentionMetadataBuilder[Any], list[str]]] = []
+            alike.setdefault((layer.backend_cls, layer.spec), []).append(name)
+        self.groups: list[StateGroup] = []
         for (backend, _), names in alike.items():
             # Builders of state layers get the page of a state where others get pages of tokens.
             page = cast(KVCacheSpec, states.caches[names[0]])
-            self._builders.append((backend, make_builder(backend, page, names, settings, device), names))
+            self.groups.append(
+                StateGroup(backend, make_builder(backend, page, names, settings, device), names)
+            )
         self._step: StateStep | None = None
-        self._metadata: dict[str, AttentionMetadata] = {}
+        self._metadata: Mapping[str, AttentionMetadata] = {}
 
-    def begin(self, step: StateStep) -> None:
-        """Build the metadata of a step for all layers; if a builder raises, no step is active."""
+    def begin(self, step: StateStep, built: Mapping[str, AttentionMetadata] | None = None) -> None:
+        """Build the metadata of a step for all layers, or take what was `built`; if a builder raises, no step is active.
+
+        Raises:
+            BatchError: a layer has no metadata in `built`.
+        """
         self.end()
-        metadata: dict[str, AttentionMetadata] = {}
-        for backend, builder, names in self._builders:
-            made: AttentionMetadata = builder.build(0, step.common)
-            made = checked_metadata(backend, "build", made)
-            metadata.update(dict.fromkeys(names, made))
+        if built is not None and (missing := self.layers.keys() - built.keys()):
+            raise BatchError("metadata", min(missing), "has none of this layer, which keeps a state")
+        metadata = build_states(self.groups, step.common) if built is None else built
         self._metadata, self._step = metadata, step
 
     def end(self) -> None:
@@ -186,7 +213,7 @@ class StateLayers(NotCopied):
         self.end()
         self.caches.clear()
         self.layers.clear()
-        self._builders.clear()
+        self.groups.clear()
 
     def forward(
         self, name: str, given: Mapping[str, torch.Tensor | None], output: torch.Tensor | None, debug: bool
@@ -220,7 +247,7 @@ class StateLayers(NotCopied):
         layer.run(self._metadata[name], given, output)
         if debug and (rows := _nan_rows(output, tokens)):
             raise BackendFaultError(
-                f"{layer.backend.get_name()} left NaN in {len(rows)} of {tokens} rows of layer {name}, "
+                f"{layer.backend} left NaN in {len(rows)} of {tokens} rows of layer {name}, "
                 f"the first {rows[0]}"
             )
         return output

@@ -97,19 +97,3 @@ def check_state_step(states: object, batch: StepBatch | None, num_states: int, d
             )
         if bool((pages == 0).any()):
             raise BatchError(f"states.common.{field}", 0, "is the null page, which no request has")
-
-
-def refuse_of_attention(
-    layer_name: str,
-    output_lse: torch.Tensor | None,
-    output_scale: torch.Tensor | None,
-    output_block_scale: torch.Tensor | None,
-) -> None:
-    """BatchError for arguments of attention in the call of a layer that keeps a state."""
-    given = {
-        "output_lse": output_lse,
-        "output_scale": output_scale,
-        "output_block_scale": output_block_scale,
-    }
-    if (name := next((name for name, each in given.items() if each is not None), None)) is not None:
-        raise BatchError(name, "given", f"must be None: layer {layer_name} keeps a state")

@@ -20,6 +20,8 @@ from attnplug.core.metadata import PAD_SLOT_ID, STEP_INPUTS
 from attnplug.core.selection import Selection
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import StepBatch, StepSerial
+from attnplug.runtime.states.state_graphs import StateGraphBuffers
+from attnplug.runtime.states.state_step import StateStep
 
 _Ints = npt.NDArray[Any]
 
@@ -148,6 +150,7 @@ class GraphInputBuffers(NotCopied):
         inputs: the optional inputs of the graph's layers by field, for B requests and `B * q` tokens; an indexer inside
             the graph fills the selection.
         sharded: the keys on this rank; None without context parallelism.
+        states: the pages of layers that keep a state; None without any.
         serial: counts what the shared buffers have held; steps in them are out of date once they hold another.
     """
 
@@ -159,6 +162,7 @@ class GraphInputBuffers(NotCopied):
     slot_mappings: torch.Tensor
     inputs: Mapping[str, Any]
     sharded: ShardedGraphBuffers | None = None
+    states: StateGraphBuffers | None = None
     serial: StepSerial = dataclasses.field(default_factory=StepSerial)
 
     @property
@@ -191,9 +195,12 @@ class GraphInputBuffers(NotCopied):
         max_blocks: int,
         inputs: Collection[str] = (),
         sparse_topk: int = 0,
+        has_states: bool = False,
         device: torch.device,
     ) -> GraphInputBuffers:
         """New buffers for `groups` KV groups, with tables of `max_blocks` pages and optional inputs of these names.
+
+        `has_states` adds the pages of layers that keep a state.
 
         Raises:
             BatchError: an input is none of a step's.
@@ -216,6 +223,7 @@ class GraphInputBuffers(NotCopied):
                 for each in STEP_INPUTS
                 if each.name in inputs
             },
+            states=StateGraphBuffers.allocate(batch_size, tokens, device) if has_states else None,
         )
 
     def first(self, batch_size: int, query_len: int) -> GraphInputBuffers:
@@ -243,6 +251,7 @@ class GraphInputBuffers(NotCopied):
                 if each.name in self.inputs
             },
             sharded=None if self.sharded is None else self.sharded.first(batch_size, query_len),
+            states=None if self.states is None else self.states.first(batch_size, tokens),
             serial=self.serial,
         )
 
@@ -250,8 +259,10 @@ class GraphInputBuffers(NotCopied):
         """Turn all requests into padding: length 1, null pages, slots -1."""
         self.serial.advance("clear of the graph's buffers")
         self._pad(0, 0)
+        if self.states is not None:
+            self.states.clear()
 
-    def copy_from(self, batch: StepBatch) -> None:
+    def copy_from(self, batch: StepBatch, states: StateStep | None = None) -> None:
         """Copy a step's values and pad to the graph's size, without waiting for the device.
 
         Padding requests have length 1, null pages, slots -1, and start locations that continue by `query_len`.
@@ -273,6 +284,8 @@ class GraphInputBuffers(NotCopied):
                     self.slot_mappings[group, :count].copy_(batch.of_group(group)[1], non_blocking=True)
         if self.sharded is not None and batch.sharded is not None:
             self.sharded.copy_from(batch.sharded)
+        if self.states is not None and states is not None:
+            self.states.copy_from(states)
         for each in STEP_INPUTS:
             into, given = self.inputs.get(each.name), getattr(common, each.name)
             if into is None or given is None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,12 +21,18 @@ from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import shares_tokens
+from attnplug.runtime.states.state_layers import StateLayer, shapes_of
+from attnplug.runtime.states.state_step import StateStep
 from attnplug.runtime.steps.dummy_steps import DummyShape, dummy_step, shapes_within
 from attnplug.runtime.steps.step_checks import needed_inputs, widest_topk
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
     from attnplug.runtime.attention_runtime import AttentionRuntime
     from attnplug.runtime.steps.runtime_layer import RuntimeLayer
+
+    AnyLayer: TypeAlias = RuntimeLayer | StateLayer
 
 _log = logging.getLogger("attnplug")
 
@@ -89,7 +95,8 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
 
     The steps are decodes of one request and of the most requests, for each number of tokens that speculation
     allows. Prompts have 2, 4, 8, ... tokens: one from the start, and one and the most after computed tokens. No page
-    of a request is read or written: slots are -1 and tables have the null block. Compiled kernels are logged at INFO.
+    of a request is read or written: slots and pages of states are -1, and tables have the null block. Compiled kernels
+    are logged at INFO.
 
     Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends. Under context
     parallelism all ranks call it at the same time.
@@ -115,10 +122,11 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     return report
 
 
-def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, type[AttentionBackend], int]]:
+def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[AnyLayer, type[AttentionBackend], int]]:
     """The first layer of each group that compiles the same kernels, its backend, and the size of the group."""
-    layers_by_key: dict[Any, list[RuntimeLayer]] = {}
-    for name, layer in runtime.layers.items():
+    layers_by_key: dict[Any, list[AnyLayer]] = {}
+    every: Mapping[str, AnyLayer] = {**runtime.layers, **runtime.state_layers}
+    for name, layer in every.items():
         backend = runtime.plan.decisions[name].get_backend_cls()
         key: Any = answer(backend, "compile_key", layer.spec)
         if name in runtime.plan.new_tokens:
@@ -128,19 +136,19 @@ def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[RuntimeLayer, t
             key = None if key is None and new_key is None else (key, new.backend, new_key)
         if key is None:
             continue
-        spec, cache = layer.spec, layer.kv_cache
+        spec, cache = layer.spec, layer.states if isinstance(layer, StateLayer) else layer.kv_cache
         # Kernels also depend on the divisibility of strides and on the numbers of heads.
         form = spec.num_heads, spec.num_kv_heads, None if cache is None else cache.stride()
-        layers_by_key.setdefault((backend, key, form, layer.target is None), []).append(layer)
+        is_writing = isinstance(layer, StateLayer) or layer.target is None
+        layers_by_key.setdefault((backend, key, form, is_writing), []).append(layer)
     for (backend, *_), layers in layers_by_key.items():
         yield layers[0], backend, len(layers)
 
 
-def step_shapes(runtime: AttentionRuntime, layer: RuntimeLayer) -> Iterator[DummyShape]:
+def step_shapes(runtime: AttentionRuntime, layer: AnyLayer) -> Iterator[DummyShape]:
     """The dummy steps after which a layer compiles nothing more, within the limits of the runtime's config."""
-    return shapes_within(
-        runtime.config, is_paged=layer.kv_cache is not None, also=_limits(runtime, layer.name)
-    )
+    is_paged = isinstance(layer, StateLayer) or layer.kv_cache is not None
+    return shapes_within(runtime.config, is_paged=is_paged, also=_limits(runtime, layer.name))
 
 
 def _limits(runtime: AttentionRuntime, name: str) -> set[int]:
@@ -152,18 +160,12 @@ def _limits(runtime: AttentionRuntime, name: str) -> set[int]:
 
 
 def run_step(
-    runtime: AttentionRuntime, layer: RuntimeLayer, backend: type[AttentionBackend], shape: DummyShape
+    runtime: AttentionRuntime, layer: AnyLayer, backend: type[AttentionBackend], shape: DummyShape
 ) -> WarmUpStep:
     """Run one layer in one dummy step, with and without LSE if it may be asked for one."""
     spec, device = layer.spec, runtime.device
     rows = shape.requests * shape.query_len
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    query = torch.zeros(rows, spec.num_heads, spec.query_size, dtype=dtype, device=device)
-    key = value = None
-    if layer.target is None:
-        key = torch.zeros(rows, spec.num_kv_heads, spec.head_size, dtype=dtype, device=device)
-        value = torch.zeros(rows, spec.num_kv_heads, spec.head_size_v, dtype=dtype, device=device)
-        value = None if spec.mla is not None else value
+    given = _tensors(layer, rows, device)
     lses: list[torch.Tensor | None] = [None]
     if spec.needs_lse:
         # Some kernels are compiled again for calls with LSE, such as those of TRITON.
@@ -175,13 +177,15 @@ def run_step(
             watches.enter_context(answer(member, "watch_compiling")) for member in dict.fromkeys(members)
         ]
         batch = _batch(runtime, shape)
-        if spec.direct_kv:
+        if spec.state is not None:
+            runtime.begin_step(states=StateStep.padding(batch.common))
+        elif spec.direct_kv:
             runtime.begin_step(direct=batch.common)
         else:
             runtime.begin_step(batch)
         try:
             for lse in lses:
-                runtime.forward(layer.name, query, key, value, output_lse=lse)
+                runtime.forward(layer.name, **given, output_lse=lse)
         finally:
             # The dummy step must not stay active: its slots are all -1, so a forward would write nothing.
             runtime.end_step()
@@ -192,6 +196,24 @@ def run_step(
     seconds = time.perf_counter() - began
     sizes = shape.phase, shape.requests, shape.query_len, shape.computed > 0
     return WarmUpStep(layer.backend, layer.name, *sizes, compiled, seconds)
+
+
+def _tensors(layer: AnyLayer, rows: int, device: torch.device) -> dict[str, Any]:
+    """The arguments of a layer's call for so many tokens: zeros."""
+    spec, dtype = layer.spec, getattr(torch, layer.spec.dtype)
+    if isinstance(layer, StateLayer):
+        dtypes = {"decay": torch.float32}
+        return {
+            name: torch.zeros(rows, *shapes[0], dtype=dtypes.get(name, dtype), device=device)
+            for name, shapes in shapes_of(spec).items()
+            if name != "output"
+        }
+    sizes = {"query": (spec.num_heads, spec.query_size)}
+    if layer.target is None:
+        sizes["key"] = spec.num_kv_heads, spec.head_size
+        if spec.mla is None:
+            sizes["value"] = spec.num_kv_heads, spec.head_size_v
+    return {name: torch.zeros(rows, *size, dtype=dtype, device=device) for name, size in sizes.items()}
 
 
 def _inputs(runtime: AttentionRuntime, reqs: int, rows: int, length: int) -> dict[str, Any]:

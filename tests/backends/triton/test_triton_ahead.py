@@ -68,6 +68,8 @@ def test_ci_compiles_each_kernel_that_a_chip_has(arch):
     found = child("launched", arch, *CELLS)
     names = {name for names in found.values() for name in names}
     assert kernels_of("hopper")
+    assert len(kernels_of("state")) == 2
+    assert kernels_of("state") <= names
     if arch == "sm90":
         assert kernels_of("hopper") <= names
         assert kernels_of("") - names == {"latent.latent_decode_kernel"}

@@ -6,11 +6,16 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from attnplug.core.features import Feature
+from attnplug.core.metadata import AttentionCGSupport
 from attnplug.core.spec import LayerSpec
 from attnplug.runtime.states.state_step import StateStep, batch_of
 from attnplug.testing.conformance.check import Check, ConformanceError, Level
+from attnplug.testing.conformance.harness import raw_bytes
 from attnplug.testing.conformance.states.state_cases import draw_inputs, state_layers
+from attnplug.testing.conformance.states.state_graphs import StateGraph, graph_level
 from attnplug.testing.conformance.states.state_runs import StateServing
 from attnplug.testing.conformance.target import Target
 
@@ -30,7 +35,8 @@ def checks(target: Target) -> Iterator[Check]:
         few = target.level is Level.SMOKE and spec.state in tried
         tried.add(spec.state)
         for name, (run, summary, needed) in _SCHEDULES.items():
-            if needed in features and (not few or name in _FEW):
+            is_wanted = not few or name in _FEW
+            if needed in features and is_wanted and (name != "graphs" or graph_level(target.backend)):
                 yield Check.of(f"states/{name}-{words}", summary, run, target, spec)
 
 
@@ -157,6 +163,27 @@ def _checkpoints(target: Target, spec: LayerSpec) -> None:
     serving.step({"f": 2, "a": 1, "c": 1})
 
 
+def _graphs(target: Target, spec: LayerSpec) -> None:
+    serving = StateServing(target, spec)
+    for seed, (name, length) in enumerate(_LENGTHS.items()):
+        serving.add(name, length + 16, seed)
+        serving.step({name: length})
+    drafts = 0 if spec.state is None else spec.state.drafts
+    levels = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH
+    for queries in [
+        queries for queries, level in zip((1, 3), levels, strict=True) if graph_level(target.backend) >= level
+    ]:
+        before = raw_bytes(serving.pages)
+        serving.graph = StateGraph(serving, queries)
+        if not torch.equal(raw_bytes(serving.pages), before):
+            raise ConformanceError("a capture, whose pages and slots are -1, changed a page")
+        # Fewer requests than the graph has are padded, and each replay has other pages.
+        for names in ("abcd", "ca", "dbe", "b"):
+            counts = dict.fromkeys(names, queries)
+            kept = {names[0]: 1} if queries > 1 and drafts >= queries - 1 else {}
+            serving.step(counts, drafts=dict.fromkeys(kept, queries - 1), accepted=kept)
+
+
 def _random(target: Target, spec: LayerSpec) -> None:
     for seed in range(1 if target.level is Level.SMOKE else 8):
         _random_schedule(target, spec, random.Random(seed))  # noqa: S311
@@ -194,6 +221,7 @@ _SCHEDULES: dict[str, tuple[Callable[[Target, LayerSpec], None], str, Feature]] 
     "mixed": (_mixed, "new, idle, removed and decoding requests share steps", Feature(0)),
     "repeats": (_repeats, "a step on two pages can be repeated, with equal bits", Feature(0)),
     "dummies": (_dummies, "steps of padding read no page and change none", Feature(0)),
+    "graphs": (_graphs, "steps replay on the pages of each, and a capture changes none", Feature(0)),
     "drafts": (_drafts, "rejected drafts leave the state of the accepted tokens", Feature.STATE_DRAFTS),
     "checkpoints": (_checkpoints, "requests start from states kept at borders", Feature.STATE_CHECKPOINTS),
     "random": (_random, "a random schedule gives the outputs of one run of each request", Feature(0)),

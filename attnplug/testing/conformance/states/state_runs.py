@@ -22,6 +22,7 @@ from attnplug.testing.conformance.check import CheckSkipped, ConformanceError, S
 from attnplug.testing.conformance.harness import make_impl, raw_bytes
 from attnplug.testing.conformance.mistakes.state_mistakes import StateStepOf, other_states, recognise_state
 from attnplug.testing.conformance.states.state_cases import draw_inputs, state_weights
+from attnplug.testing.conformance.states.state_graphs import StateGraph
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.state_oracle import StateInputs, first_state, reference_states
 
@@ -76,6 +77,8 @@ class StateServing:
         self.pool = BlockPool(_PAGES)
         self.table = StateTable(plan, self.pool, in_place=in_place, device=device)
         self.requests: dict[str, ServedRequest] = {}
+        self.graph: StateGraph | None = None
+        """Runs later steps, if there is one."""
 
     def add(self, name: str, tokens: int, seed: int, prefix: str | None = None, shared: int = 0) -> None:
         """Add a request, which may start from a checkpoint of another one with the same first `shared` tokens."""
@@ -145,11 +148,10 @@ class StateServing:
         slots = step.common.slot_mapping.tolist()
         others = sorted({*range(1, self.pages.shape[0])} - {*slots})
         before = raw_bytes(self.pages[others])
-        with error_context("build"):
-            metadata = self.builder.build(0, step.common)
-        with error_context("forward"), torch.no_grad():
-            call = given["query"], given["key"], given["value"], self.pages, metadata, output
-            self.impl.forward(None, *call, decay=given["decay"], beta=given["beta"])  # type: ignore[arg-type]
+        if self.graph is not None:
+            self.graph.run(step, given, output)
+        else:
+            self._forward(step, given, output)
         if not torch.equal(raw_bytes(self.pages[others]), before):
             raise ConformanceError("a step changed a page that is in none of its slots")
         for name, each in given.items():
@@ -158,6 +160,13 @@ class StateServing:
         if not bool(output[tokens:].isnan().all()):
             raise ConformanceError(f"rows past the {tokens} tokens of a step were written")
         return output[:tokens].cpu()
+
+    def _forward(self, step: StateStep, given: Mapping[str, Any], output: torch.Tensor) -> None:
+        with error_context("build"):
+            metadata = self.builder.build(0, step.common)
+        with error_context("forward"), torch.no_grad():
+            call = given["query"], given["key"], given["value"], self.pages, metadata, output
+            self.impl.forward(None, *call, decay=given["decay"], beta=given["beta"])
 
     def _part(self, name: str, count: int, good: int) -> StateInputs:
         request = self.requests[name]

@@ -28,9 +28,12 @@ _FORMS: dict[tuple[str, str | None], tuple[Callable[..., Any], Callable[..., Any
 
 
 class Wave(NamedTuple):
-    """The n-th pieces of all runs: rows, starts `[N + 1]`, first states, and where states go."""
+    """The n-th pieces of all runs: rows, starts `[N + 1]`, first states, and where states go.
 
-    rows: torch.Tensor
+    The rows are a slice if the pieces follow one another, so that inputs are not copied.
+    """
+
+    rows: torch.Tensor | slice
     starts: torch.Tensor
     first: torch.Tensor
     fresh: torch.Tensor
@@ -65,12 +68,16 @@ class FlaBuilder(AttentionMetadataBuilder[FlaMetadata]):
 
     def _wave(self, pieces: list[tuple[int, int, int]], first: list[int]) -> Wave:
         sizes = [end - begin for begin, end, _ in pieces]
-        rows = [row for begin, end, _ in pieces for row in range(begin, end)]
         stored = [place for place, (*_, page) in enumerate(pieces) if page >= 0]
-        lists = rows, [0, *itertools.accumulate(sizes)], [max(each, 0) for each in first]
+        lists = [0, *itertools.accumulate(sizes)], [max(each, 0) for each in first]
         lists += [int(each < 0) for each in first], stored, [pieces[place][2] for place in stored]
-        parts = (torch.tensor(each, dtype=torch.long).to(self.device, non_blocking=True) for each in lists)
-        return Wave(*parts, max(sizes))
+        rows: torch.Tensor | slice = slice(pieces[0][0], pieces[-1][1])
+        if any(end != begin for (_, end, _), (begin, _, _) in itertools.pairwise(pieces)):
+            rows = self._indices([row for begin, end, _ in pieces for row in range(begin, end)])
+        return Wave(rows, *map(self._indices, lists), max(sizes))
+
+    def _indices(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long).to(self.device, non_blocking=True)
 
 
 class FlaImpl(StateImpl[FlaMetadata]):

@@ -1,0 +1,1 @@
+"""State layers in Triton: one kernel for all recurrences and one for short convolutions."""
