@@ -131,8 +131,8 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """16 to 256 in steps of 8: rows of 16 bytes and more."""
-        return tuple(range(16, 257, 8))
+        """16 to 256 in steps of 8, which are rows of 16 bytes and more, and 288 to 512 in steps of 32."""
+        return (*range(16, 257, 8), *range(288, 513, 32))
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:

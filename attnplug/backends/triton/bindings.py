@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from attnplug.backends.impl import Pages
-from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of
+from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of, scale_step
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
@@ -22,12 +22,13 @@ from attnplug.backends.triton.launch import (
     is_one_range,
     limit_switches,
     merging,
+    most_rows,
     opened_launch,
     partial_sums,
     prefill_launch,
     share_launch,
 )
-from attnplug.backends.triton.layout import head_tiles, tile_side
+from attnplug.backends.triton.layout import head_tiles, tile_side, value_parts
 from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
 from attnplug.backends.triton.specialized import (
@@ -66,6 +67,8 @@ class Prefill(NamedTuple):
     """Queries per tile."""
     is_specialized: bool = False
     """Whether the kernel has specialised warps, and asks for its tiles."""
+    parts: int = 1
+    """Programs that share the values of a KV head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -191,6 +194,7 @@ class BoundLayer:
         if row_of(self._spec):
             # Opened tiles leave no registers for the sums of more rows.
             rows = min(rows, _SHARING_ROWS)
+        rows = min(rows, most_rows(self._widest, pages.k.dtype.itemsize, self._gpu))
         in_registers = None if sharing else self._in_registers(pages, rows)
         launch = (
             share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
@@ -284,9 +288,12 @@ class BoundLayer:
                     self._prefills[key] = found
                     return found
             block_m = max(launch.block_m, tile_side(self._group))
-            parts = head_tiles(self._spec.head_size, self._spec.head_size_v, stored)
-            (block_d, tail), (block_dv, tail_v) = parts
+            parts = value_parts(self._spec.head_size_v, launch.columns, scale_step(self._spec))
+            columns = self._spec.head_size_v // parts
+            (block_d, tail), (block_dv, tail_v) = head_tiles(self._spec.head_size, columns, stored)
             values |= {
+                "DV": columns,
+                "PARTS": parts,
                 "BLOCK_D": block_d,
                 "BLOCK_DV": block_dv,
                 "TAIL": tail,
@@ -297,9 +304,9 @@ class BoundLayer:
                 # Nearly all tiles of so short a window are masked anyway.
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
-            values |= format_values(self._spec, k, v)
+            values |= format_values(self._spec, k, v, columns)
             kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
-            found = self._prefills[key] = Prefill(kernel, block_m // self._group)
+            found = self._prefills[key] = Prefill(kernel, block_m // self._group, parts=parts)
         return found
 
     def programs(self, works: int, most_keys: int | None) -> int:
@@ -338,7 +345,7 @@ class BoundLayer:
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
         rows = longest * self._group
-        block_m = min(tile_side(rows), 64)
+        block_m = min(tile_side(rows), most_rows(self._widest, pages.k.dtype.itemsize, self._gpu), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
         itemsize = self._read_itemsize(pages)

@@ -74,14 +74,28 @@ def head_tiles(head_size: int, head_size_v: int, stored: int, *, whole: bool = F
     return HeadTiles(keys, values)
 
 
+def value_parts(head_size_v: int, most: int | None, step: int = 8) -> int:
+    """The programs that share the columns of a value: a power of two.
+
+    Args:
+        head_size_v: elements of a value.
+        most: columns that a program has at most, if more programs can share them; None for any number.
+        step: elements that stay together.
+    """
+    parts = 1
+    while most is not None and head_size_v > most * parts and head_size_v % (2 * parts * step) == 0:
+        parts *= 2
+    return parts
+
+
 def head_bytes(head_size: int, itemsize: int) -> int:
     """Bytes of a head in one tile, the key of the tables of launches."""
     return min(max(tile_side(head_size) * itemsize, 128), 1024)
 
 
-def tile_memory(block_m: int, block_n: int, num_stages: int, width: int) -> int:
-    """Bytes of the queries, keys and values of a program, whose rows have `width` bytes."""
-    return (block_m + 2 * block_n * num_stages) * width
+def tile_memory(block_m: int, block_n: int, num_stages: int, width: int, width_v: int | None = None) -> int:
+    """Bytes of the queries, keys and values of a program, whose rows have `width` bytes; of values `width_v`, if not None."""
+    return block_m * width + block_n * num_stages * (width + (width if width_v is None else width_v))
 
 
 def has_specialized_prefill(spec: LayerSpec) -> bool:
