@@ -17,7 +17,6 @@ from attnplug.backends.triton.launch import (
     Specialized,
     compile_options,
     decode_launch,
-    fixed_tile,
     gpu_of,
     is_one_range,
     limit_switches,
@@ -26,11 +25,11 @@ from attnplug.backends.triton.launch import (
     opened_launch,
     partial_sums,
     prefill_launch,
-    share_launch,
 )
-from attnplug.backends.triton.layout import head_tiles, tile_side, value_parts
+from attnplug.backends.triton.layout import fixed_tile, head_tiles, tile_side, value_parts
 from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
+from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.specialized import (
     ROWS,
     is_aligned,
@@ -194,7 +193,7 @@ class BoundLayer:
         if row_of(self._spec):
             # Opened tiles leave no registers for the sums of more rows.
             rows = min(rows, _SHARING_ROWS)
-        rows = min(rows, most_rows(self._widest, pages.k.dtype.itemsize, self._gpu))
+        rows = min(rows, most_rows(self._widest, pages.k.dtype.itemsize, self._gpu, self.fixed))
         in_registers = None if sharing else self._in_registers(pages, rows)
         launch = (
             share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
@@ -268,7 +267,9 @@ class BoundLayer:
         if self._group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self._group, k.dtype.itemsize
-        launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile)
+        launch = prefill_launch(
+            self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile, self._group
+        )
         if paged and row_of(self._spec):
             launch = opened_launch(launch, self._gpu)
         block_size = k.shape[1] if paged else 1

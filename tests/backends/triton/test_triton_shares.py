@@ -20,7 +20,8 @@ from attnplug.backends.triton import TritonBackend, bindings, share_bindings, sh
 from attnplug.backends.triton import impl as triton_impl
 from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.builder import TritonMetadataBuilder
-from attnplug.backends.triton.launch import Gpu, ShareLaunch, share_launch, tile_side
+from attnplug.backends.triton.launch import Gpu, tile_side
+from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
