@@ -193,7 +193,7 @@ class BoundLayer:
         if row_of(self._spec):
             # Opened tiles leave no registers for the sums of more rows.
             rows = min(rows, _SHARING_ROWS)
-        rows = min(rows, most_rows(self._widest, pages.k.dtype.itemsize, self._gpu, self.fixed))
+        rows = min(rows, self._most_rows(pages))
         in_registers = None if sharing else self._in_registers(pages, rows)
         launch = (
             share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
@@ -343,10 +343,15 @@ class BoundLayer:
         # Float32 products convert all that is stored. Opened planes take the registers of 16 bits.
         return 4 if self._itemsize == 4 else 2 if row_of(self._spec) else pages.k.dtype.itemsize
 
+    def _most_rows(self, pages: Pages) -> int:
+        """Most rows of a tile of decodes."""
+        stored = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        return most_rows(self._widest, stored, self._gpu, self.fixed)
+
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
         rows = longest * self._group
-        block_m = min(tile_side(rows), most_rows(self._widest, pages.k.dtype.itemsize, self._gpu), 64)
+        block_m = min(tile_side(rows), self._most_rows(pages), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
         itemsize = self._read_itemsize(pages)

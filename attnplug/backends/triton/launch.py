@@ -173,13 +173,15 @@ def most_rows(head_size: int, stored: int, gpu: Gpu, fixed: bool = False) -> int
 
     Args:
         head_size: elements of a head, the larger of K and V.
-        stored: bytes of an element of a key as it is read.
+        stored: bytes of an element of a key as it is stored; 4 if it is computed in float32.
         gpu: the device.
         fixed: whether a program holds the sums of earlier splits beside those of a split.
     """
     if head_size <= WIDEST_WHOLE:
         return 128
-    return 16 if fixed else 64 if stored == 2 and gpu.has_async_products else 32
+    if fixed or stored == 4:
+        return 16
+    return 64 if stored == 2 and gpu.has_async_products else 32
 
 
 def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: Gpu) -> DecodeLaunch:
