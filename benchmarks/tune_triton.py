@@ -223,7 +223,12 @@ def share_candidates(cell: Cell) -> list[Any]:
     found = [
         ShareLaunch(m, n, warps, stages, waves, least, now.ahead, registers(warps, waves))
         for m, n, warps, stages, waves, least in itertools.product(
-            {now.block_m, max(now.block_m // 2, 16)}, (16, 32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), leasts
+            {now.block_m, max(now.block_m // 2, 16)},
+            (16, 32, 64, 128),
+            (4, 8),
+            (2, 3, 4),
+            (1, 2, 3, 4),
+            leasts,
         )
         if waves * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY
         and n // warps >= (8 if size <= 256 else 4)
