@@ -33,17 +33,17 @@ from attnplug.backends.triton.launch import (
     DecodeLaunch,
     Gpu,
     PrefillLaunch,
-    ShareLaunch,
     Specialized,
     decode_launch,
     prefill_launch,
-    share_launch,
     tile_parts,
     tile_side,
 )
+from attnplug.backends.triton.layout import tile_memory
+from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 
 SHARED_MEMORY = 230_000
-H200 = Gpu(132, SHARED_MEMORY)
+H200 = Gpu(132, SHARED_MEMORY, has_warp_groups=True)
 REGISTERS = 65_536
 FP8 = (("kv_cache_dtype", "fp8"),)
 
@@ -116,12 +116,17 @@ SHARED = [
     for cell in (*SERVING, *CORE)
     if cell.kind in ("ragged", "speculative", "single", "extend", "decode", "skew", "window")
     and not cell.is_prefill
+] + [
+    decodes((16, 2, 512), 64, 8192),
+    decodes((16, 2, 512), 1, 8192),
+    Cell("4 tokens (16, 2, 512) 32 x 8192", "speculative", (16, 2, 512), (4,) * 32, (8192,) * 32),
 ]
 PREFILLED = [
     prefills((32, 8, 128), 1, 16384),
     prefills((64, 8, 64), 1, 16384),
     prefills((16, 8, 256), 1, 16384),
     *(cell for cell in SERVING if cell.kind in ("prefill", "extend") and cell.is_prefill),
+    prefills((16, 2, 512), 1, 8192),
 ]
 
 
@@ -157,9 +162,9 @@ def prefill_candidates(cell: Cell) -> list[Any]:
     width = 2 * sum(tile_parts(size))
     tiles = SHORT_TILES if most_keys is not None and most_keys <= 256 else TILES
     found: list[Any] = [
-        PrefillLaunch(*tile)
-        for tile in tiles[min(most for most in tiles if width <= most)]
-        if (tile[0] + 2 * tile[1] * tile[3]) * width <= SHARED_MEMORY
+        launch
+        for launch in (PrefillLaunch(*tile) for tile in tiles[min(most for most in tiles if width <= most)])
+        if memory(launch, width) <= SHARED_MEMORY
     ]
     found += [
         PrefillLaunch(128, 64, 8, 3, Specialized(*tile, turns))
@@ -173,12 +178,25 @@ def prefill_candidates(cell: Cell) -> list[Any]:
     return [now, *(each for each in found if each != now)]
 
 
-# Rows, keys, warps and stages, by the bytes of a head.
+def memory(launch: PrefillLaunch, width: int) -> int:
+    """Bytes of shared memory that the tiles of a launch take."""
+    width_v = None if launch.columns is None else 2 * launch.columns
+    return tile_memory(launch.block_m, launch.block_n, launch.num_stages, width, width_v)
+
+
+# Rows, keys, warps and stages, by the bytes of a head; of wide heads also the columns of the values of a program.
 TILES = {
     128: ((128, 64, 8, 3), (128, 128, 8, 2), (64, 128, 4, 2), (64, 64, 4, 3)),
     256: ((128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (256, 32, 8, 3), (64, 64, 4, 3)),
     384: ((128, 64, 8, 3), (128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)),
     512: ((128, 32, 8, 3), (128, 32, 8, 2), (64, 32, 4, 3)),
+    1024: (
+        (128, 32, 8, 2, None, 256),
+        (128, 64, 8, 1, None, 256),
+        (128, 32, 8, 2, None, 128),
+        (64, 32, 4, 2, None, 256),
+        (64, 32, 8, 2),
+    ),
 }
 # Keys and stages of the kernel with specialised warps, by its columns.
 SPECIALIZED = {64: ((128, 2), (128, 3), (64, 4)), 128: ((128, 2), (64, 3)), 256: ((64, 2),)}
@@ -205,9 +223,15 @@ def share_candidates(cell: Cell) -> list[Any]:
     found = [
         ShareLaunch(m, n, warps, stages, waves, least, now.ahead, registers(warps, waves))
         for m, n, warps, stages, waves, least in itertools.product(
-            {now.block_m, max(now.block_m // 2, 16)}, (32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3, 4), leasts
+            {now.block_m, max(now.block_m // 2, 16)},
+            (16, 32, 64, 128),
+            (4, 8),
+            (2, 3, 4),
+            (1, 2, 3, 4),
+            leasts,
         )
-        if waves * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY and n // warps >= 8
+        if waves * (m + 2 * n * (stages - 1)) * width <= SHARED_MEMORY
+        and n // warps >= (8 if size <= 256 else 4)
     ]
     return [now, *(now._replace(least=least) for least in (1, 4, 8)), *found]
 

@@ -125,19 +125,29 @@ _MOST = 1000
 def _words(value: object) -> str | None:
     if isinstance(value, Iterable) and not isinstance(value, str):
         items = list(itertools.islice(value, _MOST))
-        value = _range(items) or ", ".join(str(item) for item in items)
+        value = _ranges(items) or ", ".join(str(item) for item in items)
     return None if value in (None, "") else str(value)
 
 
-def _range(items: list[object]) -> str | None:
+def _ranges(items: list[object]) -> str | None:
+    """Numbers in words; None if one is no int."""
     # A long run of sizes is shown as its ends, because nobody reads thirty numbers.
     sizes = [item for item in items if type(item) is int]
-    if len(sizes) < len(items) or len(sizes) < _MANY:
+    if len(sizes) < len(items):
         return None
-    step = sizes[1] - sizes[0]
-    if step < 1 or any(later - size != step for size, later in itertools.pairwise(sizes)):
-        return None
-    return f"{sizes[0]} to {sizes[-1]} in steps of {step}"
+    listed: list[str] = []
+    at = 0
+    while at < len(sizes):
+        end = at + 1
+        while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[at + 1] - sizes[at] > 0:
+            end += 1
+        if end < len(sizes) and end - at + 1 >= _MANY:
+            listed.append(f"{sizes[at]} to {sizes[end]} in steps of {sizes[end] - sizes[end - 1]}")
+            at = end + 1
+        else:
+            listed.append(str(sizes[at]))
+            at += 1
+    return ", ".join(listed)
 
 
 def _limit(words: str) -> str:

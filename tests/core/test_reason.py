@@ -54,6 +54,11 @@ def test_a_reason_reads_fact_then_value_and_limit_then_remedy() -> None:
         (24, (MultipleOf(16),), "size not supported: 24 is not a multiple of 16"),
         (24, (MultipleOf(16), 8), "size not supported: 24 is not one of multiples of 16, 8"),
         (264, range(16, 257, 8), "size not supported: 264 is not one of 16 to 256 in steps of 8"),
+        (
+            264,
+            (8, *range(16, 257, 16), *range(288, 513, 32), 576),
+            "size not supported: 264 is not one of 8, 16 to 256 in steps of 16, 288 to 512 in steps of 32, 576",
+        ),
         (3, [8, 7, 6, 5, 4, 2, 1, 0], "size not supported: 3 is not one of 8, 7, 6, 5, 4, 2, 1, 0"),
         (9, [1, 2, 3, 4, 5, 6, 7, 12], "size not supported: 9 is not one of 1, 2, 3, 4, 5, 6, 7, 12"),
         (9, [1, 2, 3, 4, 5, 6, 7], "size not supported: 9 is not one of 1, 2, 3, 4, 5, 6, 7"),

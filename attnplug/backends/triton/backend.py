@@ -8,10 +8,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from attnplug.backends.triton.layout import (
+    WIDEST_WHOLE,
     has_specialized_prefill,
-    head_bytes,
     head_tiles,
-    tile_memory,
+    least_memory,
     tile_side,
 )
 from attnplug.backends.triton.options import Options
@@ -47,15 +47,14 @@ _LONGEST_SHORT, _SHORT_ELSEWHERE = 384, 128
 _WIDEST_LATENT = 512
 # Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
 _WIDEST_ROPE = 256
-# Compute capabilities with 99 KB of shared memory; the others have 163 KB and more, and most AMD GPUs 64 KB.
+# Compute capabilities with 99 KB of shared memory. Most AMD GPUs have 64 KB, of which keys and values take less.
 _LITTLE_MEMORY = {(8, 6), (8, 9), (12, 0), (12, 1)}
-_LITTLE = 99 << 10
-_ELEMENTS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
+_LITTLE, _SOME, _MUCH = 99 << 10, 163 << 10, 227 << 10
+"""Bytes of shared memory of those, of other GPUs before compute capability 9.0, and of others."""
 # Pages with elements of torch, which latents have too.
+_ELEMENTS = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2")
 _WIDEST_STATE, _WIDEST_CONVOLUTION = 256, 16
 """K of a state, of which a program has all rows, and width of a convolution, whose inputs are added one by one."""
-_LEAST_KEYS = 16
-"""Keys of the smallest tile that a launch has, in one stage."""
 
 
 class TritonBackend(AttentionBackend):
@@ -140,8 +139,8 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
-        """16 to 256 in steps of 8: rows of 16 bytes and more."""
-        return tuple(range(16, 257, 8))
+        """16 to 256 in steps of 8, which are rows of 16 bytes and more, and 288 to 512 in steps of 32."""
+        return (*range(16, 257, 8), *range(288, 513, 32))
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
@@ -163,6 +162,11 @@ class TritonBackend(AttentionBackend):
             )
         if lacks := _lacks_memory(spec, device) or _lacks_e4m3(spec, device):
             return lacks
+        if spec.resolved_kv_cache_dtype == "rotated4" and spec.head_size > WIDEST_WHOLE:
+            return (
+                f"head_size={spec.head_size} over kv_cache_dtype='rotated4': the matrix that turns rows of more than "
+                f"{WIDEST_WHOLE} elements exceeds the shared memory; other types have room"
+            )
         # On an H200 such values were wrong beside wider keys. Tiles are widened for them now, most of which is padding: on
         # no GPU have they been seen right, except with float32 queries.
         tiles = head_tiles(spec.head_size, spec.head_size_v, 1, whole=True)
@@ -370,16 +374,15 @@ def _other_bits(device: Device) -> str | None:
 
 def _lacks_memory(spec: LayerSpec, device: Device) -> str | None:
     """Why the heads of a group do not fit the shared memory of the GPU, if they do not."""
-    group, widest = spec.num_heads // spec.num_kv_heads, max(spec.head_size, spec.head_size_v)
-    has_little = device.type == "rocm" or (device.type == "cuda" and device.capability in _LITTLE_MEMORY)
-    if not has_little or spec.dtype != "float32":
-        return None
+    if device.type == "rocm" or device.capability in _LITTLE_MEMORY:
+        room = _LITTLE
+    else:
+        room = _SOME if device.capability is not None and device.capability < (9, 0) else _MUCH
     # What warps exchange takes as much as whole tiles.
-    if tile_memory(tile_side(group), _LEAST_KEYS, 1, head_bytes(widest, 4)) <= _LITTLE:
+    if device.type not in ("cuda", "rocm") or least_memory(spec) <= room:
         return None
-    return (
-        f"{group} query heads of {widest} float32 elements share a KV head, more than fit the shared memory"
-    )
+    group, widest = spec.num_heads // spec.num_kv_heads, max(spec.head_size, spec.head_size_v)
+    return f"{group} query heads of {widest} {spec.dtype} elements share a KV head, more than fit the shared memory"
 
 
 def _lacks_e4m3(spec: LayerSpec, device: Device) -> str | None:

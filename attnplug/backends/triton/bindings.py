@@ -9,7 +9,7 @@ import torch
 import triton.language as tl
 
 from attnplug.backends.impl import Pages
-from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of
+from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of, scale_step
 from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
@@ -17,20 +17,20 @@ from attnplug.backends.triton.launch import (
     Specialized,
     compile_options,
     decode_launch,
-    fixed_tile,
     gpu_of,
     is_one_range,
     limit_switches,
     merging,
+    most_rows,
     opened_launch,
     partial_sums,
     prefill_launch,
-    share_launch,
 )
-from attnplug.backends.triton.layout import head_tiles, tile_side
+from attnplug.backends.triton.layout import fixed_tile, head_tiles, tile_side, value_parts
 from attnplug.backends.triton.opened import Opened
 from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
 from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
+from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.specialized import (
     ROWS,
     is_aligned,
@@ -67,6 +67,8 @@ class Prefill(NamedTuple):
     """Queries per tile."""
     is_specialized: bool = False
     """Whether the kernel has specialised warps, and asks for its tiles."""
+    parts: int = 1
+    """Programs that share the values of a KV head."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -211,6 +213,7 @@ class BoundLayer:
         if row_of(self._spec):
             # Opened tiles leave no registers for the sums of more rows.
             rows = min(rows, _SHARING_ROWS)
+        rows = min(rows, self._most_rows(pages))
         in_registers = None if sharing else self._in_registers(pages, rows)
         launch = (
             share_launch(self._widest, itemsize, rows, self._gpu, self._tile)
@@ -284,7 +287,9 @@ class BoundLayer:
         if self.group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self.group, k.dtype.itemsize
-        launch = prefill_launch(self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile)
+        launch = prefill_launch(
+            self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile, self.group
+        )
         if self._form is not None:
             launch = dataclasses.replace(launch, specialized=None)
         elif paged and row_of(self._spec):
@@ -306,9 +311,12 @@ class BoundLayer:
                     self._prefills[key] = found
                     return found
             block_m = max(launch.block_m, tile_side(self.group))
-            parts = head_tiles(self._spec.head_size, self._spec.head_size_v, stored)
-            (block_d, tail), (block_dv, tail_v) = parts
+            parts = value_parts(self._spec.head_size_v, launch.columns, scale_step(self._spec))
+            columns = self._spec.head_size_v // parts
+            (block_d, tail), (block_dv, tail_v) = head_tiles(self._spec.head_size, columns, stored)
             values |= {
+                "DV": columns,
+                "PARTS": parts,
                 "BLOCK_D": block_d,
                 "BLOCK_DV": block_dv,
                 "TAIL": tail,
@@ -320,17 +328,12 @@ class BoundLayer:
                 "ONE": 0 <= self._reach.left < 2 * launch.block_n,
             }
             if self._form is None:
-                values |= format_values(self._spec, k, v)
+                values |= format_values(self._spec, k, v, columns)
             else:
-                values |= {
-                    "FORMAT": self._form,
-                    **self._whole_tiles(k),
-                    "TAIL": 0,
-                    "TAIL_V": 0,
-                    "ALIKE": False,
-                }
+                whole = self._whole_tiles(k)
+                values |= {"FORMAT": self._form, **whole, "TAIL": 0, "TAIL_V": 0, "ALIKE": False}
             kernel = BoundKernel(_PREFILL, 14, values, **compile_options(launch))
-            found = self._prefills[key] = Prefill(kernel, block_m // self.group)
+            found = self._prefills[key] = Prefill(kernel, block_m // self.group, parts=parts)
         return found
 
     def programs(self, works: int, most_keys: int | None) -> int:
@@ -366,10 +369,15 @@ class BoundLayer:
         # Float32 products convert all that is stored. Opened planes take the registers of 16 bits.
         return 4 if self._itemsize == 4 else 2 if row_of(self._spec) else pages.k.dtype.itemsize
 
+    def _most_rows(self, pages: Pages) -> int:
+        """Most rows of a tile of decodes."""
+        stored = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
+        return most_rows(self._widest, stored, self._gpu, self.fixed)
+
     def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
         spec = self._spec
         rows = longest * self.group
-        block_m = min(tile_side(rows), 64)
+        block_m = min(tile_side(rows), self._most_rows(pages), 64)
         row_blocks = -(-rows // block_m)
         each = spec.num_kv_heads * row_blocks
         itemsize = self._read_itemsize(pages)

@@ -36,8 +36,21 @@ def rotation_of(spec: LayerSpec, device: torch.device) -> Rotation | None:
     return None if codec is None or not hasattr(codec, "rotate") else Rotation.of(codec, device)
 
 
-def format_values(spec: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> dict[str, Any]:
+def scale_step(spec: LayerSpec) -> int:
+    """Elements of a value that one program has: those of a scale, or 16 bytes of 16 bits."""
+    return 16 if spec.resolved_kv_cache_dtype == "nvfp4" else 8
+
+
+def format_values(
+    spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, columns: int | None = None
+) -> dict[str, Any]:
     """Arguments of the kernels that differ for pages `[num_blocks, block_size, Hkv, width]` with planes; else none.
+
+    Args:
+        spec: the layer.
+        k: its pages.
+        v: as `k`.
+        columns: elements of a value that a program has; None for all.
 
     Raises:
         LayoutError: the bytes of a block's heads are not neighbours in the order NHD or HND.
@@ -54,7 +67,9 @@ def format_values(spec: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> dict[str
         step=2 if row.name == "nvfp4" else 1,
         shift=0 if not packed else 1 if row.name == "nvfp4" else spec.head_size // 2,
     )
-    width = tile_side(spec.head_size // 2 if packed else spec.head_size)
+    width, width_v = (
+        tile_side(size // 2 if packed else size) for size in (spec.head_size, columns or spec.head_size)
+    )
     return {
         "FORMAT": (form.name, *form.scales, *form[2:]),
         **dict(zip(("stride_kb", "stride_kt", "stride_kh"), data, strict=False)),
@@ -63,9 +78,9 @@ def format_values(spec: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> dict[str
         "PAIRS": False,
         "PTX": False,
         "BLOCK_D": width,
-        "BLOCK_DV": width,
+        "BLOCK_DV": width_v,
         "TAIL": width if packed else 0,
-        "TAIL_V": width if packed else 0,
+        "TAIL_V": width_v if packed else 0,
     }
 
 

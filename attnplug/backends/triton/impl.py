@@ -274,4 +274,4 @@ def _prefill(
         prefill.kernel((programs,), *given, count, each)
     else:
         # An upper bound: the host does not read the start locations from the device.
-        prefill.kernel((tokens // prefill.tokens + reqs, bound.kv_heads), *given)
+        prefill.kernel((tokens // prefill.tokens + reqs, bound.kv_heads * prefill.parts), *given)

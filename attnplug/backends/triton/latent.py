@@ -15,8 +15,9 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.latent import latent_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
-from attnplug.backends.triton.launch import Gpu, ShareLaunch, compile_options, gpu_of, runs_gluon
+from attnplug.backends.triton.launch import Gpu, compile_options, gpu_of, runs_gluon
 from attnplug.backends.triton.layout import head_tiles, tile_side
+from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.backends.triton.shares import ALL, Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.metadata import AttentionCGSupport, CommonAttentionMetadata
 from attnplug.mla.builder import MLADecodeBuilder

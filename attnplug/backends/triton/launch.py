@@ -1,22 +1,22 @@
-"""Tile sizes, warps and stages of the kernels, by what they are launched for.
-
-Tile sizes, warps and stages of the kernel that attends equal shares of keys.
-"""
+"""Tile sizes, warps and stages of the kernels for single requests and of prefill, by what they are launched for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from triton.runtime import driver
 
-from attnplug.backends.triton.layout import head_bytes, head_tiles, tile_memory
+from attnplug.backends.triton.layout import WIDE_COLUMNS, WIDEST_WHOLE, head_bytes, head_tiles, tile_memory
 from attnplug.backends.triton.layout import tile_parts as tile_parts
 from attnplug.backends.triton.layout import tile_side as tile_side
 from attnplug.ops.reach import Reach
+
+if TYPE_CHECKING:
+    from attnplug.backends.triton.share_launch import ShareLaunch
 
 
 def merging(rows: int, programs: int, gpu: Gpu) -> str:
@@ -40,6 +40,11 @@ class Gpu(NamedTuple):
     """Whether products of 64 rows run asynchronously: compute capability 10.x and 11.x."""
     has_warp_groups: bool = False
     """Whether four warps multiply together: compute capability 9.x."""
+
+    @property
+    def has_async_products(self) -> bool:
+        """Whether products of 64 rows read their operands from shared memory, and take no registers for them."""
+        return self.has_tensor_memory or self.has_warp_groups
 
 
 @functools.lru_cache
@@ -120,6 +125,7 @@ class PrefillLaunch:
         num_stages: tiles in flight.
         specialized: the launch of the kernel with specialised warps, which then serves where it can; None: it does not,
             because it is slower.
+        columns: most columns of the values of a program; None for all that a head has.
     """
 
     block_m: int
@@ -127,6 +133,7 @@ class PrefillLaunch:
     num_warps: int
     num_stages: int
     specialized: Specialized | None = None
+    columns: int | None = None
 
 
 def limit_switches(reach: Reach) -> dict[str, bool]:
@@ -146,17 +153,6 @@ def partial_sums(block_n: int, block_m: int, num_warps: int, fixed: bool = False
     return min(8 * max(num_warps * 16 // block_m, 1), block_n)
 
 
-def fixed_tile(head_size: int, itemsize: int) -> int:
-    """Keys of every tile of a layer whose sums have one order: decodes and prompts round at the same keys.
-
-    Args:
-        head_size: elements of a head, the larger of K and V.
-        itemsize: bytes of an element, as it is computed.
-    """
-    width = head_bytes(head_size, itemsize)
-    return 64 if width <= 256 and itemsize < 4 else 32 if width <= 512 else 16
-
-
 def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
     """Whether decodes read all keys in one masked range; else there are three, and only the edges are masked.
 
@@ -172,6 +168,22 @@ def is_one_range(block_m: int, block_n: int, left: int, pairs: bool) -> bool:
     return (block_m <= 16 and not pairs) or (block_m <= 64 and 0 <= left < 4 * block_n)
 
 
+def most_rows(head_size: int, stored: int, gpu: Gpu, fixed: bool = False) -> int:
+    """Most rows of a tile of decodes: sums of wide heads leave registers for few.
+
+    Args:
+        head_size: elements of a head, the larger of K and V.
+        stored: bytes of an element of a key as it is stored; 4 if it is computed in float32.
+        gpu: the device.
+        fixed: whether a program holds the sums of earlier splits beside those of a split.
+    """
+    if head_size <= WIDEST_WHOLE:
+        return 128
+    if fixed or stored == 4:
+        return 16
+    return 64 if stored == 2 and gpu.has_async_products else 32
+
+
 def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: Gpu) -> DecodeLaunch:
     """The launch for heads of `head_size` (the larger of K and V), stored in elements of `itemsize` bytes.
 
@@ -182,8 +194,11 @@ def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: 
         programs: their number without splitting: requests times KV heads times blocks of rows.
         gpu: the device.
     """
-    table = _DECODE_8_BIT if itemsize == 1 else _DECODE
-    few, few_wide, many = table[head_bytes(head_size, max(itemsize, 2))]
+    if itemsize == 4 and head_size > 128:
+        launches = _FLOAT32 if head_size <= 256 else _FLOAT32_WIDE
+    else:
+        launches = (_DECODE_8_BIT if itemsize == 1 else _DECODE)[head_bytes(head_size, max(itemsize, 2))]
+    few, few_wide, many = launches
     launch = many if programs >= 2 * gpu.multiprocessors else few if rows <= 4 else few_wide
     return _fitting(launch, min(tile_side(rows), 64), tile_side(head_size) * itemsize, gpu)
 
@@ -197,6 +212,7 @@ def prefill_launch(
     most_keys: int | None = None,
     stored: int = 2,
     tile: int | None = None,
+    group: int = 1,
 ) -> PrefillLaunch:
     """The launch for heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
 
@@ -208,24 +224,29 @@ def prefill_launch(
         most_keys: tokens of the longest request; None if the host does not know.
         stored: bytes of an element of a key as it is read.
         tile: keys per tile, if the layer needs so many; see fixed_tile.
+        group: heads of a group, all of which are in one tile.
     """
     wide = head_tiles(head_size, head_size, stored).columns * itemsize
-    if rows > 64 or wide > 512:
+    if wide > 512 and itemsize < 4:
+        launch = _wide_prefill(rows, stored, gpu, group)
+    elif rows > 64 or wide > 512:
         # Products in float32 have no tensor cores, and are tuned for whole tiles.
-        least = head_bytes(head_size, itemsize) if itemsize == 4 else min(wide, 1024)
+        least = tile_side(head_size) * itemsize if itemsize == 4 else wide
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
         if most_keys is not None and most_keys <= _SHORT_PROMPT and wide <= 256:
             launch = SHORT_PROMPT_LAUNCH
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
+    wide_v = wide if launch.columns is None else launch.columns * itemsize
     if tile is None:
-        return _fitting(launch, launch.block_m, wide, gpu)
+        return _fitting(launch, launch.block_m, wide, gpu, wide_v)
     # What is held of the splits before takes as many registers as the sums of a split.
     special = Specialized(tile, 3, False) if launch.specialized is not None and wide <= 256 else None
     block_m = min(launch.block_m, 128 if wide <= 256 else 64)
-    launch = dataclasses.replace(launch, block_m=block_m, block_n=tile, specialized=special)
-    while tile_memory(launch.block_m, tile, launch.num_stages, wide) > gpu.shared_memory:
+    warps = 8 if launch.columns is not None and gpu.has_async_products else launch.num_warps
+    launch = dataclasses.replace(launch, block_m=block_m, block_n=tile, num_warps=warps, specialized=special)
+    while tile_memory(launch.block_m, tile, launch.num_stages, wide, wide_v) > gpu.shared_memory:
         if launch.num_stages > 1:
             launch = dataclasses.replace(launch, num_stages=launch.num_stages - 1)
         elif launch.block_m > 16:
@@ -233,6 +254,18 @@ def prefill_launch(
         else:
             break
     return launch
+
+
+def _wide_prefill(rows: int, stored: int, gpu: Gpu, group: int) -> PrefillLaunch:
+    """The launch for heads of more than 256 elements of 16 bits, whose values several programs share."""
+    # Nothing spills within the loop over keys that all rows see, as Triton 3.7 compiles it; no GPU has measured it yet.
+    if gpu.has_async_products:
+        side = 128 if rows > 64 else 64 if rows > 16 else 16
+        columns = 256 if stored == 2 else WIDE_COLUMNS
+    else:
+        side = min(tile_side(rows), max(64, tile_side(group)))
+        columns = WIDE_COLUMNS
+    return PrefillLaunch(side, 32, 8 if side == 128 else 4, 2, columns=columns)
 
 
 def opened_launch(launch: PrefillLaunch, gpu: Gpu) -> PrefillLaunch:
@@ -246,9 +279,9 @@ def opened_launch(launch: PrefillLaunch, gpu: Gpu) -> PrefillLaunch:
 _Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)
 
 
-def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu) -> _Launch:
-    """`launch` with smaller and fewer tiles, so that queries, keys and values of `width` bytes fit the GPU."""
-    while tile_memory(block_m, launch.block_n, launch.num_stages, width) > gpu.shared_memory:
+def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu, width_v: int | None = None) -> _Launch:
+    """`launch` with smaller and fewer tiles, so that queries, keys and values fit the GPU: see tile_memory."""
+    while tile_memory(block_m, launch.block_n, launch.num_stages, width, width_v) > gpu.shared_memory:
         if launch.block_n > 32 or (launch.num_stages < 3 and launch.block_n > 16):
             launch = dataclasses.replace(launch, block_n=launch.block_n // 2)
         elif launch.num_stages > 1:
@@ -259,9 +292,11 @@ def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu) -> _Launch:
 
 
 # Measured on an H200 by benchmarks/tune_triton.py; `_fitting` adapts them to other GPUs. Keys are bytes: heads of 64 in
-# bfloat16 have 128, of 128 have 256, of 256 have 512. Float32 heads of 256 have 1024, with tiles small enough for
-# shared memory. Decodes have three launches: few programs with at most 4 rows, few with more, and many programs.
+# bfloat16 have 128, of 128 have 256, of 256 have 512. Decodes have three launches: few programs with at most 4 rows, few with more, and many programs.
 _FLOAT32 = (DecodeLaunch(32, 4, 2, 2, 256),) * 3
+_FLOAT32_WIDE = (DecodeLaunch(16, 8, 2, 1, 256),) * 3
+# Not measured yet: nothing spills within the loop over keys, as Triton 3.7 compiles it.
+_WIDE = (DecodeLaunch(32, 8, 3, 1, 128),) * 3
 _DECODE = {
     128: (
         DecodeLaunch(64, 4, 3, 2, 128, 168),
@@ -274,14 +309,14 @@ _DECODE = {
         DecodeLaunch(64, 4, 2, 1, 128, 128),
     ),
     512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
-    1024: _FLOAT32,
+    1024: _WIDE,
 }
 _FEW_8_BIT = DecodeLaunch(64, 4, 3, 2, 128, 128)
 _DECODE_8_BIT = {
     128: (_FEW_8_BIT, _FEW_8_BIT, DecodeLaunch(128, 4, 3, 1, 128, 255)),
     256: (_FEW_8_BIT, _FEW_8_BIT, DecodeLaunch(128, 4, 3, 1, 128, 255)),
     512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
-    1024: _FLOAT32,
+    1024: _WIDE,
 }
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
 # tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
@@ -296,31 +331,8 @@ _PREFILL = {
     384: PrefillLaunch(128, 64, 8, 3),
     512: PrefillLaunch(128, 32, 8, 3, Specialized(64, 2, False)),
     1024: PrefillLaunch(32, 16, 4, 1),
+    2048: PrefillLaunch(16, 16, 8, 1),
 }
-
-
-class ShareLaunch(NamedTuple):
-    """Launch parameters of equal shares, of pages and of latents.
-
-    Args:
-        block_m: rows of a stream: queries times heads of a group.
-        block_n: keys per tile.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-        waves: programs per multiprocessor; `share_launch` gives no more than run at once.
-        least: fewest tiles of a share.
-        ahead: tiles that a program could read while it begins a stream.
-        max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
-    """
-
-    block_m: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    waves: int
-    least: int
-    ahead: int = 0
-    max_registers: int | None = None
 
 
 def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[str, int]:
@@ -328,79 +340,3 @@ def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     limit: int | None = getattr(launch, "max_registers", None)
     return options if limit is None else options | {"maxnreg": limit}
-
-
-# Each layer asks in each step.
-@functools.cache
-def share_launch(head_size: int, itemsize: int, rows: int, gpu: Gpu, tile: int | None = None) -> ShareLaunch:
-    """The launch for requests of at most `rows` rows.
-
-    Args:
-        head_size: elements of a head, the larger of K and V.
-        itemsize: bytes of an element, as it is stored; 4 if it is computed in float32.
-        rows: queries of the longest request times heads of a group.
-        gpu: the device.
-        tile: keys per tile, if the layer needs so many; see fixed_tile.
-    """
-    # It depends on no number of requests, so a warm-up with one request compiles for all.
-    if itemsize == 4:
-        # Products in float32 have no tensor cores: with more rows, all of a tile would be in registers.
-        launch = _SHARES_FLOAT32[head_size > 128]
-    else:
-        launches = (_LAUNCHES_8_BIT if itemsize == 1 else _LAUNCHES)[head_bytes(head_size, 2)]
-        launch = launches[min(tile_side(rows), 128)]
-    if tile is not None:
-        if launch.block_m > 32 and itemsize < 4:
-            # More rows are products that run while others begin, which the end of each split would wait for.
-            launch = _FIXED_32_ROWS
-        keys = launch.block_n
-        launch = launch._replace(
-            block_n=tile, least=-(-launch.least * keys // tile), ahead=-(-launch.ahead * keys // tile)
-        )
-    width = tile_side(head_size) * itemsize
-    while (
-        launch.waves * tile_memory(launch.block_m, launch.block_n, launch.num_stages, width)
-        > gpu.shared_memory
-    ):
-        if launch.num_stages > 2:
-            launch = launch._replace(num_stages=launch.num_stages - 1)
-        elif launch.waves > 1:
-            launch = launch._replace(waves=1, max_registers=None)
-        elif launch.block_n > 16 and tile is None:
-            launch = launch._replace(block_n=launch.block_n // 2)
-        elif launch.num_stages > 1:
-            launch = launch._replace(num_stages=1)
-        elif launch.block_m > 16 and tile is not None:
-            launch = launch._replace(block_m=launch.block_m // 2)
-        else:
-            break
-    return launch
-
-
-# By what an H200 measured for 16 rows; for more, by what Triton 3.6 compiles: nothing spills within the loop over keys,
-# and `waves` programs fit at once. Keys are bytes of a head in the tables, then rows of a tile.
-_LAUNCHES = {
-    128: {
-        16: ShareLaunch(16, 64, 4, 3, 3, 4, 3, 168),
-        32: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
-        64: ShareLaunch(64, 64, 4, 3, 2, 2, 2),
-        128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
-    },
-    256: {
-        16: ShareLaunch(16, 64, 4, 3, 2, 1, 3),
-        32: ShareLaunch(64, 32, 4, 3, 2, 2, 4),
-        64: ShareLaunch(64, 32, 4, 3, 2, 2, 4),
-        128: ShareLaunch(128, 64, 8, 3, 1, 2, 1),
-    },
-    512: {
-        16: ShareLaunch(16, 32, 4, 3, 2, 4, 3),
-        32: ShareLaunch(32, 64, 8, 3, 1, 2, 2),
-        64: ShareLaunch(64, 32, 8, 3, 1, 4, 2),
-        128: ShareLaunch(128, 32, 8, 2, 1, 4, 2),
-    },
-}
-_8_BIT = ShareLaunch(16, 64, 4, 3, 4, 4, 4, 128)
-_LAUNCHES_8_BIT = {**_LAUNCHES, 128: _LAUNCHES[128] | {16: _8_BIT}, 256: _LAUNCHES[256] | {16: _8_BIT}}
-_FIXED_32_ROWS = ShareLaunch(32, 64, 4, 3, 2, 2, 4)
-_SHARES_FLOAT32 = ShareLaunch(16, 32, 4, 2, 2, 4), ShareLaunch(16, 16, 4, 2, 1, 8)
-"""For heads of up to 128 elements, and of more."""

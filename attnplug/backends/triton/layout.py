@@ -19,6 +19,12 @@ _LEAST_OF_BYTES = 64
 """Columns of the narrowest tile of 8-bit elements that may have a wider tile beside it."""
 
 
+WIDEST_WHOLE = 256
+"""Elements of the widest head whose sums one program has for any number of rows; wider ones are called wide."""
+WIDE_COLUMNS = 128
+"""Columns of the values of wide heads that a program of prefill has on every GPU."""
+
+
 class HeadTiles(NamedTuple):
     """The columns of the tiles of a key and of a value: a first tile, and a second one or 0."""
 
@@ -74,14 +80,52 @@ def head_tiles(head_size: int, head_size_v: int, stored: int, *, whole: bool = F
     return HeadTiles(keys, values)
 
 
+def value_parts(head_size_v: int, most: int | None, step: int = 8) -> int:
+    """The programs that share the columns of a value: a power of two.
+
+    Args:
+        head_size_v: elements of a value.
+        most: columns that a program has at most, if more programs can share them; None for any number.
+        step: elements that stay together.
+    """
+    parts = 1
+    while most is not None and head_size_v > most * parts and head_size_v % (2 * parts * step) == 0:
+        parts *= 2
+    return parts
+
+
+def fixed_tile(head_size: int, itemsize: int) -> int:
+    """Keys of every tile of a layer whose sums have one order: decodes and prompts round at the same keys.
+
+    Args:
+        head_size: elements of a head, the larger of K and V.
+        itemsize: bytes of an element, as it is computed.
+    """
+    if itemsize == 4:
+        return 32 if head_size <= 128 else 16
+    return 64 if head_size <= 128 else 32
+
+
 def head_bytes(head_size: int, itemsize: int) -> int:
     """Bytes of a head in one tile, the key of the tables of launches."""
     return min(max(tile_side(head_size) * itemsize, 128), 1024)
 
 
-def tile_memory(block_m: int, block_n: int, num_stages: int, width: int) -> int:
-    """Bytes of the queries, keys and values of a program, whose rows have `width` bytes."""
-    return (block_m + 2 * block_n * num_stages) * width
+def tile_memory(block_m: int, block_n: int, num_stages: int, width: int, width_v: int | None = None) -> int:
+    """Bytes of the queries, keys and values of a program, whose rows have `width` bytes; of values `width_v`, if not None."""
+    return block_m * width + block_n * num_stages * (width + (width if width_v is None else width_v))
+
+
+def least_memory(spec: LayerSpec) -> int:
+    """Bytes that the smallest tiles of prefill take, which have all heads of a group."""
+    widest = max(spec.head_size, spec.head_size_v)
+    rows = tile_side(spec.num_heads // spec.num_kv_heads)
+    itemsize = 4 if spec.dtype == "float32" else 2
+    keys = fixed_tile(widest, itemsize) if spec.invariance else _LEAST
+    if itemsize == 4 or widest <= WIDEST_WHOLE:
+        return tile_memory(rows, keys, 1, tile_side(widest) * itemsize)
+    width = head_tiles(spec.head_size, spec.head_size_v, 1 if spec.has_quantized_kv_cache else 2).columns * 2
+    return tile_memory(rows, keys, 1, width, WIDE_COLUMNS * 2)
 
 
 def has_specialized_prefill(spec: LayerSpec) -> bool:

@@ -19,6 +19,8 @@ _MOST_BYTES = 256 << 20
 """Bytes of opened pages. Steps with more keys open them in each tile of their queries."""
 # Rows of a request, on average, from which opened pages gain: four tiles read each page. It is estimated.
 _LEAST_ROWS = 512
+_WIDEST = 256
+"""Elements of a head of which one program has all columns of its values."""
 _TILE = 64
 """Most tokens of a program."""
 
@@ -89,7 +91,8 @@ class PageOpener:
 
 def may_open(spec: LayerSpec) -> bool:
     """Whether prefills of a layer may read opened pages; sums of layers with invariance would depend on the step."""
-    return row_of(spec) is not None and spec.dtype != "float32" and not spec.invariance
+    wide = max(spec.head_size, spec.head_size_v) > _WIDEST
+    return row_of(spec) is not None and spec.dtype != "float32" and not spec.invariance and not wide
 
 
 def gains(rows: int, reqs: int) -> bool:

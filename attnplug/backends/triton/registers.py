@@ -9,7 +9,8 @@ import torch
 
 from attnplug.backends.impl import Pages
 from attnplug.backends.triton.formats import format_values
-from attnplug.backends.triton.launch import ShareLaunch, has_gluon
+from attnplug.backends.triton.launch import has_gluon
+from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.core.spec import LayerSpec
 
 _PAGES_OF = 16

@@ -12,7 +12,8 @@ from attnplug.backends.triton.kernels.fixed_splits import merge_splits_kernel
 from attnplug.backends.triton.kernels.share_decode import share_decode_kernel
 from attnplug.backends.triton.kernels.shares import merge_shares_kernel
 from attnplug.backends.triton.kernels.split_places import most_splits
-from attnplug.backends.triton.launch import Gpu, ShareLaunch, compile_options, is_one_range, partial_sums
+from attnplug.backends.triton.launch import Gpu, compile_options, is_one_range, partial_sums
+from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep, merge_grid
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach

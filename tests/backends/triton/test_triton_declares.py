@@ -80,8 +80,25 @@ def test_old_gpus_and_odd_head_sizes_are_refused():
     assert codes(SPEC, Device.parse("sm75")) == ["compute_capability"]
     assert codes(SPEC.replace(head_size=8)) == ["head_size"]
     assert codes(SPEC.replace(head_size=100)) == ["head_size"]
-    assert codes(SPEC.replace(head_size=512)) == ["head_size"]
-    assert codes(SPEC.replace(head_size=96, head_size_v=512)) == ["head_size"]
+    assert codes(SPEC.replace(head_size=304)) == ["head_size"]
+    assert codes(SPEC.replace(head_size=544)) == ["head_size"]
+    assert codes(SPEC.replace(head_size=96, head_size_v=544)) == ["head_size"]
+
+
+@pytest.mark.parametrize("head_size", range(288, 513, 32))
+@pytest.mark.parametrize("device", ["sm80", "sm86", "sm90", "sm100", "sm120", "gfx942"])
+def test_wide_heads_are_served_as_others_are_or_refused_with_a_reason(head_size, device):
+    wide, where = SPEC.replace(head_size=head_size), Device.parse(device)
+    for fields in (
+        *({"kv_cache_dtype": name} for name in ("auto", "fp8_e5m2", "int8_token_head", "nvfp4")),
+        *({"head_size_v": size} for size in (64, 256, 512)),
+        {"has_sinks": True, "logits_soft_cap": 5.0, "sliding_window": 64},
+        {"dtype": "float32", "has_alibi": True, "chunk_size": 64},
+        {"direct_kv": True, "causal": False},
+    ):
+        assert codes(wide.replace(**fields), where) == [], fields
+    (reason,) = TritonBackend.validate_configuration(wide.replace(kv_cache_dtype="rotated4"), where)
+    assert "exceeds the shared memory; other types have room" in str(reason)
 
 
 def test_fp8_e4m3_needs_hardware_that_knows_it_and_e5m2_does_not():
@@ -130,6 +147,27 @@ def test_groups_of_wide_heads_in_float32_are_refused_where_a_program_has_little_
         assert codes(wide, Device.parse(device)) == ["combination"]
     for served in ({"head_size": 128}, {"dtype": "float16"}, {"num_heads": 64}):
         assert codes(wide.replace(**served), Device.parse("sm86")) == []
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_size", "most"),
+    [
+        ("sm80", "bfloat16", 512, 128),
+        ("sm90", "bfloat16", 512, 128),
+        ("sm86", "bfloat16", 512, 64),
+        ("sm86", "bfloat16", 320, 128),
+        ("sm80", "float32", 512, 32),
+        ("sm90", "float32", 512, 64),
+        ("sm120", "float32", 288, 16),
+    ],
+)
+def test_groups_of_wide_heads_are_refused_where_their_smallest_tile_has_no_room(
+    device, dtype, head_size, most
+):
+    spec = LayerSpec(num_heads=1, num_kv_heads=1, head_size=head_size, dtype=dtype)
+    groups = [1 << power for power in range(8)]
+    served = [group for group in groups if not codes(spec.replace(num_heads=group), Device.parse(device))]
+    assert served == [group for group in groups if group <= most]
 
 
 def test_rope_parts_too_wide_for_the_smallest_tiles_are_refused():

@@ -54,6 +54,13 @@ def test_features_and_sizes(name: str, fields: dict[str, Any]) -> None:
     assert_step_correct(TritonBackend, layer(name, **fields), *MIXED, block_size=16, layout="HND")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "head_size"), [("int8_token_head", 352), ("nvfp4", 288), ("nvfp4", 320)])
+def test_programs_share_wide_rows(name: str, head_size: int) -> None:
+    spec = layer(name, head_size=head_size, dtype="float16", has_sinks=True)
+    assert_step_correct(TritonBackend, spec, [1, 5, 0, 40], [130, 64, 7, 70])
+
+
 @pytest.mark.parametrize("numbers", ["far", "sharp", "wide"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_sizes_of_numbers(name: str, numbers: str) -> None:

@@ -154,6 +154,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "sinks and window": {"has_sinks": True, "window": (129, 0)},
     "bytes": {"kv_cache_dtype": "fp8", "logits_soft_cap": 20.0},
     "slopes": {"has_alibi": True, "head_size": 80, "head_size_v": 32},
+    "wide": {"head_size": 288},
 }
 
 

@@ -13,7 +13,8 @@ from attnplug.backends.triton import latent
 from attnplug.backends.triton import shares as host_shares
 from attnplug.backends.triton.backend import TritonBackend
 from attnplug.backends.triton.latent import latent_launch
-from attnplug.backends.triton.launch import Gpu, ShareLaunch
+from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.core.mla.dims import MLADims
 from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from attnplug.backends.triton import TritonBackend, bindings, latent, share_bindings
 from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.latent import latent_tiles
-from attnplug.backends.triton.layout import head_tiles, tile_parts, tile_side
+from attnplug.backends.triton.layout import WIDE_COLUMNS, head_tiles, tile_parts, tile_side, value_parts
 from attnplug.core import LayerSpec, MLADims
 from attnplug.core.device import Device
 from attnplug.ops.triton.launch import BoundKernel
@@ -24,7 +24,8 @@ from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SIZES = tuple(range(16, 257, 8))
+SIZES = TritonBackend.get_supported_head_sizes()
+WIDE = tuple(size for size in SIZES if size > 256)
 ODD_SIZES = (40, 48, 72, 80, 88, 96, 136, 144, 152, 160)
 """Sizes whose second tile has 16 or 32 columns where elements have 16 bits."""
 FP8 = ("fp8_e4m3", "fp8_e5m2")
@@ -45,11 +46,25 @@ def test_no_tile_of_bytes_is_narrow_beside_a_wider_one(whole):
             assert not second or size > first, "a tile without elements"
 
 
+def test_programs_that_share_wide_values_have_equal_columns_and_whole_scales():
+    assert [value_parts(size, None) for size in SIZES] == [1] * len(SIZES)
+    for size, most, step in itertools.product(SIZES, (WIDE_COLUMNS, 256), (8, 16)):
+        parts = value_parts(size, most, step)
+        assert size % parts == 0
+        assert parts == 1 or size // parts % step == 0
+        # Columns that cannot be halved once more are at most 3 steps more than a tile.
+        assert size // parts <= most or size // parts % (2 * step)
+        for key_size in WIDE:
+            tiles = head_tiles(key_size, size // parts, 1)
+            assert size < 64 or are_safe(*tiles.keys, *tiles.values), (key_size, size, parts)
+    assert [value_parts(size, WIDE_COLUMNS) for size in (128, 256, 288, 512)] == [1, 2, 4, 4]
+
+
 def test_other_elements_take_the_fewest_columns():
     for pair, stored in itertools.product(itertools.product(SIZES, repeat=2), (2, 4)):
         assert head_tiles(*pair, stored) == (tile_parts(pair[0]), tile_parts(pair[1]))
         assert head_tiles(*pair, stored, whole=True) == ((tile_side(pair[0]), 0), (tile_side(pair[1]), 0))
-    assert tuple(size for size in SIZES if not are_safe(*tile_parts(size))) == ODD_SIZES
+    assert tuple(size for size in SIZES if not are_safe(*tile_parts(size))) == (*ODD_SIZES, 288)
 
 
 def test_bytes_take_no_more_columns_than_one_tile():
@@ -95,6 +110,7 @@ FORMS = [
     *((pair, "float16") for pair in ((32, 128), (96, 48), (192, 128))),
     ((128, 24), "float32"),
     ((96, 96), "float32"),
+    *((pair, "float16") for pair in ((288, 288), (320, 512))),
 ]
 QUICK = {
     (FORMS[0], "requests"),
@@ -175,9 +191,9 @@ def test_layouts_are_said_without_torch():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("storage", FP8)
-@pytest.mark.parametrize("head_size", ODD_SIZES)
-def test_steps_of_many_rows_over_bytes_are_right_on_a_gpu(head_size, storage):
+@pytest.mark.parametrize("storage", ["auto", *FP8])
+@pytest.mark.parametrize("head_size", [*ODD_SIZES, *WIDE])
+def test_steps_of_many_rows_are_right_on_a_gpu(head_size, storage):
     spec = LayerSpec(
         num_heads=8, num_kv_heads=2, head_size=head_size, dtype="bfloat16", kv_cache_dtype=storage, block_size=16
     )  # fmt: skip

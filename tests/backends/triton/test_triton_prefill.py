@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
+from attnplug.backends.triton.layout import value_parts
 from attnplug.core import LayerSpec
 from attnplug.core.errors import BatchError
 from attnplug.testing import direct_batch, paged_batch, run_batch
@@ -46,6 +47,38 @@ def test_prompts_and_extends_are_right_for_heads_of_one_and_two_tiles(monkeypatc
     # Undivided, because few requests do not fill a GPU.
     options = Options(decode_split="requests")
     assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
+
+
+@pytest.mark.parametrize(
+    "columns", [256, pytest.param(128, marks=() if DEVICE == "cuda" else pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_size": 512, "needs_lse": True},
+        {"head_size": 64, "head_size_v": 512, "has_sinks": True},
+        {"head_size": 320, "head_size_v": 288, "dtype": "bfloat16", "sliding_window": 50},
+        {"head_size": 288, "kv_cache_dtype": "fp8", "dtype": "bfloat16"},
+        {"head_size": 448, "direct_kv": True, "causal": False, "num_heads": 10},
+    ],
+    ids=lambda fields: ", ".join(f"{name}={value}" for name, value in fields.items()),
+)
+def test_programs_share_the_values_of_wide_heads(monkeypatch, fields, columns):
+    launch = PrefillLaunch(64, 16, 4, 2, columns=columns)
+    monkeypatch.setattr(bindings, "prefill_launch", lambda *_: launch)
+    found = []
+    monkeypatch.setattr(
+        bindings, "value_parts", lambda *sizes: found.append(value_parts(*sizes)) or found[-1]
+    )
+    spec = SPEC.replace(**fields)
+    # More than 64 rows of a request, lengths that fill no tile, and an extend that begins within one.
+    if spec.direct_kv:
+        batch = direct_batch(spec, [35, 3], [35, 3], device=DEVICE)
+    else:
+        batch = paged_batch(spec, [35, 1, 20], [35, 60, 55], device=DEVICE)
+    options = Options(decode_split="requests")
+    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
+    assert {*found} == {512 // columns}
 
 
 def test_a_head_is_in_the_fewest_columns_that_two_tiles_allow():

@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, latent
-from attnplug.backends.triton.launch import Gpu, ShareLaunch
+from attnplug.backends.triton.launch import Gpu
+from attnplug.backends.triton.share_launch import ShareLaunch
 from attnplug.core import BuilderConfig, LayerSpec, MLADims, Selection, SparseSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import CommonAttentionMetadata

@@ -20,7 +20,8 @@ from attnplug.backends.triton import TritonBackend, bindings, share_bindings, sh
 from attnplug.backends.triton import impl as triton_impl
 from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.builder import TritonMetadataBuilder
-from attnplug.backends.triton.launch import Gpu, ShareLaunch, share_launch, tile_side
+from attnplug.backends.triton.launch import Gpu, most_rows, tile_side
+from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
@@ -101,6 +102,7 @@ FEATURES = {
     "slopes-sinks": {"has_alibi": True, "has_sinks": True},
     "window-sinks": {"window": (20, 0), "has_sinks": True},
     "sizes": {"head_size": 24, "head_size_v": 40},
+    "wide": {"head_size": 320, "head_size_v": 512, "dtype": "float16", "needs_lse": True},
     "both-sides": {"causal": False, "window": (19, 7)},
     "cross": {"attn_type": "encoder_decoder"},
     "spans": {"mm_prefix": True, "window": (30, 0)},
@@ -541,10 +543,13 @@ def test_other_values_of_the_option_are_refused():
         Options("evenly")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("gpu", [Gpu(132, 227 << 10), Gpu(108, 163 << 10), Gpu(128, 99 << 10)])
-@pytest.mark.parametrize(("head_size", "itemsize"), [*itertools.product([16, 80, 128, 256], [1, 2, 4])])
+@pytest.mark.parametrize("gpu", [Gpu(132, 227 << 10, False, True), Gpu(108, 163 << 10), Gpu(128, 99 << 10)])
+@pytest.mark.parametrize(
+    ("head_size", "itemsize"), [*itertools.product([16, 80, 128, 256, 320, 512], [1, 2, 4])]
+)
 def test_all_programs_of_a_launch_fit_the_gpu_at_once(head_size, itemsize, gpu):
     for rows in (1, 16, 17, 64, 65, 2048):
+        rows = min(rows, most_rows(head_size, itemsize, gpu))
         launch = share_launch(head_size, itemsize, rows, gpu)
         tiles = 2 * launch.block_n * launch.num_stages + launch.block_m
         assert launch.waves * tiles * tile_side(head_size) * itemsize <= gpu.shared_memory

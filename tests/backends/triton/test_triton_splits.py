@@ -19,11 +19,13 @@ from attnplug.backends.triton.launch import (
     Gpu,
     decode_launch,
     merging,
+    most_rows,
     partial_sums,
     prefill_launch,
     tile_parts,
     tile_side,
 )
+from attnplug.backends.triton.layout import tile_memory
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import SplitPlan, Workspace
 from attnplug.core import LayerSpec
@@ -175,23 +177,28 @@ def test_what_captured_graphs_may_still_write_to_is_kept_when_buffers_grow():
     assert held.isdisjoint(tensor.data_ptr() for tensor in large)
 
 
-H200, A100, RTX_4090 = Gpu(132, 227 << 10), Gpu(108, 163 << 10), Gpu(128, 99 << 10)
+H200, A100, RTX_4090 = Gpu(132, 227 << 10, False, True), Gpu(108, 163 << 10), Gpu(128, 99 << 10)
+B200 = Gpu(148, 227 << 10, True)
 
 
-@pytest.mark.parametrize("gpu", [H200, A100, RTX_4090], ids=["H200", "A100", "RTX 4090"])
+@pytest.mark.parametrize("gpu", [H200, B200, A100, RTX_4090], ids=["H200", "B200", "A100", "RTX 4090"])
 @pytest.mark.parametrize("itemsize", [1, 2, 4])
-@pytest.mark.parametrize("head_size", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("head_size", [16, 64, 80, 128, 192, 256, 288, 384, 512])
 def test_tiles_fit_the_shared_memory_of_a_multiprocessor(head_size, itemsize, gpu):
     width = tile_side(head_size) * itemsize
     for rows, programs in itertools.product((1, 4, 8, 64), (1, 10_000)):
+        rows = min(rows, most_rows(head_size, itemsize, gpu))
         decode = decode_launch(head_size, itemsize, rows, programs, gpu)
         assert (2 * decode.block_n * decode.num_stages + tile_side(rows)) * width <= gpu.shared_memory
         assert decode.min_keys % decode.block_n == 0
         assert decode.block_n % partial_sums(decode.block_n, tile_side(rows), decode.num_warps) == 0
     for rows in (1, 40, 100, 1 << 20):
         prefill = prefill_launch(head_size, itemsize, rows, gpu)
-        held = 2 * prefill.block_n * prefill.num_stages + prefill.block_m
-        assert held * sum(tile_parts(head_size)) * itemsize <= gpu.shared_memory
+        columns = sum(tile_parts(head_size))
+        held = tile_memory(
+            prefill.block_m, prefill.block_n, prefill.num_stages, columns, prefill.columns or columns
+        )
+        assert held * itemsize <= gpu.shared_memory
         assert prefill.block_n % partial_sums(prefill.block_n, prefill.block_m, prefill.num_warps) == 0
 
 

@@ -29,6 +29,17 @@ def head_planes(pages, head, stride_head, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def columns_from(planes, first, FORMAT: tl.constexpr):
+    """Pointers of `head_planes` to the bytes, and scales, of a row's columns from `first` on."""
+    data, scales = planes
+    data += first // 2 if FORMAT[SHIFT] else first
+    # Each 16 elements of NVFP4 have a scale; rows of other formats have one.
+    if FORMAT[0] == "nvfp4":
+        scales += first // 16
+    return data, scales
+
+
+@triton.jit
 def open_rows(
     planes,
     blocks,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attnplug.backends.triton.kernels.formats import SHIFT, STEP, add_sinks, head_planes
+from attnplug.backends.triton.kernels.formats import SHIFT, STEP, add_sinks, columns_from, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, in_one_order
 from attnplug.backends.triton.kernels.split_places import even_log
@@ -84,8 +84,11 @@ def prefill_kernel(
     FIXED: tl.constexpr,
     EVEN: tl.constexpr,
     FORMAT: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """One tile of BLOCK_M rows, `BLOCK_M // GROUP` tokens of one request times the group of one KV head.
+
+    Each of PARTS programs has DV columns of the values: sums of wide heads take more registers than a program has.
 
     Tile t of the grid belongs to the last request whose first tile, `start // TOKENS + request`, is at or
     before t: so the grid needs no table, only `tokens // TOKENS + requests` programs, some of them idle.
@@ -93,7 +96,8 @@ def prefill_kernel(
     """
     TOKENS: tl.constexpr = BLOCK_M // GROUP
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(1) // PARTS
+    part = tl.program_id(1) % PARTS
 
     low = 0
     high = num_reqs
@@ -168,9 +172,13 @@ def prefill_kernel(
     if FORMAT is None:
         k_head = k_cache + kv_head.to(tl.int64) * stride_kh
         v_head = v_cache + kv_head.to(tl.int64) * stride_vh
+        if PARTS > 1:
+            v_head += part * DV
     else:
         k_head = head_planes(k_cache, kv_head, stride_kh, FORMAT)
         v_head = head_planes(v_cache, kv_head, stride_vh, FORMAT)
+        if PARTS > 1:
+            v_head = columns_from(v_head, part * DV, FORMAT)
     table_row = block_table + request.to(tl.int64) * stride_table
     acc, more, top, total = attend_parts(
         q, q_tail, scale, top, total, positions, slopes, starts, stops, first_pos, last_pos, first_stop, last_start,
@@ -188,6 +196,9 @@ def prefill_kernel(
     inside = rows < num_rows
     out_rows = output + (places * stride_ot + heads * stride_oh)[:, None]
     PACKED: tl.constexpr = FORMAT[SHIFT] if FORMAT is not None else 0
+    if PARTS > 1:
+        # Low halves of rotated bytes are the first half of a row, and parts have bytes side by side.
+        out_rows += part * (DV // 2 if PACKED > 1 else DV)
     if PACKED:
         tail, _ = finish(more, top, total)
         _store_part(out_rows, out * value_scale, inside, DV // 2, BLOCK_DV, FORMAT[STEP])
@@ -198,7 +209,7 @@ def prefill_kernel(
             tail, _ = finish(more, top, total)
             _store_part(out_rows + BLOCK_DV, tail * value_scale, inside, DV - BLOCK_DV, TAIL_V, 1)
     if HAS_LSE:
-        tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=inside)
+        tl.store(lse + places * stride_lse + heads, out_lse * LN2, mask=inside & (part == 0))
 
 
 @triton.jit
