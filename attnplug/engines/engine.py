@@ -62,7 +62,6 @@ class Engine:
 
     Args:
         name: as `attnplug conformance --engine` takes it.
-        absent: why it cannot run here; None if it can.
         refusals: why its calls cannot ask for a layer, each a sentence without the layer's values.
         asked: the layers that its client asks a backend for in place of a layer that is not refused.
         attend: runs a step through the client.
@@ -70,7 +69,6 @@ class Engine:
     """
 
     name: str
-    absent: Callable[[], str | None]
     refusals: Callable[[LayerSpec], Iterator[str]]
     asked: Callable[[LayerSpec], Iterator[LayerSpec]]
     attend: Callable[[Call], None]

@@ -114,4 +114,4 @@ def _rows(lse: torch.Tensor) -> torch.Tensor:
     return lse.transpose(1, 2).flatten(0, 1)
 
 
-ENGINE = Engine("flash-attn", lambda: None, _refusals, _asked, _attend)
+ENGINE = Engine("flash-attn", _refusals, _asked, _attend)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +9,6 @@ import torch
 
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.engines.engine import Call, Engine
-
-
-def _absent() -> str | None:
-    found = importlib.util.find_spec("transformers")
-    return None if found else "transformers is not installed; pip install 'transformers>=5.15'"
 
 
 def _refusals(spec: LayerSpec) -> Iterator[str]:
@@ -170,4 +164,4 @@ def _blocks(call: Call, real: torch.Tensor) -> torch.Tensor:
     return found
 
 
-ENGINE = Engine("transformers", _absent, _refusals, _asked, _attend)
+ENGINE = Engine("transformers", _refusals, _asked, _attend)
