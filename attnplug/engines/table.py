@@ -47,6 +47,7 @@ ENGINES = {
         EngineRow("flash-attn", "flash_attn"),
         EngineRow("transformers", "transformers", "transformers", "pip install 'transformers>=5.15'"),
         EngineRow("vllm", "vllm", "vllm", "pip install vllm"),
+        EngineRow("sglang", "sglang", "sglang", "pip install sglang"),
     )
 }
 

@@ -91,7 +91,7 @@ def conformance(
             "--engine",
             metavar="NAME,...",
             autocompletion=lambda incomplete: [each for each in (*ENGINES, ALL) if each.startswith(incomplete)],
-            help="Only the numeric checks, through an engine's client: flash-attn, transformers, vllm, or all.",
+            help="Only the numeric checks, through the client of an engine: flash-attn, transformers, vllm, sglang, or all.",
         ),
     ] = None,
     shard: Annotated[str | None, _which(metavar="I/N", help="Run only the I-th of N parts.")] = None,
