@@ -12,7 +12,8 @@ from typing import Any
 import mutants.masks
 import mutants.softmax  # noqa: F401 - each import lists its mutants
 import pytest
-from mutants.table import MUTANTS
+from catching import variant
+from mutants.table import MUTANTS, Mutant
 from sglang_stubs import fake_sglang
 
 import attnplug
@@ -73,6 +74,24 @@ def engine(request: pytest.FixtureRequest) -> Engine:
     return found
 
 
+class DecodesFirst(TorchBackend.get_builder_cls()):  # type: ignore[misc]
+    """TORCH's builder, which relies on the order that its threshold promises."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.reorder_batch_threshold = 1
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        lens = common_attn_metadata.query_start_loc_cpu.diff()
+        if (lens.gt(1).int().diff() < 0).any():
+            raise RuntimeError(f"queries of {lens.tolist()} tokens: decodes are not in front")
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+
+ORDERED = variant("DECODES_FIRST", builder=DecodesFirst, get_priority=lambda cls, *given: 50)
+MUTANTS.append(Mutant("decodes-first", "engines", ORDERED, "", ""))
+
+
 @pytest.fixture
 def offered(request: pytest.FixtureRequest) -> Iterator[type[AttentionBackend]]:
     """The mutant of that name, offered by a plugin."""
@@ -118,6 +137,19 @@ def test_each_client_shows_a_wrong_backend(engine: Engine, offered: Any, layer: 
     if layer == "window":
         assert caught.value.named == "sliding window ignored"
         check_case(target, case("decode", **LAYERS[layer]))
+
+
+@pytest.mark.parametrize("offered", ["decodes-first"], indirect=True)
+@pytest.mark.parametrize("layer", ["plain", "lse", "spans", "encoder", "direct"])
+def test_each_client_gives_a_builder_the_order_that_it_asks_for(
+    engine: Engine, offered: Any, layer: str
+) -> None:
+    if layer in REFUSED[engine.name]:
+        pytest.skip(f"{engine.name} has no such layers")
+    target = Target(engine.through(offered), CPU)
+    for shape in ("mixed", "idle"):
+        if engine.name != "sglang" or shape == "mixed":
+            check_case(target, case(shape, **LAYERS[layer]))
 
 
 @pytest.mark.slow
