@@ -50,6 +50,10 @@ class Call:
         """The new tokens of each request."""
         return self.common.query_start_loc_cpu.diff().tolist()
 
+    def by_request(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The T rows of packed tokens, one tensor for each request."""
+        return torch.split(rows[: self.common.num_actual_tokens], self.new_lens())
+
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the cache's keys and values, `[N, block_size, Hkv, D]`."""
         assert self.kv_cache is not None  # noqa: S101 - asked for layers with pages alone
@@ -89,7 +93,9 @@ class Engine:
             found = [Reason(f"{self.name}: {why}", code="combination") for why in self.refusals(spec)]
             asked = (each for each in self.asked(spec) if each != spec) if not found else ()
             others = (why for each in asked for why in backend.validate_configuration(each, device, None))
-            return found or [Reason(f"{self.name} asks for another layer: {why}", code=why.code) for why in others]
+            return found or [
+                Reason(f"{self.name} asks for another layer: {why}", code=why.code) for why in others
+            ]
 
         overrides: dict[str, Any] = {
             "get_name": lambda: name,
@@ -135,7 +141,9 @@ def rule_for(backend: type[AttentionBackend]) -> str:
     name = backend.get_name()
     if any(offer.backend is backend for offer in plugins.find(name)):
         return name  # a composite
-    raise PolicyError("backend", name, "is not in the registry", "install or register the plugin that offers it")
+    raise PolicyError(
+        "backend", name, "is not in the registry", "install or register the plugin that offers it"
+    )
 
 
 @dataclasses.dataclass(eq=False)

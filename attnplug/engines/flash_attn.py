@@ -57,61 +57,61 @@ def _attend(call: Call) -> None:
         "softcap": spec.logits_soft_cap or 0.0,
         "alibi_slopes": call.tensors.alibi_slopes,
     }
-    new, query = call.new_lens(), call.query[:tokens]
-    ends = common.key_start_loc_cpu if spec.direct_kv else common.seq_lens.cpu().cumsum(0)
-    if spec.direct_kv:
-        starts = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
-    else:
+    starts = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
+    if spec.has_pages:
         starts = torch.nn.functional.pad(common.seq_lens.cumsum(0), (1, 0)).int()
-    keys = starts.diff().tolist()
-    reqs, is_even = len(new), len({*new}) == 1 and new[0] > 0
-    lse = None
-    if spec.direct_kv and is_even and len({*keys}) == 1:
-        rows = (each[: int(starts[-1])].unflatten(0, (reqs, -1)) for each in (call.key, call.value))
-        found: Any = flash_attn_func(
-            query.unflatten(0, (reqs, -1)), *rows, **named, return_attn_probs=spec.needs_lse
+    new, keys = call.new_lens(), starts.diff().tolist()
+    is_even = len({*new}) == 1 and new[0] > 0
+    if not spec.has_pages and is_even and len({*keys}) == 1:
+        query, key, value = (
+            _cut(call.query, common.query_start_loc),
+            _cut(call.key, starts),
+            _cut(call.value, starts),
         )
-        found = (found[0].flatten(0, 1), _rows(found[1])) if spec.needs_lse else found.flatten(0, 1)
-    elif spec.attn_type is AttentionType.DECODER and is_even and min(keys) >= new[0] and call.kv_cache is not None:
-        q, k, v = (each[:tokens].unflatten(0, (reqs, -1)) for each in (call.query, call.key, call.value))
+        found: Any = flash_attn_func(query, key, value, return_attn_probs=spec.needs_lse, **named)
+    elif spec.has_pages and is_even and spec.attn_type is AttentionType.DECODER and min(keys) >= new[0]:
+        query, key, value = (
+            _cut(each, common.query_start_loc) for each in (call.query, call.key, call.value)
+        )
         found = flash_attn_with_kvcache(
-            q,
+            query,
             *call.pages(),
-            k,
-            v,
+            key,
+            value,
             cache_seqlens=common.seq_lens - new[0],
             block_table=common.block_table_tensor,
-            **named,
             return_softmax_lse=spec.needs_lse,
+            **named,
         )
-        found = (found[0].flatten(0, 1), _rows(found[1])) if spec.needs_lse else found.flatten(0, 1)
     else:
-        keys_and_values, table = (call.key[: int(starts[-1])], call.value[: int(starts[-1])]), None
-        if call.kv_cache is not None:
-            keys_and_values, table = call.pages(), common.block_table_tensor
-            slots = common.slot_mapping
-            write_kv_cache(call.key[: len(slots)], call.value[: len(slots)], *keys_and_values, slots)
+        total, table = int(starts[-1]), None
+        given = call.key[:total], call.value[:total]
+        if spec.has_pages:
+            # Such engines write the tokens of a step by a kernel of their own.
+            given, table, slots = call.pages(), common.block_table_tensor, common.slot_mapping
+            write_kv_cache(call.key[: len(slots)], call.value[: len(slots)], *given, slots)
         found = flash_attn_varlen_func(
-            query,
-            *keys_and_values,
+            call.query[:tokens],
+            *given,
             common.query_start_loc,
             starts,
             common.max_query_len,
             common.max_seq_len,
-            **named,
-            return_attn_probs=spec.needs_lse,
             block_table=table,
+            return_attn_probs=spec.needs_lse,
+            **named,
         )
-        found = (found[0], found[1].transpose(0, 1)) if spec.needs_lse else found
-    output, lse = found if spec.needs_lse else (found, None)
-    call.output[:tokens] = output
-    if call.lse is not None:
-        call.lse[:tokens] = lse
+    output, lse = found[:2] if spec.needs_lse else (found, None)
+    call.output[:tokens] = output.reshape(tokens, *call.output.shape[1:])
+    if call.lse is not None and lse is not None:
+        # [B, H, L] of rows, or [H, T] of packed tokens.
+        call.lse[:tokens] = lse.transpose(-1, -2).reshape(tokens, spec.num_heads)
 
 
-def _rows(lse: torch.Tensor) -> torch.Tensor:
-    """`[B, H, Lq]` as `[B * Lq, H]`."""
-    return lse.transpose(1, 2).flatten(0, 1)
+def _cut(packed: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Packed tokens of requests of one length as `[B, L, H, D]`."""
+    reqs = len(starts) - 1
+    return packed[: int(starts[-1])].view(reqs, -1, *packed.shape[1:])
 
 
 ENGINE = Engine("flash-attn", _refusals, _asked, _attend)

@@ -152,7 +152,9 @@ def _slots(call: Call, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     common = call.common
     places = torch.arange(max(common.max_seq_len, 1), device=call.query.device)
     if call.kv_cache is None:
-        return places.int().expand(common.num_reqs, -1).contiguous(), places[:0].new_zeros(common.num_actual_tokens)
+        return places.int().expand(common.num_reqs, -1).contiguous(), places[:0].new_zeros(
+            common.num_actual_tokens
+        )
     blocks = common.block_table_tensor.long()
     # Entries past a request's pages are leftovers, which no one may follow.
     columns = (places // page_size).clamp(max=blocks.shape[1] - 1)

@@ -98,7 +98,7 @@ def _attend(call: Call) -> None:
 def _rows(packed: torch.Tensor, counts: list[int], most: int) -> torch.Tensor:
     """`[B, most, H, D]` of packed rows `[T, H, D]`, each request at the end of its row after zeros."""
     found = packed.new_zeros(len(counts), most, *packed.shape[1:])
-    for row, part in zip(found, packed[: sum(counts)].split(counts), strict=True):
+    for row, part in zip(found, torch.split(packed[: sum(counts)], counts), strict=True):
         row[most - len(part) :] = part
     return found
 
@@ -114,7 +114,9 @@ def _row(call: Call, index: int, most: int) -> tuple[torch.Tensor, torch.Tensor]
         begin = int(common.seq_lens[:index].sum())
         given = slice(begin, begin + length)
     rows = []
-    for packed, pages in zip((call.key, call.value), call.pages() if spec.has_pages else (None, None), strict=True):
+    for packed, pages in zip(
+        (call.key, call.value), call.pages() if spec.has_pages else (None, None), strict=True
+    ):
         row = packed.new_zeros(most, *packed.shape[1:])
         if pages is not None:
             blocks = common.block_table_tensor[index].long()
@@ -158,7 +160,7 @@ def _blocks(call: Call, real: torch.Tensor) -> torch.Tensor:
     spans = call.common.mm_prefix_spans
     assert spans is not None  # noqa: S101 - steps of layers with mm_prefix have them
     offsets = real.shape[1] - call.common.seq_lens
-    for index, own in enumerate(spans[: call.common.num_actual_tokens].split(call.new_lens())):
+    for index, own in enumerate(call.by_request(spans)):
         for start, stop in {(int(a), int(b)) for a, b in own.tolist() if b > a}:
             found[index, int(offsets[index]) + start : int(offsets[index]) + stop] = start
     return found

@@ -39,7 +39,11 @@ def _refusals(spec: LayerSpec) -> Iterator[str]:
     if stored not in get_args(CacheDType) or (stored != "auto" and kv_format(stored).planes):
         yield "its pages have other types"
     left, right = spec.window
-    if spec.is_windowed and not spec.causal and (left != right or spec.attn_type is AttentionType.ENCODER_DECODER):
+    if (
+        spec.is_windowed
+        and not spec.causal
+        and (left != right or spec.attn_type is AttentionType.ENCODER_DECODER)
+    ):
         yield "its windows are as wide on both sides of layers that are not causal"
 
 
@@ -123,7 +127,7 @@ def _cache(call: Call) -> torch.Tensor:
 
 
 def _group(call: Call, cache: torch.Tensor, backend: Any) -> tuple[Any, Any]:
-    """vLLM's spec of the layer's pages, and the backend class of its builder."""
+    """The spec of the layer's pages in vLLM, and the backend class of its builder."""
     from vllm.v1 import kv_cache_interface as theirs
 
     spec = call.spec
@@ -167,7 +171,7 @@ def _step(call: Call) -> Any:
     host = common.seq_lens.cpu()
     ranges = None
     if spec.mm_prefix and common.mm_prefix_spans_cpu is not None:
-        rows = common.mm_prefix_spans_cpu[: common.num_actual_tokens].split(call.new_lens())
+        rows = call.by_request(common.mm_prefix_spans_cpu)
         found = [sorted({(a, b - 1) for a, b in own.tolist() if b > a}) for own in rows]
         ranges = {request: own for request, own in enumerate(found) if own}
     return CommonAttentionMetadata(

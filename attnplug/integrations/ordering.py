@@ -57,7 +57,9 @@ def build_in_order(
         value = getattr(common, name)
         if isinstance(value, torch.Tensor):
             places = host if kind == "request" else torch.from_numpy(rows)
-            fields[name] = value[places if value.device.type == "cpu" else index if kind == "request" else queries]
+            fields[name] = value[
+                places if value.device.type == "cpu" else index if kind == "request" else queries
+            ]
         elif value is not None:
             fields[name] = value[order if kind == "request" else rows]
     if common.key_start_loc_cpu is not None:
@@ -95,5 +97,5 @@ def run_in_order(
     part, lse = output[rows], None if output_lse is None else output_lse[rows]
     call(layer, query[rows], *given, kv_cache, metadata.metadata, part, output_lse=lse)
     output[rows] = part
-    if output_lse is not None:
+    if output_lse is not None and lse is not None:
         output_lse[rows] = lse

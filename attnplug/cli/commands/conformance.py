@@ -90,7 +90,9 @@ def conformance(
         _which(
             "--engine",
             metavar="NAME,...",
-            autocompletion=lambda incomplete: [each for each in (*ENGINES, ALL) if each.startswith(incomplete)],
+            autocompletion=lambda incomplete: [
+                each for each in (*ENGINES, ALL) if each.startswith(incomplete)
+            ],
             help="Only the numeric checks, through the client of an engine: flash-attn, transformers, vllm, sglang, or all.",
         ),
     ] = None,
@@ -166,15 +168,20 @@ def conformance(
         others = {"--format": kv_format, "--shard": shard, "--resume": resume, "--junit": junit}
         others |= {"--known-failures": known_failures, "--summary": summary}
         asked = SuiteRequest(backend, device, level, only=only or ("*",), options=option or ())
-        chosen = {"timeout": timeout, "jobs": jobs, "memory": memory_bytes}
-        shown = {"show_ids": show_ids, "as_json": as_json, "verbose": verbose}
-        raise typer.Exit(check_engines(asked, engine, others, **chosen, **shown))
-    if junit == STDOUT and as_json:
-        raise PolicyError("--junit", "-", "is standard output, which has the JSON", "name a file")
-    if junit is not None and junit != STDOUT:
-        if not files.is_folder(junit.parent):
-            raise PolicyError("--junit", str(junit), "is in no folder that exists")
-        check_output("--junit", junit)
+        raise typer.Exit(
+            check_engines(
+                asked,
+                engine,
+                others,
+                timeout=timeout,
+                jobs=jobs,
+                memory=memory_bytes,
+                show_ids=show_ids,
+                as_json=as_json,
+                verbose=verbose,
+            )
+        )
+    _check_junit(junit, as_json=as_json)
     known = None if known_failures is None else str(known_failures)
     request = SuiteRequest(backend, device, level, known, only=only or ("*",), options=option or ())
     # A document on standard output must be alone there.
@@ -221,6 +228,16 @@ def conformance(
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)
+
+
+def _check_junit(junit: Path | None, *, as_json: bool) -> None:
+    """PolicyError for a file that cannot be written, and for standard output if it has the JSON."""
+    if junit == STDOUT and as_json:
+        raise PolicyError("--junit", "-", "is standard output, which has the JSON", "name a file")
+    if junit is not None and junit != STDOUT:
+        if not files.is_folder(junit.parent):
+            raise PolicyError("--junit", str(junit), "is in no folder that exists")
+        check_output("--junit", junit)
 
 
 def _chosen(

@@ -101,7 +101,9 @@ def check_engines(
     """
     for option, value in left_out.items():
         if value:
-            raise PolicyError(option, value, "is left out with --engine, whose results are not of the backend")
+            raise PolicyError(
+                option, value, "is left out with --engine, whose results are not of the backend"
+            )
     reports = [EngineReport(row, verbose, err=as_json) for row in read_engines(engines)]
     listing: Listing | None = None
     for report in reports:

@@ -281,8 +281,8 @@ def attend_paged(
         )
         cache = pages.as_one()
     with without_autocast(device):
-        rows = output[: step.tokens]
-        run_in_order(binding.impl.forward, binding.layer, packed, key, value, cache, metadata, rows)
+        real = output[: step.tokens]
+        run_in_order(binding.impl.forward, binding.layer, packed, key, value, cache, metadata, real)
     return output[None]
 
 
