@@ -23,7 +23,7 @@ def _refusals(spec: LayerSpec) -> Iterator[str]:
         "states": spec.state is not None,
         "ALiBi slopes": spec.has_alibi,
         "selections of keys": spec.sparse is not None,
-        "the log-sum-exp": spec.needs_lse,
+        "log-sum-exp": spec.needs_lse,
         "multimodal spans": spec.mm_prefix,
         "values of another size than keys": spec.head_size_v != spec.head_size,
         "decoders that are not causal": kind is AttentionType.DECODER and not spec.causal,

@@ -17,7 +17,7 @@ def _refusals(spec: LayerSpec) -> Iterator[str]:
         "states": spec.state is not None,
         "ALiBi slopes": spec.has_alibi,
         "selections of keys": spec.sparse is not None,
-        "the log-sum-exp": spec.needs_lse,
+        "log-sum-exp": spec.needs_lse,
     }
     yield from (f"its attention interface has no {name}" for name, is_asked in flags.items() if is_asked)
     if spec.resolved_kv_cache_dtype != spec.dtype:

@@ -106,6 +106,7 @@ def check_engines(
             )
     reports = [EngineReport(row, verbose, err=as_json) for row in read_engines(engines)]
     listing: Listing | None = None
+    listed: list[str] = []
     for report in reports:
         if report.problem:
             continue
@@ -113,11 +114,15 @@ def check_engines(
         if found is not None:
             listing, ids = found
             if show_ids:
-                echo("\n".join(f"{report.row.name} {check}" for check in ids))
+                listed += [f"{report.row.name} {check}" for check in ids]
             else:
                 _run(listing, ids, report, timeout, jobs, memory)
+    if show_ids and as_json:
+        print_json({"backend": request.name, "checks": listed}, "attnplug.checks")
+    elif show_ids:
+        echo("\n".join(listed))
     if show_ids:
-        return _FAILED if any(report.problem for report in reports) else 0
+        return 0 if listed else _FAILED
     if as_json:
         device = None if listing is None else listing.device
         about = {"backend": request.name if listing is None else listing.name, "device": device}
