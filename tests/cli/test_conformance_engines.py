@@ -78,6 +78,13 @@ def test_no_engine_at_all_is_no_success(command, installed):
     assert "vllm is not installed" in outcome.out
 
 
+def test_skips_alone_are_no_success(command):
+    skipped = {check: Result(check, CheckOutcome.SKIPPED, cause=SKIPPED) for check in IDS}
+    outcome, _ = command(skipped, "--engine", "flash-attn")
+    assert outcome.code == 1
+    assert "flash-attn skipped 0 0 4" in " ".join(outcome.out.split())
+
+
 def test_the_json_has_the_engines(command, installed):
     installed()
     skipped = {IDS[2]: Result(IDS[2], CheckOutcome.SKIPPED, cause=SKIPPED)}

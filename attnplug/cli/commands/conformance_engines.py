@@ -51,10 +51,12 @@ class EngineReport(Report):
 
     @property
     def verdict(self) -> str:
-        """passed, failed, or skipped if the engine is not installed."""
+        """passed, failed, or skipped if the engine is not installed or can ask for none of the layers."""
         if self.row.absent:
             return "skipped"
-        return "failed" if self.failed or self.problem else "passed"
+        if self.failed or self.problem:
+            return "failed"
+        return "passed" if any(each.outcome is CheckOutcome.PASSED for each in self.results) else "skipped"
 
     def reasons(self) -> Counter[str]:
         """How many checks were skipped for each reason."""
