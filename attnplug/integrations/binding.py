@@ -17,6 +17,7 @@ from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.interface.impl_and_builder import checked_metadata, make_builder, make_impl
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import PAD_SLOT_ID, AttentionMetadataBuilder, CommonAttentionMetadata
+from attnplug.integrations.ordering import build_in_order
 from attnplug.registry.selection.decision import Decision
 
 
@@ -48,9 +49,14 @@ class GrowingBuilder:
         self._builder: AttentionMetadataBuilder[Any] | None = None
 
     def build(self, common: CommonAttentionMetadata) -> Any:
-        """The backend's metadata for a step of any size."""
+        """The backend's metadata for a step of any size, for `run_in_order`."""
         builder = self.fitting(common.num_reqs, common.num_actual_tokens)
-        return checked_metadata(self.decision.get_backend_cls(), "build", builder.build(0, common))
+        backend = self.decision.get_backend_cls()
+        return build_in_order(
+            lambda step: checked_metadata(backend, "build", builder.build(0, step)),
+            common,
+            builder.reorder_batch_threshold,
+        )
 
     def fitting(self, reqs: int, tokens: int) -> AttentionMetadataBuilder[Any]:
         """The builder for steps of so many requests and tokens."""
@@ -109,7 +115,7 @@ class Binding:
                 own.copy_(given.detach().reshape(-1))
 
     def build(self, common: CommonAttentionMetadata) -> Any:
-        """The backend's metadata for a step of any size."""
+        """The backend's metadata for a step of any size, for `run_in_order`."""
         return self._builder.build(common)
 
 

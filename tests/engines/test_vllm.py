@@ -107,6 +107,15 @@ def test_a_plugin_of_a_third_party_runs_unchanged(source: Path, install_plugins:
     assert passed > 0, printed
 
 
+@pytest.mark.slow
+def test_the_suite_of_all_engines_runs_through_vllm(source: Path) -> None:
+    suite = HERE.parent / "testing" / "test_engine_suite.py"
+    words = (str(suite), "-m", "", "-k", "vllm")
+    passed, failed, printed = run(source, *words, backends="ATTNPLUG")
+    assert failed == 0, printed
+    assert passed >= 19, printed
+
+
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     [point] = [
         point

@@ -29,6 +29,7 @@ from attnplug.cli.output.conformance_report import CHECK_SECONDS
 from attnplug.cli.output.output import STDOUT, CommandError, check_output, echo, print_json, write_text
 from attnplug.cli.own_process import interrupt_on_sigterm
 from attnplug.core.errors import PolicyError
+from attnplug.engines.table import ALL, ENGINES
 from attnplug.testing.conformance.check import SHRINK_SECONDS
 
 if TYPE_CHECKING:
@@ -82,6 +83,17 @@ def conformance(
             metavar="NAME",
             autocompletion=complete_kv_cache_dtypes,
             help="Only the checks of a KV format; of TORCH unless a backend is named.",
+        ),
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        _which(
+            "--engine",
+            metavar="NAME,...",
+            autocompletion=lambda incomplete: [
+                each for each in (*ENGINES, ALL) if each.startswith(incomplete)
+            ],
+            help="Only the numeric checks, through the client of an engine: flash-attn, transformers, vllm, sglang, or all.",
         ),
     ] = None,
     shard: Annotated[str | None, _which(metavar="I/N", help="Run only the I-th of N parts.")] = None,
@@ -150,12 +162,26 @@ def conformance(
         raise PolicyError("--level", level, "must be smoke or full")
     part = None if shard is None else Shard.parse(shard)
     memory_bytes = None if memory is None else parse_memory(memory)
-    if junit == STDOUT and as_json:
-        raise PolicyError("--junit", "-", "is standard output, which has the JSON", "name a file")
-    if junit is not None and junit != STDOUT:
-        if not files.is_folder(junit.parent):
-            raise PolicyError("--junit", str(junit), "is in no folder that exists")
-        check_output("--junit", junit)
+    if engine:
+        from attnplug.cli.commands.conformance_engines import check_engines
+
+        others = {"--format": kv_format, "--shard": shard, "--resume": resume, "--junit": junit}
+        others |= {"--known-failures": known_failures, "--summary": summary}
+        asked = SuiteRequest(backend, device, level, only=only or ("*",), options=option or ())
+        raise typer.Exit(
+            check_engines(
+                asked,
+                engine,
+                others,
+                timeout=timeout,
+                jobs=jobs,
+                memory=memory_bytes,
+                show_ids=show_ids,
+                as_json=as_json,
+                verbose=verbose,
+            )
+        )
+    _check_junit(junit, as_json=as_json)
     known = None if known_failures is None else str(known_failures)
     request = SuiteRequest(backend, device, level, known, only=only or ("*",), options=option or ())
     # A document on standard output must be alone there.
@@ -202,6 +228,16 @@ def conformance(
     if as_json:
         print_json(report.to_dict(listing, problem), "attnplug.conformance")
     raise typer.Exit(_FAILED if report.failed or problem else 0)
+
+
+def _check_junit(junit: Path | None, *, as_json: bool) -> None:
+    """PolicyError for a file that cannot be written, and for standard output if it has the JSON."""
+    if junit == STDOUT and as_json:
+        raise PolicyError("--junit", "-", "is standard output, which has the JSON", "name a file")
+    if junit is not None and junit != STDOUT:
+        if not files.is_folder(junit.parent):
+            raise PolicyError("--junit", str(junit), "is in no folder that exists")
+        check_output("--junit", junit)
 
 
 def _chosen(

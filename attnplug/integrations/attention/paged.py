@@ -28,6 +28,7 @@ from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.binding import direct_step
 from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.steps import Ints, Lengths, lengths_of, paged_step
+from attnplug.integrations.ordering import run_in_order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -280,7 +281,8 @@ def attend_paged(
         )
         cache = pages.as_one()
     with without_autocast(device):
-        binding.impl.forward(binding.layer, packed, key, value, cache, metadata, output[: step.tokens])
+        real = output[: step.tokens]
+        run_in_order(binding.impl.forward, binding.layer, packed, key, value, cache, metadata, real)
     return output[None]
 
 

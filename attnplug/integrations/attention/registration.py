@@ -34,6 +34,7 @@ from attnplug.integrations.attention.model_hooks import (
 )
 from attnplug.integrations.attention.paged import attend_paged, serve_continuous_batching, take_paged
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
+from attnplug.integrations.ordering import run_in_order
 from attnplug.integrations.reader.mask_pattern import UnknownMaskError
 from attnplug.registry.selection.decision import Decision
 
@@ -143,7 +144,7 @@ def attention(
         metadata = binding.metadata(step, packing, is_shared=attention_mask is not None)
         packed = (packing.queries.pack(query), packing.keys.pack(key), packing.keys.pack(value))
         with without_autocast(query.device):
-            output = binding.impl.forward(binding.layer, *packed, None, metadata, output)
+            run_in_order(binding.impl.forward, binding.layer, *packed, None, metadata, output)
     return packing.queries.unpack(output, query.shape[0]), None
 
 

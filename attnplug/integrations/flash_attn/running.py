@@ -25,6 +25,7 @@ from attnplug.integrations.binding import Binding, direct_step, version_of
 from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.request import Request
 from attnplug.integrations.flash_attn.steps import Ints, Lengths, paged_step
+from attnplug.integrations.ordering import run_in_order
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
 from attnplug.registry.selection.policy import phase_rule_for, rule_sets
@@ -177,7 +178,7 @@ def _attend_read(
     )
     keys, values = read()
     with without_autocast(q.device):
-        binding.impl.forward(binding.layer, q, keys, values, None, metadata, output, output_lse=lse)
+        run_in_order(binding.impl.forward, binding.layer, q, keys, values, None, metadata, output, lse)
     return output, lse
 
 
@@ -222,7 +223,8 @@ def attend_pages(
     )
     write()
     with without_autocast(q.device):
-        binding.impl.attend(binding.layer, q, None, None, pages.as_one(), metadata, output, output_lse=lse)
+        cache = pages.as_one()
+        run_in_order(binding.impl.attend, binding.layer, q, None, None, cache, metadata, output, lse)
     return output, lse
 
 

@@ -14,6 +14,7 @@ from attnplug.core.interface.impl_and_builder import checked_metadata
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.integrations.binding import GrowingBuilder
+from attnplug.integrations.ordering import run_in_order
 from attnplug.integrations.sglang.batches import check_fields
 from attnplug.integrations.sglang.bound import Bound, Choice, decide
 from attnplug.integrations.sglang.caches import OTHER
@@ -209,7 +210,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]  # SGLang is not there fo
         # A fused writer may have changed keys of the call, and those of an encoder are not the queries' own.
         if bound.place == CROSS or (pages is not None and not save_kv_cache):
             key = value = None
-        bound.impl.attend(None, query, key, value, pages, metadata, output)
+        run_in_order(bound.impl.attend, None, query, key, value, pages, metadata, output)
         return output.view(q.shape[0], -1)
 
     def bound(self, layer: Any, sinks: torch.Tensor | None) -> Bound:
