@@ -43,14 +43,14 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def record(self: GraphSteps, rows: int) -> Any:
         with NoWaiting():
-            captured, logits = self.runtime._step, self.run(rows).clone()
+            captured, logits = self.runtime._active.layers, self.run(rows).clone()
 
         def replay() -> None:
-            begun, self.runtime._step = self.runtime._step, captured
+            begun, self.runtime._active.layers = self.runtime._active.layers, captured
             try:
                 logits.copy_(self.run(rows))
             finally:
-                self.runtime._step = begun
+                self.runtime._active.layers = begun
 
         return replay, logits
 

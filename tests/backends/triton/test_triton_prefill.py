@@ -119,7 +119,7 @@ def test_programs_of_short_prompts_are_smaller():
     ],
 )
 def test_extends_are_not_divided_where_most_multiprocessors_have_a_tile(heads, tokens, reqs, fills):
-    layer = SimpleNamespace(_group=heads[0] // heads[1], kv_heads=heads[1], _gpu=H200)
+    layer = SimpleNamespace(group=heads[0] // heads[1], kv_heads=heads[1], _gpu=H200)
     assert bindings.BoundLayer.fills_gpu(layer, tokens, reqs) is fills
 
 
