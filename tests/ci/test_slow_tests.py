@@ -31,7 +31,9 @@ def _collected(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_shares_have_each_test_once_and_an_unknown_share_is_refused() -> None:
-    collected = [_collected("--share", f"{share}/2", "tests/ci/test_slow_tests.py") for share in (1, 2)]
+    collected = [
+        _collected("-m", "", "--share", f"{share}/2", "tests/ci/test_slow_tests.py") for share in (1, 2)
+    ]
     names = [line for run in collected for line in run.stdout.splitlines() if "::" in line]
     assert len(names) == len(set(names)) == TESTS_HERE
     refused = _collected("--share", "3/2", "tests/ci/test_slow_tests.py")
