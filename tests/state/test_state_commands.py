@@ -23,10 +23,12 @@ def run(*arguments: object) -> Any:
 
 
 def test_a_rule_for_all_layers_is_explained_in_one_line() -> None:
-    found = run("select", MODELS / "nemotron-3-nano-30b.json", "--device", "cpu", "--backend", "TORCH")
+    found = run("select", MODELS / "nemotron-3-nano-30b.json", "--device", "h100", "--backend", "TORCH")
     text = " ".join(found.output.split())
-    assert "TORCH is for attention layers: 46 layers with a state are served by TORCH" in text
+    assert "TORCH is for attention layers: 46 layers with a state are served by TRITON" in text
     assert "a rule such as conv=NAME,state=NAME chooses for them" in text
+    same = run("select", MODELS / "nemotron-3-nano-30b.json", "--device", "cpu", "--backend", "TORCH")
+    assert "is for attention layers" not in same.output
     named = run(
         *("select", MODELS / "nemotron-3-nano-30b.json", "--device", "cpu"),
         *("--backend", "TORCH,state=TORCH,conv=TORCH"),

@@ -220,9 +220,11 @@ def _float32_note(decisions: Sequence[Decision]) -> tuple[str, ...]:
 
 
 def _rule_note(backend: str | None, decisions: Mapping[str, Decision]) -> tuple[str, ...]:
-    """A note if a rule for all layers, or for a phase, left out the layers that keep a state."""
+    """A note if a rule for all layers, or for a phase, left layers that keep a state to another backend."""
     rules = [rule for rules in rule_sets(backend) for rule in rules if rule.scope in ("default", "phase")]
-    free = [each for each in decisions.values() if each.spec.state is not None and each.rule is None]
+    asked = {rule.backend for rule in rules}
+    states = (each for each in decisions.values() if each.spec.state is not None and each.rule is None)
+    free = [each for each in states if each.backend not in asked]
     if not rules or not free:
         return ()
     named = ", ".join(dict.fromkeys(map(str, rules)))
