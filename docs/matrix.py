@@ -118,8 +118,10 @@ def table(matrix: Matrix) -> str:
     for value in values_of(best, "feature"):
         marks = (_mark(summary.answers["feature"].get(value)) for summary in best)
         lines.append(markdown_row((markdown_text(value_in_words("feature", value)), *marks)))
+    # Sizes of states say nothing about attention, which readers look for.
+    attention = [summarise(_without_states(summary.run)) for summary in best]
     for axis, name in list(AXIS_NAMES.items())[1:]:
-        lines.append(markdown_row((f"{name}s", *(_served(summary, axis) for summary in best))))
+        lines.append(markdown_row((f"{name}s", *(_served(summary, axis) for summary in attention))))
     shown = {answer.status for summary in best for answer in summary.answers["feature"].values()}
     legend = [f"{MARKS[each]} {each} ({meaning})" for each, meaning in MEANINGS.items() if each in shown]
     few = ""
@@ -130,6 +132,11 @@ def table(matrix: Matrix) -> str:
 
 def _runs_of(matrix: Matrix, name: str) -> list[Run]:
     return [run for run in matrix.runs if run.backend == name]
+
+
+def _without_states(run: Run) -> Run:
+    findings = tuple(each for each in run.findings if not each.cell.feature.startswith("state"))
+    return dataclasses.replace(run, findings=findings)
 
 
 def _weight(run: Run) -> tuple[int, int]:

@@ -178,6 +178,7 @@ def test_every_described_schema_is_tested():
         "attnplug.new-format",
         "attnplug.error",
         "attnplug.matrix-changes",
+        "attnplug.engines",
         "attnplug.plan",
         "attnplug.refuted",
     }

@@ -159,7 +159,7 @@ def test_the_table_shows_a_backend_where_most_of_it_was_run(script: ModuleType, 
     assert cells["sinks"][:3] == ["◐", "◐", "○ KV dtype auto only"]
     assert cells["MLA"][:2] == ["◐", "◐"]
     assert cells["sparse"][1:3] == ["◐ head size 576 only", "–"]  # noqa: RUF001
-    assert cells["head sizes"][1] == "16 to 256 in steps of 8, 576"
+    assert cells["head sizes"][1] == "16 to 256 in steps of 8, 288 to 512 in steps of 32, 576"
     assert "◐ sampled (claimed; some combinations were run on the device and are right" in table
 
 

@@ -97,3 +97,13 @@ def test_a_conflict_does_not_keep_a_registered_plugin_out(twins: Registry) -> No
     assert twins.explain(SPEC, CPU).backend == "MINE"
     with pytest.raises(PluginError, match="again offers TWIN, which attnplug-bad-twin"):
         twins.register(plugin(backend("TWIN")), "again")
+
+
+def test_a_name_refers_to_its_own_candidates_alone(twins: Registry) -> None:
+    decision = twins.explain(SPEC, CPU)
+    of = {
+        each.distribution if each.name.startswith("TWIN") else each.name: each for each in decision.candidates
+    }
+    assert twins.plugins.refers_to("TORCH", of["TORCH"])
+    assert not twins.plugins.refers_to("TORCH", of[A])
+    assert not twins.plugins.refers_to("TWIN", of["TORCH"])
