@@ -11,11 +11,12 @@ import torch
 
 from attnplug.core.backend import AttentionBackend, subclass_attention_backend_with_overrides
 from attnplug.core.device import Device
-from attnplug.core.errors import PolicyError
+from attnplug.core.errors import BatchError, PolicyError
 from attnplug.core.impl import AttentionImpl, LayerTensors
 from attnplug.core.metadata import AttentionMetadata, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.ops.checks import check_keys, refuse_output_scales
 from attnplug.registry.default import get_registry
 from attnplug.registry.selection.policy import use
 from attnplug.testing.conformance.cases.cases import single_cases
@@ -56,7 +57,8 @@ class Call:
 
     def pages(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of the cache's keys and values, `[N, block_size, Hkv, D]`."""
-        assert self.kv_cache is not None  # noqa: S101 - asked for layers with pages alone
+        if self.kv_cache is None:
+            raise BatchError("kv_cache", None, "is required: the engine reads pages of this layer")
         return self.backend.for_layer(self.spec).split_kv(self.kv_cache, self.spec)
 
 
@@ -200,8 +202,10 @@ class Impl(AttentionImpl[Step]):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run the step through the client."""
-        assert key is not None  # noqa: S101 - the numeric cases give both
-        assert value is not None  # noqa: S101
+        refuse_output_scales(output_scale=output_scale, output_block_scale=output_block_scale)
+        if self.spec.has_sinks and not use_sinks:
+            raise BatchError("use_sinks", False, "must be True: no engine's call leaves out a layer's sinks")
+        key, value = check_keys(key, value, 0, self.spec)
         wrapped: Any = self.backend
         engine, backend, rule = wrapped.engine()
         given = query, key, value, kv_cache, output, output_lse

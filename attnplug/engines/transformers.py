@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.engines.engine import Call, Engine
 
@@ -158,7 +159,8 @@ def _blocks(call: Call, real: torch.Tensor) -> torch.Tensor:
     """The number of each token's multimodal block, int64 `[B, L]`; -1 for text."""
     found = torch.full(real.shape, -1, device=real.device)
     spans = call.common.mm_prefix_spans
-    assert spans is not None  # noqa: S101 - steps of layers with mm_prefix have them
+    if spans is None:
+        raise BatchError("mm_prefix_spans", None, "is required: the layer has mm_prefix")
     offsets = real.shape[1] - call.common.seq_lens
     for index, own in enumerate(call.by_request(spans)):
         for start, stop in {(int(a), int(b)) for a, b in own.tolist() if b > a}:

@@ -143,8 +143,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         """The reasons of attnplug against the layer, in sentences; its heads, cap and slopes come with the layer itself."""
         given = named(args, kwargs)
         reasons = unserved(given)
-        if refusal := pages_refusal(given.get("kv_cache_dtype") or "auto"):
-            return [*reasons, refusal]
+        stored = given.get("kv_cache_dtype") or "auto"
+        if refusal := pages_refusal(stored):
+            return [*reasons, f"kv_cache_dtype {stored} {refusal}"]
         kind = str(getattr(given["attn_type"], "value", given["attn_type"]))
         if kind not in KINDS:
             return [*reasons, f"attention type {kind} is not known to attnplug"]
@@ -165,7 +166,7 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 num_kv_heads=kv_heads if heads % kv_heads == 0 else heads,
                 head_size=given["head_size"],
                 dtype=given["dtype"],
-                kv_cache_dtype="auto" if direct else given.get("kv_cache_dtype") or "auto",
+                kv_cache_dtype="auto" if direct else stored,
                 block_size=None if direct else given.get("block_size"),
                 attn_type=kind,
                 causal=causal,

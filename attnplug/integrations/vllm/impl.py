@@ -44,7 +44,7 @@ def pages_refusal(kv_cache_dtype: str) -> str | None:
     """Why vLLM's pages hold no such values: a format with scales beside its data has bytes of its own; None if they do."""
     if kv_cache_dtype == "auto" or not kv_format(kv_cache_dtype).planes:
         return None
-    return f"kv_cache_dtype {kv_cache_dtype} is not served in vLLM, whose pages of that name have other bytes than attnplug's"
+    return "is not served in vLLM, whose pages of that name have other bytes than attnplug's"
 
 
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
