@@ -27,6 +27,8 @@ DOCUMENTS = {
     ("select", GPT, "--device", "h100", "--memory", "80GiB", "--json"): "attnplug.select",
     ("select", GPT, "--device", "h100", "--per-phase", "--json"): "attnplug.select",
     ("select", MODELS / "deepseek-v3.json", "--device", "a100", "--json"): "attnplug.select",
+    ("select", MODELS / "qwen3-next-80b.json", "--device", "h100", "--memory", "40GiB", "--json"): "attnplug.select",
+    ("explain", "--state", "delta,head", "--device", "h100", "--json"): "attnplug.decision",
     ("explain", "--device", "h100", "--json"): "attnplug.decision",
     ("explain", "--device", "h100", "--assume-installed", "triton=3.6", "--sinks", "--json"): "attnplug.decision",
     ("explain", "--mla", "1536,512,128,64,128", "--sinks", "--device", "h100", "--json"): "attnplug.decision",
@@ -213,6 +215,8 @@ def test_a_schema_allows_new_fields_and_no_other_types(run):
     [
         ("gpt-oss-20b.json", {"per_phase": True, "memory": "80GiB"}),
         ("deepseek-v3.json", {"num_blocks": 64}),
+        ("qwen3-next-80b.json", {"memory": "80GiB"}),
+        ("nemotron-3-nano-30b.json", {"num_blocks": 64, "num_states": 8}),
         ("qwen3-8b.json", {"context_parallel": ContextParallel(2, 0)}),
     ],
 )
