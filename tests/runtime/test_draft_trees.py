@@ -259,7 +259,9 @@ def test_a_node_whose_keys_a_moved_path_replaced_is_refused() -> None:
     batch = model.batches.step({"a": 4}, trees={"a": [-1, 0, 0, 2]})
     model.runtime.keep_path(batch, {"a": 3})
     # Node 1 was behind node 0, where the keys of node 2 are now.
-    with pytest.raises(BatchError, match=r"accepted\['a'\]=1 is a node whose keys are not behind the computed"):
+    with pytest.raises(
+        BatchError, match=r"accepted\['a'\]=1 is a node whose keys are not behind the computed"
+    ):
         model.batches.finish_step({"a": 1})
     # A part of the path that was moved is there.
     model.batches.finish_step({"a": 2})
