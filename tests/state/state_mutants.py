@@ -435,6 +435,28 @@ def solved(self, k, v, b, s):
     )[:, 0]
 
 
+def densely(*names: str) -> type[PlainStates]:
+    """Reads these arguments as if their numbers lay side by side, from where they begin."""
+
+    def advance(self, query, key, value, states, attn_metadata, output, **gates):
+        given = {"query": query, "key": key, "value": value, **gates}
+        for name in names:
+            if (each := given[name]) is not None and each.numel():
+                flat = torch.as_strided(each, (each.numel(),), (1,), each.storage_offset())
+                given[name] = flat.view(each.shape)
+        tensors = given.pop("query"), given.pop("key"), given.pop("value")
+        right.advance(self, *tensors, states, attn_metadata, output, **given)
+
+    return impl(advance=advance)
+
+
+MUTANTS["strides"] = {
+    "strides of queries ignored": densely("query"),
+    "strides of values ignored": densely("value"),
+    "strides of gates ignored": densely("decay", "beta"),
+}
+
+
 RIGHT: dict[str, type] = {
     "token by token": PlainStates,
     **{f"chunks of {size}": in_chunks(size) for size in (1, 16, 32, 64, 128)},

@@ -55,6 +55,7 @@ def quick_checks(backend: type) -> Iterator[Check]:
         "chunks",
         "mixed",
         "prompts",
+        "strided",
         "strong",
         "drafts",
         "checkpoints",
