@@ -85,6 +85,12 @@ MUTANTS["sizes"] = {
     "all heads have the first key": impl(shared=first_group),
     "K and V swapped where they are equal": impl(loaded=transposed),
     "K and V swapped in memory": impl(loaded=reinterpreted),
+    "K beyond 16 left out": impl(
+        shared=lambda self, q, k: right.shared(self, q, k * (torch.arange(k.shape[-1]) < 16))
+    ),
+    "values of one element are zero": impl(
+        answer=lambda self, q, s: right.answer(self, q, s) * (s.shape[-1] > 1)
+    ),
     "scale ignored": impl(scale_of=lambda self: 1.0),
     "scale of K": impl(scale_of=lambda self: self.spec.head_size**-0.5),
     "scale of V": impl(scale_of=lambda self: self.spec.head_size_v**-0.5),
