@@ -212,7 +212,7 @@ class TestOneRun:
         for refused in ({"a": -1}, {"a": 2**40}, {"b": 1}):
             with pytest.raises(BatchError):
                 table.step(refused)
-        with pytest.raises(BatchError, match="new tokens must be in 0 .. 16777216"):
+        with pytest.raises(BatchError, match=r"new tokens must be in 0 \.\. 16777216"):
             table.step({"a": -1})
         table.add_request("b")
         table.add_request("c")

@@ -22,9 +22,9 @@ from attnplug.core.spec import LayerSpec
 from attnplug.core.state.caches import StateCacheSpec
 from attnplug.core.state.impl import StateImpl
 from attnplug.registry.selection.decision import Decision
+from attnplug.runtime.batch.step_batch import check_current
 from attnplug.runtime.caches.block_pool import BlockPool
 from attnplug.runtime.caches.engine_caches import Allocator
-from attnplug.runtime.batch.step_batch import check_current
 from attnplug.runtime.plan.model_plan import ModelPlan
 from attnplug.runtime.plan.state_plan import StatePlan
 from attnplug.runtime.states.state_step import StateStep

@@ -189,7 +189,7 @@ def _decoded_alone(row: KVFormat, codec: KVCodec, size: int) -> None:
     wanted = torch.cat([codec.decode(tuple(each[at : at + 1] for each in planes), scale) for at in range(96)])
     trials = {
         "together": codec.decode(planes, scale),
-        "as tokens and heads": codec.decode(tuple(each.unflatten(0, (24, 4)) for each in planes), scale),
+        "as tokens and heads": codec.decode(tuple(each.view(24, 4, -1) for each in planes), scale),
     }
     if size <= _SMALL:
         # A prompt has more rows than 16 bits count.
