@@ -251,6 +251,17 @@ def test_a_replay_counts_as_a_run(served: Captured) -> None:
         served.table.step({"a": 1})
 
 
+def test_a_second_replay_of_a_step_that_overwrote_its_states_is_refused(served: Captured) -> None:
+    served.add("a", 5)
+    served.capture()
+    batch = served.builder.step({"a": 1})
+    states = served.table.step(batch)
+    buffers = served.state.get_graph_input_buffers(2)
+    served.state.prepare_graph_input_buffers(buffers, batch, states=states)
+    with pytest.raises(BatchError, match="a replay would add the tokens twice"):
+        served.state.prepare_graph_input_buffers(buffers, batch, states=states)
+
+
 def test_a_step_without_its_states_is_refused_and_copies_nothing(served: Captured) -> None:
     served.add("a", 5)
     batch = served.builder.step({"a": 1})
