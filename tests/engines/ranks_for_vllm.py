@@ -6,7 +6,6 @@ vLLM's own. A made-up engine fills the pages of each rank by vLLM's rule, and a 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -16,132 +15,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
+
+from rank_engine import BLOCK, Engine, answer, steps  # isort: skip
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 
-HEADS, SIZE, BLOCK = 4, 64, 16
+HEADS, SIZE = 4, 64
 LATENT, ROPE, NOPE, SIZE_V = 512, 64, 128, 128
 CPU = torch.device("cpu")
-
-
-@dataclasses.dataclass
-class Request:
-    """A request: the keys of all its tokens, its blocks, and how many tokens are computed."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    blocks: list[int]
-    computed: int = 0
-
-
-class Engine:
-    """The pages of one rank, filled by vLLM's rule for the slots of ranks."""
-
-    def __init__(self, rank: int, size: int, interleave: int, kv_sizes: tuple[int, int]) -> None:
-        self.rank, self.size, self.interleave, self.kv_sizes = rank, size, interleave, kv_sizes
-        # All ranks draw the same numbers.
-        self.random = torch.Generator().manual_seed(7)
-        self.requests: dict[str, Request] = {}
-        self.free = list(range(1, 64))
-
-    def draw(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.random)
-
-    def add(self, name: str, tokens: int, like: str | None = None, blocks: int = 0) -> None:
-        """A request of up to `tokens` tokens, whose first blocks may be another's, from a prefix cache."""
-        drawn = (self.draw(tokens, size) for size in self.kv_sizes)
-        # Values that 8 bits can store with a scale of 2, so that such caches change none.
-        made = Request(*((each * (each.abs() > 0.05)).to(torch.float8_e4m3fn).float() for each in drawn), [])
-        if like is not None:
-            other, made.computed = self.requests[like], blocks * BLOCK * self.size
-            for mine, theirs in ((made.keys, other.keys), (made.values, other.values)):
-                mine[: made.computed] = theirs[: made.computed]
-            made.blocks = other.blocks[:blocks]
-        while len(made.blocks) * BLOCK * self.size < tokens:
-            made.blocks.append(self.free.pop(len(made.blocks) % 3))
-        self.requests[name] = made
-
-    def slot(self, request: Request, position: int) -> int:
-        """The slot of a token on this rank by vLLM's rule for blocks that all ranks share; -1 on another rank."""
-        block, inside = divmod(position, BLOCK * self.size)
-        if inside // self.interleave % self.size != self.rank:
-            return -1
-        turn = inside // (self.size * self.interleave)
-        return request.blocks[block] * BLOCK + turn * self.interleave + inside % self.interleave
-
-    def step(self, new: dict[str, int], padding: int = 0) -> tuple[Any, list[tuple[Request, int]]]:
-        """vLLM's metadata of a step with so many new tokens of each request, and the request and place of each."""
-        from vllm.v1.attention.backend import CommonAttentionMetadata
-        from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
-
-        rows = [
-            (request, request.computed + token)
-            for name, count in new.items()
-            for request in [self.requests[name]]
-            for token in range(count)
-        ]
-        for name, count in new.items():
-            self.requests[name].computed += count
-        reqs = len(new) + padding
-        counts = [*new.values(), *[0] * padding]
-        lens = torch.tensor([*(self.requests[name].computed for name in new), *[0] * padding]).int()
-        starts = torch.tensor(np.cumsum([0, *counts])).int()
-        table = torch.zeros(reqs, 12, dtype=torch.int32)
-        for row, name in enumerate(new):
-            blocks = self.requests[name].blocks
-            table[row, : len(blocks)] = torch.tensor(blocks).int()
-        slots = [*(self.slot(*row) for row in rows), *[-1] * padding]
-        local = get_dcp_local_seq_lens(lens, self.size, self.rank, self.interleave)
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=lens,
-            num_reqs=reqs,
-            num_actual_tokens=len(rows) + padding,
-            max_query_len=max(counts),
-            max_seq_len=int(lens.max()),
-            block_table_tensor=table,
-            slot_mapping=torch.tensor(slots),
-            seq_lens_cpu_upper_bound=lens,
-            dcp_local_seq_lens=local,
-            dcp_local_seq_lens_cpu=local,
-        )
-        return common, rows
-
-
-def steps(engine: Engine) -> Iterator[tuple[Any, list[tuple[Request, int]]]]:
-    """Prompts, mixed steps with a prefix hit and a cut prompt, and decodes; some ranks have no key of short requests."""
-    prefix = BLOCK * engine.size
-    engine.add("long", prefix + 45)
-    engine.add("one", 8)
-    engine.add("short", 9)
-    yield engine.step({"one": 1, "long": prefix + 21, "short": 3})
-    engine.add("hit", prefix + 30, like="long", blocks=1)
-    engine.add("cut", 50)
-    yield engine.step({"one": 1, "long": 1, "short": 1, "hit": 20, "cut": 30})
-    yield engine.step({"long": 1, "short": 1, "hit": 1, "cut": 18})
-    yield engine.step({"long": 1, "one": 1, "short": 1, "hit": 1, "cut": 1})
-    yield engine.step({"one": 1, "long": 1, "cut": 1}, padding=2)
-    # Short prompts after computed tokens.
-    yield engine.step({"one": 3, "short": 2, "hit": 5})
-    engine.add("new", 19)
-    yield engine.step({"new": 19})
-    yield engine.step({"new": 1}) if engine.requests["new"].keys.shape[0] > 19 else engine.step({"one": 1})
-
-
-def answer(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, cap: float | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:  # fmt: skip
-    """`[H, Dv]` of one token `query [H, D]` over the keys `[S, D]` before it and its own, in float64."""
-    logits = query.double() @ keys.double().T * scale
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    extra = logits.new_empty(logits.shape[0], 0) if sinks is None else sinks.double()[:, None]
-    weights = torch.cat((logits, extra), dim=1).softmax(-1)[:, : logits.shape[1]]
-    return weights @ values.double()
 
 
 def config_of(size: int, interleave: int, exchange: str) -> Any:
@@ -161,6 +44,7 @@ def paged(
 ) -> None:  # fmt: skip
     """A decoder layer whose ranks have the heads of one KV head."""
     from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from attnplug.integrations.vllm.backends import backend_class
@@ -170,9 +54,8 @@ def paged(
     own, scale, cls = slice(rank * HEADS, (rank + 1) * HEADS), 0.3, backend_class(f"ATTNPLUG{backend}")
     sinks = engine.draw(HEADS * size) if asks.pop("sinks", False) else None
     with set_current_vllm_config(config):
-        given = dict(asks, kv_cache_dtype=dtype)
-        given |= {} if sinks is None else {"sinks": sinks[own]}
-        impl = cls.get_impl_cls()(HEADS, SIZE, scale, 1, **given)
+        learned = {} if sinks is None else {"sinks": sinks[own]}
+        impl = cls.get_impl_cls()(HEADS, SIZE, scale, 1, kv_cache_dtype=dtype, **asks, **learned)
     impl.see(torch.float32)
     assert impl.need_to_return_lse_for_decode
     scales = {"_k_scale": torch.tensor(2.0), "_v_scale": torch.tensor(0.5)}
@@ -185,7 +68,8 @@ def paged(
     close = {"atol": 2e-5, "rtol": 1e-4}
     # vLLM measures memory first.
     impl.forward(layer, torch.zeros(128, HEADS, SIZE), None, None, cache, None, torch.zeros(128, HEADS, SIZE))
-    for common, rows in steps(engine):
+    for given, rows in steps(engine):
+        common = CommonAttentionMetadata(**vars(given))
         padding = common.num_actual_tokens - len(rows)
         query = engine.draw(len(rows) + padding, HEADS * size, SIZE)
         keys, values = (
@@ -210,6 +94,7 @@ def paged(
 def latent(rank: int, size: int, backend: str, interleave: int, exchange: str = "ag_rs") -> None:
     """A layer of latent attention, whose ranks have some heads each."""
     from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     from attnplug.integrations.vllm.latent_backends import latent_class
@@ -234,7 +119,8 @@ def latent(rank: int, size: int, backend: str, interleave: int, exchange: str = 
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.float32)
     builder = cls.get_builder_cls()(spec, ["a"], config, CPU)
     cache = torch.zeros(64, BLOCK, LATENT + ROPE)
-    for common, rows in steps(engine):
+    for given, rows in steps(engine):
+        common = CommonAttentionMetadata(**vars(given))
         padding = common.num_actual_tokens - len(rows)
         query = engine.draw(len(rows) + padding, heads * size, NOPE + ROPE)
         keys = torch.stack([request.keys[place] for request, place in rows])
@@ -285,8 +171,10 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
     vllm.platforms._current_platform = CpuPlatform()
+    Engine.local_lengths = staticmethod(get_dcp_local_seq_lens)
     failed, ran = {}, []
     with set_current_vllm_config(VllmConfig()):
         parallel_state.init_distributed_environment(size, rank, f"file://{folder}/store", rank, "gloo")
