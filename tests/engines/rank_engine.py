@@ -140,7 +140,16 @@ def answer(
     return weights @ values.double()
 
 
-def run_ranks(size: int, run: Callable[[SimpleNamespace], None]) -> None:
+@dataclasses.dataclass(eq=False)
+class Group:
+    """What vLLM's GroupCoordinator has."""
+
+    world_size: int
+    rank_in_group: int
+    device_group: dist.ProcessGroup | None = None
+
+
+def run_ranks(size: int, run: Callable[[Group], None]) -> None:
     """Run the ranks of a gloo group in threads, each with its group as vLLM's GroupCoordinator shows it."""
     store, failed = dist.HashStore(), list[BaseException]()
 
@@ -150,7 +159,7 @@ def run_ranks(size: int, run: Callable[[SimpleNamespace], None]) -> None:
             gloo = dist.ProcessGroupGloo(store, rank, size, dt.timedelta(seconds=20))
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            run(SimpleNamespace(world_size=size, rank_in_group=rank, device_group=group))
+            run(Group(size, rank, group))
         except BaseException as error:
             failed.append(error)
 

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from rank_engine import BLOCK, Engine, answer, run_ranks, steps
+from rank_engine import BLOCK, Engine, Group, answer, run_ranks, steps
 
 from attnplug import LayerSpec
+from attnplug.backends.torch_native import TorchBackend
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, LayoutError, SpecError
 from attnplug.core.impl import LayerTensors
@@ -56,7 +57,7 @@ def on_rank(ranks: Ranks, spec: LayerSpec, tensors: LayerTensors) -> tuple[RankI
 @pytest.mark.parametrize("interleave", [1, 4, BLOCK])
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
 def test_ranks_give_the_answers_of_one(size: int, interleave: int, exchange: Any) -> None:
-    def run(group: SimpleNamespace) -> None:
+    def run(group: Group) -> None:
         ranks, own = Ranks(group, interleave, exchange), group.rank_in_group
         engine = Engine(own, size, interleave, (SIZE, SIZE))
         sinks, heads = engine.draw(HEADS * size), slice(own * HEADS, (own + 1) * HEADS)
@@ -85,7 +86,7 @@ def test_ranks_give_the_answers_of_one(size: int, interleave: int, exchange: Any
 def test_ranks_exchange_absorbed_queries_and_latents(interleave: int) -> None:
     size, rank = 2, DIMS.kv_lora_rank
 
-    def run(group: SimpleNamespace) -> None:
+    def run(group: Group) -> None:
         ranks, own = Ranks(group, interleave, None), group.rank_in_group
         engine = Engine(own, size, interleave, (576, 1))
         w_uk, w_uv = engine.draw(2 * size, 128, rank) * 0.05, engine.draw(2 * size, rank, 128) * 0.1
@@ -114,14 +115,8 @@ def test_ranks_exchange_absorbed_queries_and_latents(interleave: int) -> None:
     run_ranks(size, run)
 
 
-class Alone:
-    """A group whose ranks are never asked."""
-
-    world_size, rank_in_group, device_group = 2, 1, None
-
-
 def built(step: Any, method: str = "build", **changes: Any) -> Any:
-    group = Alone()
+    group = Group(2, 1)
     _, builder = on_rank(Ranks(group, 1, None), SPEC, LayerTensors())
     common = translate(step, exact=True, has_ranks=True)
     for name, value in changes.items():
@@ -136,11 +131,17 @@ def some_step(*counts: int) -> Any:
     return engine.step({str(number): count for number, count in enumerate(counts)})[0]
 
 
-def test_a_graph_of_decodes_reads_the_lengths_that_vllm_writes() -> None:
-    step = some_step(1, 1, 1)
-    found = built(step, "build_for_cudagraph_capture")
-    assert found.new is None
-    assert found.pages.seq_lens.data_ptr() == step.dcp_local_seq_lens.data_ptr()
+def test_a_graph_of_decodes_reads_the_lengths_that_vllm_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = some_step(1, 1, 1), list[Any]()
+    builder = TorchBackend.get_builder_cls()
+    capture = builder.build_for_cudagraph_capture
+    monkeypatch.setattr(
+        builder,
+        "build_for_cudagraph_capture",
+        lambda self, common: seen.append(common) or capture(self, common),
+    )
+    assert built(step, "build_for_cudagraph_capture").new is None
+    assert [common.seq_lens.data_ptr() for common in seen] == [step.dcp_local_seq_lens.data_ptr()]
     with pytest.raises(BatchError, match=r"max_query_len=2 must be 1 in a graph"):
         built(some_step(2, 1), "build_for_cudagraph_capture")
 
@@ -156,14 +157,14 @@ def test_new_prompts_at_the_end_exchange_nothing() -> None:
 
 
 def test_the_share_of_a_rank_needs_exact_lengths_on_the_host() -> None:
-    with pytest.raises(BatchError, match=r"seq_lens_host=an upper bound must be the exact lengths"):
+    with pytest.raises(BatchError, match=r"seq_lens_host='an upper bound' must be the exact lengths"):
         built(some_step(1, 1), seq_lens_host_exact=False)
-    with pytest.raises(BatchError, match=r"seq_lens_host=none must be the exact lengths"):
+    with pytest.raises(BatchError, match=r"seq_lens_host='none' must be the exact lengths"):
         built(some_step(1, 1), seq_lens_host=None)
 
 
 def test_a_run_of_tokens_that_a_page_cuts_is_refused() -> None:
-    group = Alone()
+    group = Group(2, 1)
     with pytest.raises(LayoutError, match=r"cp_kv_cache_interleave_size=32 must divide 16"):
         on_rank(Ranks(group, 32, None), SPEC, LayerTensors())
 
@@ -184,7 +185,7 @@ def test_lengths_of_ranks_are_refused_where_no_group_shares_tokens() -> None:
         (SPEC.replace(causal=False), {}, "causal=False"),
         (SPEC.replace(num_kv_heads=2), {}, "num_kv_heads=2 on a rank"),
         (SPEC.replace(attn_type="encoder_decoder", causal=False), {}, "attn_type=encoder_decoder"),
-        (LATENT.replace(sparse=SparseSpec(kind="tokens", topk=64)), {}, "sparse attention"),
+        (LATENT.replace(sparse=SparseSpec(kind="token_topk", topk=64)), {}, "sparse attention"),
         (SPEC, {"shares_kv": True}, "a layer that reads another layer's pages"),
         (SPEC, {"drafts": True}, "draft tokens"),
     ],
@@ -196,7 +197,7 @@ def test_layers_that_ranks_cannot_share_are_refused_with_the_reason(
     reason = rank_refusal(spec, **asked)
     assert reason is not None
     assert reason.startswith(f"{words} not supported under context parallelism: ")
-    group = Alone()
+    group = Group(2, 1)
     with pytest.raises(
         SpecError, match=r"decode_context_parallel_size=2 cannot be served in this layer"
     ) as error:
