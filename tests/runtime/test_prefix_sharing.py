@@ -20,7 +20,8 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import AttentionMetadataBuilder
 from attnplug.runtime import AttentionRuntime
 from attnplug.runtime.batch.forest_prices import SharingPrices, prices_of
-from attnplug.runtime.steps import shared_step
+from attnplug.runtime.steps import prefix_sharing, shared_step
+from attnplug.runtime.steps.prefix_sharing import PrefixSharing
 from attnplug.runtime.steps.shared_step import SharedStep
 
 FREE = SharingPrices.free()
@@ -145,6 +146,46 @@ def test_a_stranger_takes_the_prefix_from_nobody_and_notes_say_what_was_shared()
     assert model.runtime.step_notes == (
         "KV group 0, TORCH: plain, no shared blocks are worth a call of their own",
     )
+
+
+def test_decodes_of_the_same_requests_look_for_prefixes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[int] = []
+
+    def find(self: Any, batch: Any, *given: Any) -> Any:
+        searches.append(1)
+        return FIND(self, batch, *given)
+
+    monkeypatch.setattr(prefix_sharing, "_STEPS", 5)
+    monkeypatch.setattr(PrefixSharing, "_find", find)
+
+    def looked(count: int, **scheduled: int) -> bool:
+        searches.clear()
+        model.step(**(dict.fromkeys(model.requests, 1) | scheduled))
+        assert model.runtime.step_notes[0].endswith(f"with {count} readers")
+        return bool(searches)
+
+    model = shares(FULL)
+    forest_of(model)
+    # The first decode of all looks, four follow it, and the fifth looks again.
+    assert [looked(4) for _ in range(7)] == [True, *[False] * 4, True, False]
+    # Any other step looks, and leaves what decodes know.
+    assert [looked(4, first=2), looked(4)] == [True, False]
+    model.remove("r1")
+    assert [looked(3), looked(3)] == [True, False]
+    model.batches.swap_states(0, 2)
+    assert [looked(3), looked(3)] == [True, False]
+    model.add("late", prefix=("first", 96))
+    assert looked(4, late=3)
+    assert [looked(4), looked(4)] == [True, False]
+    name = next(iter(model.requests))
+    # Decodes know the blocks of the tokens that were computed when they looked.
+    model.rollback(**{name: 2})
+    assert not looked(4)
+    model.rollback(**{name: 2})
+    assert [looked(4), looked(4)] == [True, False]
+
+
+FIND = PrefixSharing._find
 
 
 def test_sharing_that_does_not_pay_is_declined_and_the_note_says_so() -> None:

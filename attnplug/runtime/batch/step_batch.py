@@ -92,11 +92,14 @@ class HostRows(NamedTuple):
         tables: int32 `[G, R, max_blocks]`.
         computed: int64 `[R]`, computed tokens.
         scheduled: int64 `[R]`, new tokens.
+        names: the builder's list of its requests, another one after each change of them or of their order; None for
+            rows that are no builder's.
     """
 
     tables: npt.NDArray[np.int32]
     computed: Ints
     scheduled: Ints
+    names: list[str] | None = None
 
 
 @dataclasses.dataclass(slots=True, eq=False)

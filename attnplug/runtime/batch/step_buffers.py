@@ -248,7 +248,7 @@ class StepBuffers(NotCopied):
         self._ring.release()
         own_groups = groups.cross, names, groups.block_sizes, maps, order, shared, groups.specs
         stamps = (self.serial.advance("step"),)
-        host = HostRows(requests.tables[:, :reqs], computed.copy(), scheduled)
+        host = HostRows(requests.tables[:, :reqs], computed.copy(), scheduled, requests.members.names)
         places = positions.copy()
         for name, tree in (trees or {}).items():
             row = names.index(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.prefix_sharing import sharing_refusal, tree_refusal
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.batch.draft_trees import DraftTree
+from attnplug.runtime.batch.engine_values import Ints
 from attnplug.runtime.batch.forest import Forest, Reach, find_forest, may_share, reach_of
 from attnplug.runtime.batch.forest_prices import LayerPrices, SharingPrices, prices_of
 from attnplug.runtime.batch.step_batch import HostRows, StepBatch
@@ -38,6 +40,30 @@ class SharingLayers(NamedTuple):
     refusal: str | None
     tree_refusal: str | None
     twins: TwinLayers
+
+
+_STEPS = 64
+"""Decode steps after which prefixes are looked for again, though no request came, left or moved."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Remembered:
+    """What a decode step found: its requests share the same blocks in later ones, which only append to their tables."""
+
+    names: list[str]
+    computed: Ints
+    found: Forest | str
+    steps: int = 0
+
+    def serves(self, host: HostRows) -> bool:
+        """Whether a step decodes the same requests in the same order, and none went back to fewer computed tokens."""
+        self.steps += 1
+        return (
+            host.names is self.names
+            and self.steps < _STEPS
+            and bool((host.scheduled == 1).all())
+            and bool((host.computed >= self.computed).all())
+        )
 
 
 class PrefixSharing(NotCopied):
@@ -64,6 +90,7 @@ class PrefixSharing(NotCopied):
         sharded: Collection[str] = (),
     ) -> None:
         self._device, self._config = device, config
+        self._remembered: dict[tuple[object, ...], _Remembered] = {}
         self.layers: list[SharingLayers] = []
         """By attention group and window."""
         self.notes: tuple[str, ...] = ()
@@ -88,6 +115,7 @@ class PrefixSharing(NotCopied):
     def close(self) -> None:
         """Release the twins of the layers."""
         self.layers.clear()
+        self._remembered.clear()
 
     @property
     def tree_refusal(self) -> str | None:
@@ -144,13 +172,33 @@ class PrefixSharing(NotCopied):
                 continue
             key = at, each.left, each.chunk, each.prices, each.refusal
             if key not in found:
-                found[key] = self._find(batch, host, each, trees, piece_rows)
+                found[key] = self._found((*key, piece_rows), batch, host, each, trees, piece_rows)
             forest = found[key]
             if each.names[0] in own_prefix and (
                 isinstance(forest, str) or forest.saved < _BETTER * _saved_by_own(batch, host, each)
             ):
                 forest = "the backend attends the prefix of all requests by its own kernel"
             yield each, forest
+
+    def _found(
+        self,
+        key: tuple[object, ...],
+        batch: StepBatch,
+        host: HostRows,
+        each: SharingLayers,
+        trees: Mapping[int, DraftTree],
+        piece_rows: int,
+    ) -> Forest | str:
+        """`_find`, or what it gave for an earlier decode of the same requests."""
+        before = self._remembered.get(key)
+        # The blocks that a window or chunk leaves move with each token.
+        lasts = each.left < 0 and each.chunk is None and not trees
+        if lasts and before is not None and before.serves(host):
+            return before.found
+        forest = self._find(batch, host, each, trees, piece_rows)
+        if lasts and host.names is not None and bool((host.scheduled == 1).all()):
+            self._remembered[key] = _Remembered(host.names, host.computed, forest)
+        return forest
 
     def _find(
         self,
