@@ -79,7 +79,7 @@ LAYERS = {
 """Qwen3-Next's recurrence and convolution, and those of Kimi-Linear, Nemotron-H, MiniMax and Jamba."""
 CELLS = (
     *(Cell(f"{name}, 256 requests", "decode", spec, 256) for name, spec in LAYERS.items()),
-    Cell("gdn, 8 requests", "decode", LAYERS["gdn"], 8),
+    *(Cell(f"gdn, {requests} requests", "decode", LAYERS["gdn"], requests) for requests in (8, 32)),
     Cell("gdn, 64 requests of 4 tokens", "drafts", LAYERS["gdn"], 64, 4),
     *(
         Cell(f"{name}, 1 x 8k", "prompt", LAYERS[name], 1, _PROMPT)
