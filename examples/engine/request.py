@@ -97,7 +97,9 @@ class Request:
     def draw(self, likeliest: int, logits: torch.Tensor) -> int:
         """The next token, appended: the likeliest, or one drawn by the request's own generator."""
         if self.temperature > 0:
-            chances = (logits.float() / self.temperature).softmax(-1).cpu()
-            likeliest = int(torch.multinomial(chances, 1, generator=self.generator))
+            # One number comes to the host, and not the chances of all tokens.
+            ends = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
+            place = torch.rand((), dtype=torch.float64, generator=self.generator).to(ends.device) * ends[-1]
+            likeliest = int(torch.searchsorted(ends, place, right=True))
         self.tokens.append(likeliest)
         return likeliest

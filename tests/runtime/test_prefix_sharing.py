@@ -341,6 +341,14 @@ def test_halves_of_a_composite_share_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 2 in counted.parts
 
 
+def test_a_composite_whose_last_range_is_anothers_has_the_prices_of_its_decodes() -> None:
+    with offered(backend("HALF", **PARTS)):
+        model = shares(FULL, True, backend="TORCH+TORCH[prefill query 9.. on HALF]")
+    (group,) = model.runtime.prefix_sharing.layers
+    assert group.prices == shares(FULL, True, backend="TORCH").runtime.prefix_sharing.layers[0].prices
+    assert group.prices is not None
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

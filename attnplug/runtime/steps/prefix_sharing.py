@@ -15,6 +15,7 @@ from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import CrossAttentionSpec
 from attnplug.core.prefix_sharing import sharing_refusal, tree_refusal
+from attnplug.core.spec import Phase
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.engine_values import Ints
@@ -105,7 +106,7 @@ class PrefixSharing(NotCopied):
                 by_window.setdefault((spec.window[0], spec.chunk_size, refusals), []).append(name)
             for (left, chunk, refusals), names in by_window.items():
                 heads = layers[names[0]].spec.num_heads
-                own, source = _own_prices(prices, decisions[names[0]], device, group.backend.get_name())
+                own, source = _own_prices(prices, decisions[names[0]], device)
                 priced = LayerPrices.of(own, heads, group.kv_cache_spec) if own else None
                 twins = TwinLayers(group, tuple(names), layers, decisions, config, device)
                 self.layers.append(
@@ -295,7 +296,7 @@ def note_of(each: SharingLayers, forest: Forest | str, trees: int) -> str:
 
 
 def _own_prices(
-    prices: SharingPrices | bool, decision: Decision, device: torch.device, backend: str
+    prices: SharingPrices | bool, decision: Decision, device: torch.device
 ) -> tuple[SharingPrices | None, str]:
     """The prices of a layer, and their source where they are not built in; without prices, why."""
     if isinstance(prices, SharingPrices):
@@ -304,7 +305,8 @@ def _own_prices(
         return None, "prefix_sharing=False"
     if decision.sharing_prices is not None:
         return decision.sharing_prices.prices, str(decision.sharing_prices)
-    found = prices_of(device, backend)
+    # The name of a composite's class ends with the backend of its last range of steps.
+    found = prices_of(device, decision.members[Phase.DECODE])
     unknown = (
         "no prices of shared prefixes are known; run attnplug tune, or give prefix_sharing=SharingPrices(...)"
     )
