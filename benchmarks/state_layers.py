@@ -152,7 +152,7 @@ def measured(
     triton = graphed if cell.kind != "prompt" else called
     for tile in tiles or [None]:
         if tile is not None:
-            triton_impl.TILES.update(dict.fromkeys((True, False), tile))
+            triton_impl.TILES.update(dict.fromkeys(triton_impl.TILES, tile))
         name = "TRITON" if tile is None else f"TRITON, {tile[0]} in {tile[1]} warps"
         triton[name] = Layer(TritonBackend, cell, copies, device).call(given, states, output)
         # The first call binds the tile.

@@ -26,7 +26,7 @@ class SharingPrices:
         margin: the part of a step's plain time that must be saved at least.
         safety: the times by which savings must exceed `calls` and `margin`; 0 shares each block that two requests read.
         host: seconds that the host takes for a layer whose prefixes are shared. Where a plain layer takes the device less, the
-            device would wait for the host. A graph takes four times as long for all its layers.
+            device would wait for the host. A graph takes half of it more, for all its layers.
 
     Raises:
         SpecError: a number that is not positive; `margin`, `calls`, `safety` and `host` may be 0.

@@ -17,8 +17,8 @@ def prices_of(device: torch.device, backend: str) -> SharingPrices | None:
     return built_in_prices(device.type, name, backend)
 
 
-_HOST_OF_GRAPH = 4
-"""The layers outside of a graph whose host time a graph takes for all its layers."""
+_HOST_OF_GRAPH = 0.5
+"""What the host takes more for a graph with shared prefixes, for all its layers, over what it takes for a layer without one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -77,10 +77,13 @@ class LayerPrices:
         """The seconds of a plain step whose requests read `keys` tokens in all."""
         return self.reread * keys * self.key_read
 
-    def waits(self, plain: float, graph_layers: int = 0) -> bool:
-        """Whether the device would wait for the host: `plain` is a plain layer's time, `graph_layers` those of a graph."""
-        host = self.host * min(_HOST_OF_GRAPH / graph_layers, 1.0) if graph_layers else self.host
-        return plain < host
+    def waits(self, plain: float) -> bool:
+        """Whether the device would wait for the host outside of graphs: `plain` is a plain layer's time."""
+        return plain < self.host
+
+    def of_graph(self, layers: int) -> float:
+        """The seconds that the host takes more for each of `layers` in a graph with shared prefixes."""
+        return _HOST_OF_GRAPH * self.host / layers
 
     def pays(self, saved: float, plain: float) -> bool:
         """Whether the savings of all nodes are worth the further calls of a step."""

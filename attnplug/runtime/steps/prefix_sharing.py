@@ -220,8 +220,12 @@ class PrefixSharing(NotCopied):
         if table.shape[0] < 2 or (is_plain and not may_share(table)):
             return "no blocks are shared"
         plain = prices.plain(int((host.computed + host.scheduled).sum()))
-        if prices.waits(plain, len(each.names) if piece_rows else 0):
+        if not piece_rows and prices.waits(plain):
             return f"a plain layer takes {plain * 1e6:.0f} us, and the host more for shared prefixes"
+        host_time = prices.of_graph(len(each.names)) if piece_rows else 0.0
+        # No forest saves all of a plain layer, so most steps of short requests need no search.
+        if not prices.pays(plain - host_time, plain):
+            return f"a plain layer takes {plain * 1e6:.0f} us, too little for further calls"
         size = batch.block_sizes[at]
         reach = _reach(host, size, each, trees)
         saves = functools.partial(prices.saved, piece_rows=piece_rows)
@@ -229,7 +233,7 @@ class PrefixSharing(NotCopied):
         if forest is None:
             return "no shared blocks are worth a call of their own"
         tokens = int(host.scheduled.sum())
-        saved = forest.saved - (tokens * prices.merge if prices.safety else 0)
+        saved = forest.saved - host_time - (tokens * prices.merge if prices.safety else 0)
         if not prices.pays(saved, plain):
             return f"shared blocks would save {saved * 1e6:.0f} us, too little for further calls"
         return forest

@@ -113,7 +113,7 @@ def close(found: torch.Tensor, right: torch.Tensor, spec: LayerSpec) -> bool:
 
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
-    monkeypatch.setattr(impls, "TILES", dict.fromkeys((True, False), (tile, 1)))
+    monkeypatch.setattr(impls, "TILES", dict.fromkeys(impls.TILES, (tile, 1)))
     monkeypatch.setattr(impls, "_INTERPRETED_TILE", tile)
     monkeypatch.setattr(impls, "_LEAST_COLUMNS", 4)
 
