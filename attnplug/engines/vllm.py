@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 
+from attnplug.core.impl import host_scale
 from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.engines.engine import Call, Engine
@@ -157,10 +158,15 @@ def _group(call: Call, cache: torch.Tensor, backend: Any) -> tuple[Any, Any]:
 
 def _scales(call: Call) -> dict[str, Any]:
     """The attributes of vLLM's layer that have its scales."""
-    floats = {"q": 1.0, "k": float(call.tensors.k_scale), "v": float(call.tensors.v_scale), "prob": 1.0}
+    given = {"k": call.tensors.k_scale, "v": call.tensors.v_scale}
+    scales = {name: host_scale(each, call.spec) for name, each in given.items()} | {"q": 1.0, "prob": 1.0}
     device = call.query.device
-    given: dict[str, Any] = {f"_{name}_scale_float": value for name, value in floats.items()}
-    return given | {f"_{name}_scale": torch.tensor(value, device=device) for name, value in floats.items()}
+    # The float of a layer whose heads have scales of their own is the largest of them.
+    found: dict[str, Any] = {
+        f"_{name}_scale_float": max(each) if isinstance(each, tuple) else each for name, each in scales.items()
+    }
+    return found | {f"_{name}_scale": torch.tensor(each, device=device) for name, each in scales.items()}
+
 
 
 def _step(call: Call) -> Any:
