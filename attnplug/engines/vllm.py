@@ -67,6 +67,8 @@ def _attend(call: Call) -> None:
         dtype=getattr(torch, spec.dtype), is_mm_prefix_lm=spec.mm_prefix, max_model_len=1 << 17
     )
     config.model_config = model
+    if spec.head_scales:
+        config.quant_config = types.SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
     before = os.environ.get("VLLM_BATCH_INVARIANT")
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(bool(spec.invariance)))
     try:

@@ -671,3 +671,63 @@ def test_images_that_a_window_cuts_are_refused() -> None:
     one.mm_prefix_clamp_sliding_window = True
     with pytest.raises(SpecError, match="mm_prefix_clamp_sliding_window"):
         builder(a=one)
+
+
+def head_scaled(k_scale: torch.Tensor, v_scale: torch.Tensor, strategy: str = "attn_head") -> SimpleNamespace:
+    """A layer of a checkpoint of llm-compressor, with the attributes that vLLM gives it after loading."""
+    config = VllmConfig()
+    config.quant_config = SimpleNamespace(kv_cache_scheme={"strategy": strategy})
+    with set_current_vllm_config(config):
+        impl = TORCH.get_impl_cls()(8, 64, 0.125, 2, kv_cache_dtype="fp8")
+    impl.see(torch.bfloat16)
+    floats = {"_k_scale_float": k_scale.max().item(), "_v_scale_float": v_scale.max().item()}
+    return SimpleNamespace(impl=impl, _k_scale=k_scale, _v_scale=v_scale, **floats)
+
+
+def attended(one: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored values, and the output of decodes after they are written."""
+    fp8 = torch.float8_e4m3fn
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=fp8)
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {"a": one}
+    made = TORCH.get_builder_cls()(spec, ["a"], config, CPU)
+    given = dataclasses.replace(
+        step(),
+        seq_lens=torch.ones(4).int(),
+        seq_lens_cpu_upper_bound=torch.ones(4).int(),
+        max_seq_len=1,
+        block_table_tensor=torch.arange(1, 5).int()[:, None],
+        slot_mapping=torch.arange(1, 5) * 16,
+    )
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(4, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    cache = torch.zeros((5, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (5, 2, 16, 128), dtype=torch.uint8)
+    one.impl.do_kv_cache_update(one, key, value, cache, given.slot_mapping)
+    output = one.impl.forward(one, query, key, value, cache, made.build(0, given), torch.empty_like(query))
+    # A request of one token gives back its value.
+    return value.repeat_interleave(4, 1), output
+
+
+def test_scales_for_each_head_are_those_of_the_layers_tensors_and_not_the_largest() -> None:
+    given, found = attended(head_scaled(torch.tensor([0.5, 0.01]), torch.tensor([3.0, 0.002])))
+    # The values of the second head are beyond 448 times its scale.
+    torch.testing.assert_close(found[:, :4], given[:, :4], rtol=0.07, atol=3 * 2.0**-10)
+    torch.testing.assert_close(found[:, 4:], given[:, 4:].clamp(-0.896, 0.896), rtol=0.07, atol=1e-4)
+
+
+def test_scales_for_each_head_that_vllm_did_not_say_are_refused() -> None:
+    with pytest.raises(AttnplugError, match=r"layer._k_scale=\(2,\) must have one element; declare .*head_scales"):
+        attended(head_scaled(torch.tensor([0.5, 0.01]), torch.ones(2), "tensor"))
+
+
+def test_backends_without_scales_for_each_head_refuse_them() -> None:
+    if "use_per_head_quant_scales" not in inspect.signature(AttentionBackend.validate_configuration).parameters:
+        pytest.skip("this version has none")
+    given = asked(use_per_head_quant_scales=True, kv_cache_dtype="fp8")
+    assert TORCH.supports_per_head_quant_scales()
+    assert TORCH.validate_configuration(**given) == []
+    other = backend_class("ATTNPLUG_FLASHINFER")
+    assert not other.supports_per_head_quant_scales()
+    assert any("head_scales not supported" in reason for reason in other.validate_configuration(**given))
+    # Layers that keep 16 bits in such a checkpoint have no scales.
+    assert TORCH.validate_configuration(**{**given, "kv_cache_dtype": "auto"}) == []

@@ -20,7 +20,7 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.engine_layers import by_phase
 from attnplug.integrations.vllm.names import AUTOMATIC
-from attnplug.integrations.vllm.steps import asked_invariance, drafts_of
+from attnplug.integrations.vllm.steps import asked_head_scales, asked_invariance, drafts_of
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
@@ -110,6 +110,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         }
         self._spec: LayerSpec | None = None
         config = get_current_vllm_config()
+        self._asked["head_scales"] = not direct and asked_head_scales(config, kv_cache_dtype)
         self._has_drafts = drafts_of(config) > 0
         model = config.model_config
         # vLLM says so of models, whose decoders all get the ranges of a step.
