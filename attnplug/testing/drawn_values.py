@@ -112,7 +112,7 @@ def stored_scale(spec: LayerSpec, scale: float) -> Any:
     if not spec.head_scales:
         return scale
     # From 0.4 to 2.5 times the scale, in no order: no two heads have the same one.
-    return scale * 2.5 ** torch.cos(1 + 2 * torch.arange(spec.num_kv_heads)).float()[:, None]
+    return scale * 2.5 ** torch.cos(3 + 2 * torch.arange(spec.num_kv_heads)).float()[:, None]
 
 
 def layer_tensors(

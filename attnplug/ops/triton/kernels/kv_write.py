@@ -89,6 +89,8 @@ def kv_write_kernel(
     places = slots % BLOCK_SIZE
     to_k = (blocks * K_PAGES[0] + places * K_PAGES[1] + heads * K_PAGES[2])[:, None] + dims * K_PAGES[3]
     to_v = (blocks * V_PAGES[0] + places * V_PAGES[1] + heads * V_PAGES[2])[:, None] + dims_v * V_PAGES[3]
+    # The interpreter passes numbers as those of Python, which have no dtype.
+    k_scale, v_scale = tl.to_tensor(k_scale), tl.to_tensor(v_scale)
     if k_scale.dtype.is_ptr():
         k_scale = tl.load(k_scale + heads)[:, None]
     if v_scale.dtype.is_ptr():

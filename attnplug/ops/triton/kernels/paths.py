@@ -55,6 +55,8 @@ def paths_kernel(
     is_v = (kv_heads[:, None] < KV_HEADS) & (dims_v[None, :] < DV)
     at = query + row * stride_qt + heads[:, :, None].to(tl.int64) * stride_qh + dims[None, None, :]
     q = tl.load(at, mask=known[:, :, None] & (dims[None, None, :] < D), other=0.0).to(tl.float32) * scale
+    # The interpreter passes numbers as those of Python, which have no dtype.
+    key_scale, value_scale = tl.to_tensor(key_scale), tl.to_tensor(value_scale)
     if key_scale.dtype.is_ptr():
         q *= tl.load(key_scale + kv_heads, mask=kv_heads < KV_HEADS, other=0.0)[:, None, None]
 
