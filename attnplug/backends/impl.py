@@ -173,7 +173,8 @@ class BuiltinImpl(AttentionImpl[_M]):
             given, known = head_scales(layer, self.tensors, self.spec), self._read_scales
             # Reading tensors makes the host wait, so those of the last call are not read again.
             if known is None or known[0] is not given[0] or known[1] is not given[1]:
-                known = self._read_scales = (*given, tuple(host_scale(each, self.spec) for each in given))
+                numbers = host_scale(given[0], self.spec), host_scale(given[1], self.spec)
+                known = self._read_scales = (*given, numbers)
             return known[2]
         return self._own_scales if layer is None else kv_scales(layer, self.tensors)
 

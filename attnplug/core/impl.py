@@ -50,8 +50,9 @@ class LayerTensors:
 
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
-    k_scale: torch.Tensor | Scale = 1.0
-    v_scale: torch.Tensor | Scale = 1.0
+    # Any stands for a float or a tuple of floats: impls of layers without `head_scales` call `float(k_scale)`.
+    k_scale: torch.Tensor | Any = 1.0
+    v_scale: torch.Tensor | Any = 1.0
     w_uk: torch.Tensor | None = None
     w_uv: torch.Tensor | None = None
     kv_b_proj: torch.Tensor | LatentProjection | None = None
@@ -116,10 +117,10 @@ def _scale_limit(spec: LayerSpec) -> tuple[str, str | None]:
     return "must have one element: scales are per tensor", remedy
 
 
-def host_scale(scale: torch.Tensor | Scale, spec: LayerSpec) -> Scale:
+def host_scale(scale: Any, spec: LayerSpec) -> Scale:
     """A scale of `spec` that has passed `LayerTensors.check` as numbers; a tensor on a device makes the host wait."""
     if not spec.head_scales:
-        return float(scale)  # type: ignore[arg-type]
+        return float(scale)
     values = scale.tolist() if isinstance(scale, torch.Tensor) else scale
     found = tuple(map(float, values)) if isinstance(values, list | tuple) else (float(values),)
     return found * spec.num_kv_heads if len(found) == 1 else found

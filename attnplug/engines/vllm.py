@@ -165,10 +165,10 @@ def _scales(call: Call) -> dict[str, Any]:
     device = call.query.device
     # The float of a layer whose heads have scales of their own is the largest of them.
     found: dict[str, Any] = {
-        f"_{name}_scale_float": max(each) if isinstance(each, tuple) else each for name, each in scales.items()
+        f"_{name}_scale_float": max(each) if isinstance(each, tuple) else each
+        for name, each in scales.items()
     }
     return found | {f"_{name}_scale": torch.tensor(each, device=device) for name, each in scales.items()}
-
 
 
 def _step(call: Call) -> Any:

@@ -312,4 +312,5 @@ def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: Any = 1.0) -> to
     rounding = rounding_of(row) or round_to_float
     if not row.layer_scales:
         return rounding(tensor.clone(), dtype).double()
-    return rounding(tensor.float() / scale, dtype).double() * scale
+    stored: torch.Tensor = rounding(tensor.float() / scale, dtype).double() * scale
+    return stored

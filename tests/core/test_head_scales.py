@@ -41,22 +41,30 @@ def test_layers_without_heads_in_pages_have_none() -> None:
             LayerSpec(**{**SIZES, **fields}, kv_cache_dtype="fp8", head_scales=True)
 
 
-@pytest.mark.parametrize("given", [BY_HEAD, tuple(BY_HEAD.tolist()), 0.5, torch.tensor([0.5]), torch.tensor(0.5)])
+@pytest.mark.parametrize(
+    "given", [BY_HEAD, tuple(BY_HEAD.tolist()), 0.5, torch.tensor([0.5]), torch.tensor(0.5)]
+)
 def test_each_head_has_one_or_all_have_the_same(given: Any) -> None:
     LayerTensors(k_scale=given).check(SPEC)
     same = isinstance(given, float) or (isinstance(given, torch.Tensor) and given.numel() == 1)
     assert host_scale(given, SPEC) == ((0.5,) * 3 if same else (0.5, 2.0, 0.25))
 
 
-@pytest.mark.parametrize("given", [torch.ones(6), torch.ones(3, 1), torch.ones(2), (1.0, 1.0), (1.0, 2.0, 0.0)])
+@pytest.mark.parametrize(
+    "given", [torch.ones(6), torch.ones(3, 1), torch.ones(2), (1.0, 1.0), (1.0, 2.0, 0.0)]
+)
 def test_other_shapes_and_values_are_refused(given: Any) -> None:
-    with pytest.raises(SpecError, match=r"v_scale.*(must have the shape \(3,\)|must be a finite number above 0)"):
+    with pytest.raises(
+        SpecError, match=r"v_scale.*(must have the shape \(3,\)|must be a finite number above 0)"
+    ):
         LayerTensors(v_scale=given).check(SPEC)
 
 
 @pytest.mark.parametrize("given", [BY_HEAD, (0.5, 2.0, 0.25)])
 def test_a_layer_that_does_not_declare_them_refuses_them(given: Any) -> None:
-    with pytest.raises(SpecError, match=r"must have one element: scales are per tensor; declare .*head_scales=True"):
+    with pytest.raises(
+        SpecError, match=r"must have one element: scales are per tensor; declare .*head_scales=True"
+    ):
         LayerTensors(k_scale=given).check(ONE)
 
 

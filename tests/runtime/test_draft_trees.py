@@ -85,7 +85,8 @@ class TreeModel(ServedModel):
             known = new if old is None else tuple(torch.cat(pair) for pair in zip(old, new, strict=True))
             request.keys[name] = known
             stored = [
-                stored_values(each, spec, stored_scale(spec, scale)) for each, scale in zip(known, self.scales, strict=True)
+                stored_values(each, spec, stored_scale(spec, scale))
+                for each, scale in zip(known, self.scales, strict=True)
             ]
             query = 2 * torch.randn(count, spec.num_heads, spec.query_size, generator=self.generator).to(
                 dtype

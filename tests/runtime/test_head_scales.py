@@ -19,7 +19,9 @@ from attnplug.testing.drawn_values import layer_tensors
 FP8 = layer(dtype="float32", kv_cache_dtype="fp8", head_scales=True)
 
 
-@pytest.mark.parametrize("own", [{}, {"sliding_window": 20, "has_sinks": True}, {"logits_soft_cap": 2.0}], ids=str)
+@pytest.mark.parametrize(
+    "own", [{}, {"sliding_window": 20, "has_sinks": True}, {"logits_soft_cap": 2.0}], ids=str
+)
 def test_steps_have_the_numbers_of_the_oracle(own: dict[str, Any]) -> None:
     model = ServedModel({"a": FP8.replace(**own), "b": layer(dtype="float32")}, scales=(0.37, 1.9))
     model.add("x")

@@ -35,7 +35,14 @@ UNSERVED = {
 _READ = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "has_sink", "has_sliding_window", "attn_type"),
     # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
-    *("use_non_causal", "use_per_head_quant_scales", "device_capability", "use_kv_connector", "use_batch_invariant", "use_mm_prefix"),
+    *(
+        "use_non_causal",
+        "use_per_head_quant_scales",
+        "device_capability",
+        "use_kv_connector",
+        "use_batch_invariant",
+        "use_mm_prefix",
+    ),
 )
 """The arguments of vLLM's `validate_configuration` that are read."""
 # Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names.
@@ -177,7 +184,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 has_sinks=bool(given.get("has_sink")),
                 direct_kv=direct,
                 mm_prefix=kind == "decoder" and bool(given.get("use_mm_prefix")),
-                head_scales=not direct and bool(given.get("use_per_head_quant_scales")) and has_scales(stored),
+                head_scales=not direct
+                and bool(given.get("use_per_head_quant_scales"))
+                and has_scales(stored),
                 invariance=INVARIANT if given.get("use_batch_invariant") else (),
                 **fields,
             )

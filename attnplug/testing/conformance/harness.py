@@ -106,7 +106,7 @@ class EngineLayer:
         given = batch.tensors.k_scale, batch.tensors.v_scale
         # The float of vLLM's layers whose heads have scales of their own is the largest of them.
         self._k_scale_float, self._v_scale_float = (
-            float(each.max() if isinstance(each, torch.Tensor) else each) for each in given  # type: ignore[arg-type]
+            float(each.max() if isinstance(each, torch.Tensor) else each) for each in given
         )
         scales = (1.0, self._k_scale_float, self._v_scale_float, 1.0)
         table = scales_in_a_table(*scales, device=batch.query.device)

@@ -88,7 +88,12 @@ class Case:
         parts += [f"invariance_{'_'.join(spec.invariance)}"] if spec.invariance else []
         parts += [f"rows{self.chunk_rows}"] if self.chunk_rows else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
-        flags |= {"headscales": spec.head_scales, "spans": spec.mm_prefix, "joint": self.joint, "apart": self.apart}
+        flags |= {
+            "headscales": spec.head_scales,
+            "spans": spec.mm_prefix,
+            "joint": self.joint,
+            "apart": self.apart,
+        }
         parts += [name for name, is_set in flags.items() if is_set]
         return "-".join(parts if self.numbers is Numbers.PLAIN else [*parts, self.numbers])
 

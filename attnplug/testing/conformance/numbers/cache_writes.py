@@ -80,7 +80,9 @@ def checks(target: Target) -> Iterator[Check]:
         yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
         if Feature.HEAD_SCALES in target.backend.features and kv_format(name).feature == "fp8_kv":
             summary = f"a cache of {name} stores keys and values divided by the scales of their heads"
-            yield Check.of(f"cache/stored-heads-{name}", summary, _check_stored, target, name, head_scales=True)
+            yield Check.of(
+                f"cache/stored-heads-{name}", summary, _check_stored, target, name, head_scales=True
+            )
         if name in target.scaled_kv_dtypes:
             summary = f"a value too large for {name} is stored as the largest finite value"
             yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
@@ -189,9 +191,7 @@ def _check_clamped(target: Target, name: str) -> None:
             )
 
 
-def _batch(
-    target: Target, name: str, fields: Mapping[str, Any] | None = None, **scales: float
-) -> Batch:
+def _batch(target: Target, name: str, fields: Mapping[str, Any] | None = None, **scales: float) -> Batch:
     spec = target.paged_spec(kv_cache_dtype=name, **fields or {})
     size = target.block_size(spec)
     options: dict[str, Any] = dict(scales) if spec.has_kv_scales else {}
@@ -225,7 +225,11 @@ def _expect_stored(target: Target, batch: Batch) -> None:
 def _mistake(
     stored: torch.Tensor, tokens: torch.Tensor, scale: Any, other: Any, spec: LayerSpec
 ) -> str | None:
-    used: dict[str, Any] = {"the scale left out": 1.0, "the other's scale": other, "multiplied by the scale": 1 / scale}
+    used: dict[str, Any] = {
+        "the scale left out": 1.0,
+        "the other's scale": other,
+        "multiplied by the scale": 1 / scale,
+    }
     if spec.head_scales:
         used |= {"the scale of the first KV head used for all": scale[:1]}
         used |= {"the largest scale of the KV heads used for all": scale.max()}
@@ -304,10 +308,10 @@ def _check_scales(target: Target, name: str, source: str, head_scales: bool = Fa
 
 def _tensors(batch: Batch, source: str) -> LayerTensors:
     if batch.spec.head_scales and source != "layer":
-        given = batch.tensors.k_scale, batch.tensors.v_scale
+        given = {"k_scale": batch.tensors.k_scale, "v_scale": batch.tensors.v_scale}
         if source == "numbers":
-            given = tuple(host_scale(each, batch.spec) for each in given)
-        return dataclasses.replace(batch.tensors, k_scale=given[0], v_scale=given[1])
+            given = {name: host_scale(each, batch.spec) for name, each in given.items()}
+        return dataclasses.replace(batch.tensors, **given)
     if source == "numbers":
         return batch.tensors
     if source == "layer":
