@@ -768,6 +768,6 @@ def test_outputs_of_8_bits_are_refused_by_backends_that_do_not_write_them(
     one = head_scaled(torch.tensor([0.5, 0.2]), torch.tensor([0.3, 0.2]))
     assert not one.impl.fused_output_quant_supported(FP8_STATIC)
     with pytest.raises(
-        AttnplugError, match="was not offered: TORCH writes no outputs of torch.float8_e4m3fn"
+        AttnplugError, match=r"was not offered: TORCH writes no outputs of torch.float8_e4m3fn"
     ):
         attended(one, torch.tensor(0.02))
