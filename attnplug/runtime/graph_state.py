@@ -320,6 +320,11 @@ class GraphState(NotCopied):
             raise BatchError("states", None, limit, remedy)
         else:
             check_state_step(states, batch, plan.num_states, batch.common.query_start_loc.device)
+            if states.overwrites and states.ran:
+                limit = (
+                    "ran and overwrote the states that it started from: a replay would add the tokens twice"
+                )
+                raise BatchError("states", f"{len(states.ran)} layers", limit, "call finish_step first")
 
     def _check_sharded(self, buffers: GraphInputBuffers, batch: StepBatch, uniform: bool) -> None:
         if buffers.sharded is None:

@@ -93,7 +93,7 @@ def test_tokens_of_padding_without_requests_are_nobodys() -> None:
     ("field", "value", "words"),
     [
         ("rswa_prefix_lens", LENS, "windows with a visible prefix are not served"),
-        ("dcp_local_seq_lens", LENS, "decode context parallelism is not served in vLLM"),
+        ("dcp_local_seq_lens", LENS, "no group of ranks shares the tokens"),
         ("causal", torch.ones(3, dtype=torch.bool), "must be a bool: requests that differ are not served"),
     ],
 )

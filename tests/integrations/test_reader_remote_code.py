@@ -211,3 +211,30 @@ def test_llama_with_vision_has_cross_attention_that_keeps_a_cache(read):
         (4, 2, 16)
     }
     assert "alters the mask or adds a bias of its own" in model.unread["model.vision_model"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "fields", "windows", "cls"),
+    [
+        # transformers itself reads a Mistral with layer_types as Ministral.
+        (
+            *("mistral", "MistralForCausalLM"),
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            *([-1, 7], "MinistralForCausalLM"),
+        ),
+        (
+            *("qwen2", "MistralForCausalLM"),
+            {"use_sliding_window": True, "max_window_layers": 1},
+            *([-1, 7], "Qwen2ForCausalLM"),
+        ),
+        ("mistral", "LlamaForCausalLM", {}, [7, 7], "MistralForCausalLM"),
+    ],
+)
+def test_a_class_of_another_family_gives_way_to_that_of_the_configuration(
+    read, model_type, architecture, fields, windows, cls
+):
+    config = {**LLAMA, "num_hidden_layers": 2, "head_dim": 16, "sliding_window": 8, **fields}
+    model = read({**config, "model_type": model_type, "architectures": [architecture]})
+    assert [spec.window[0] for spec in model.layers.values()] == windows
+    assert model.notes[0].startswith(f"architectures names {architecture}, which does not take")
+    assert model.notes[0].endswith(f"its {cls} was read")

@@ -38,6 +38,8 @@ def read(tmp_path: Path) -> Any:
         ("llama", {"sliding_window": 16, "layer_types": [SLIDING, FULL] * 2}, "sliding_window=16, layer_types"),
         ("llama", {"layer_types": [SLIDING, FULL] * 2}, "layer_types"),
         ("llama", {"alibi": True}, "alibi=True"),
+        ("mixtral", {"sliding_window": 16, "layer_types": [FULL] * 4}, "layer_types"),
+        ("starcoder2", {"sliding_window": 16, "layer_types": [SLIDING, FULL] * 2}, "layer_types"),
         ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("llama", {"attention_multiplier": 0.01}, "attention_multiplier=0.01"),
         ("llama", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar=64"),

@@ -255,6 +255,22 @@ def test_only_nodes_of_the_step_are_kept_and_each_tree_once() -> None:
         model.batches.finish_step({"a": 6})
 
 
+def test_a_node_whose_keys_a_moved_path_replaced_is_refused() -> None:
+    model = TreeModel(FULL)
+    model.add("a")
+    model.step(a=4)
+    batch = model.batches.step({"a": 4}, trees={"a": [-1, 0, 0, 2]})
+    model.runtime.keep_path(batch, {"a": 3})
+    # Node 1 was behind node 0, where the keys of node 2 are now.
+    with pytest.raises(
+        BatchError, match=r"accepted\['a'\]=1 is a node whose keys are not behind the computed"
+    ):
+        model.batches.finish_step({"a": 1})
+    # A part of the path that was moved is there.
+    model.batches.finish_step({"a": 2})
+    assert model.batches.num_computed_tokens_cpu.tolist() == [6]
+
+
 def test_graphs_draft_steps_and_given_metadata_refuse_trees() -> None:
     config = BuilderConfig(
         max_num_seqs=4, max_num_batched_tokens=64, num_speculative_tokens=2, cudagraph_batch_sizes=(1,)

@@ -85,6 +85,12 @@ MUTANTS["sizes"] = {
     "all heads have the first key": impl(shared=first_group),
     "K and V swapped where they are equal": impl(loaded=transposed),
     "K and V swapped in memory": impl(loaded=reinterpreted),
+    "K beyond 16 left out": impl(
+        shared=lambda self, q, k: right.shared(self, q, k * (torch.arange(k.shape[-1]) < 16))
+    ),
+    "values of one element are zero": impl(
+        answer=lambda self, q, s: right.answer(self, q, s) * (s.shape[-1] > 1)
+    ),
     "scale ignored": impl(scale_of=lambda self: 1.0),
     "scale of K": impl(scale_of=lambda self: self.spec.head_size**-0.5),
     "scale of V": impl(scale_of=lambda self: self.spec.head_size_v**-0.5),
@@ -433,6 +439,28 @@ def solved(self, k, v, b, s):
     return torch.linalg.solve(
         torch.eye(1).expand(len(k), 1, 1), (b[:, None] * (v - (k[:, None] @ s)[:, 0]))[:, None]
     )[:, 0]
+
+
+def densely(*names: str) -> type[PlainStates]:
+    """Reads these arguments as if their numbers lay side by side, from where they begin."""
+
+    def advance(self, query, key, value, states, attn_metadata, output, **gates):
+        given = {"query": query, "key": key, "value": value, **gates}
+        for name in names:
+            if (each := given[name]) is not None and each.numel():
+                flat = torch.as_strided(each, (each.numel(),), (1,), each.storage_offset())
+                given[name] = flat.view(each.shape)
+        tensors = given.pop("query"), given.pop("key"), given.pop("value")
+        right.advance(self, *tensors, states, attn_metadata, output, **given)
+
+    return impl(advance=advance)
+
+
+MUTANTS["strides"] = {
+    "strides of queries ignored": densely("query"),
+    "strides of values ignored": densely("value"),
+    "strides of gates ignored": densely("decay", "beta"),
+}
 
 
 RIGHT: dict[str, type] = {

@@ -5,6 +5,7 @@ Without a GPU a replay runs the layers again, with the metadata that was built f
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,6 +34,7 @@ SPECS = {
 STATES = tuple(name for name, spec in SPECS.items() if spec.state is not None)
 WEIGHTS = LayerTensors(conv_weight=draw("conv", 1).weight.float(), conv_bias=draw("conv", 1).bias.float())
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+Waits = Callable[[], contextlib.AbstractContextManager[None]]
 ON_TRITON = "*=GRAPHS,state=TRITON,conv=TRITON"
 
 
@@ -58,8 +60,8 @@ def runtime_on(device: str, backend: str = ON_TRITON, drafts: int = DRAFTS) -> A
 class Captured:
     """Requests whose decodes of `queries` tokens run in graphs, and whose prompts do not."""
 
-    def __init__(self, device: str, queries: int = 1) -> None:
-        self.device, self.queries = device, queries
+    def __init__(self, device: str, queries: int = 1, without_waits: Waits = contextlib.nullcontext) -> None:
+        self.device, self.queries, self.without_waits = device, queries, without_waits
         self.runtime = runtime_on(device)
         self.builder, self.table = self.runtime.step_batch_builder(), self.runtime.state_table()
         for layer in self.runtime.state_layers.values():
@@ -174,14 +176,9 @@ class Captured:
         buffers = self.state.get_graph_input_buffers(size, self.queries)
         if self.device == "cuda":
             torch.cuda.synchronize()
-            # Nothing here may wait for the GPU.
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with self.without_waits():
             padded = self.state.prepare_graph_input_buffers(buffers, batch, states=step)
             self.replays[size](padded, step)
-        finally:
-            if self.device == "cuda":
-                torch.cuda.set_sync_debug_mode("default")
         for layer in STATES:
             for row, name in enumerate(batch.req_ids):
                 self._check(layer, name, self.outputs[layer][row * self.queries :], good[name])
@@ -193,8 +190,14 @@ class Captured:
 
 
 @pytest.fixture
-def served(device: str) -> Captured:
-    return Captured(device)
+def waits(device: str, sync_errors: Waits) -> Waits:
+    """Nothing within may wait for the GPU."""
+    return sync_errors if device == "cuda" else contextlib.nullcontext
+
+
+@pytest.fixture
+def served(device: str, waits: Waits) -> Captured:
+    return Captured(device, without_waits=waits)
 
 
 def equal_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -229,8 +232,8 @@ def test_captures_and_warm_ups_advance_no_state(served: Captured) -> None:
     assert not equal_bits(served.pages(), before)
 
 
-def test_drafts_replay_with_fewer_accepted(device: str) -> None:
-    served = Captured(device, 1 + DRAFTS)
+def test_drafts_replay_with_fewer_accepted(device: str, waits: Waits) -> None:
+    served = Captured(device, 1 + DRAFTS, waits)
     served.capture()
     for name, prompt in (("a", 4), ("b", 9), ("c", 2)):
         served.add(name, prompt)
@@ -246,6 +249,17 @@ def test_a_replay_counts_as_a_run(served: Captured) -> None:
     served.replay("a", finish=False)
     with pytest.raises(BatchError, match="ran on the pages that it started from, and was not finished"):
         served.table.step({"a": 1})
+
+
+def test_a_second_replay_of_a_step_that_overwrote_its_states_is_refused(served: Captured) -> None:
+    served.add("a", 5)
+    served.capture()
+    batch = served.builder.step({"a": 1})
+    states = served.table.step(batch)
+    buffers = served.state.get_graph_input_buffers(2)
+    served.state.prepare_graph_input_buffers(buffers, batch, states=states)
+    with pytest.raises(BatchError, match="a replay would add the tokens twice"):
+        served.state.prepare_graph_input_buffers(buffers, batch, states=states)
 
 
 def test_a_step_without_its_states_is_refused_and_copies_nothing(served: Captured) -> None:

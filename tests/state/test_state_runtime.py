@@ -183,6 +183,44 @@ class TestOneRun:
         runtime.forward("gdn", **inputs("gdn", 6))
         assert all(not cache.any() for cache in runtime._states.caches.values())
 
+    @pytest.mark.parametrize("call", ["step", "remove_request"])
+    def test_a_step_whose_pages_were_given_away_is_refused(self, call: str) -> None:
+        runtime = runtime_of("gdn")
+        table = runtime.state_table(in_place=False)
+        table.add_request("a")
+        step = table.step({"a": 3})
+        runtime.begin_step(states=step)
+        if call == "remove_request":
+            table.remove_request("a")
+        else:
+            table.add_request("b")
+            # Its pages are those of the step before, which was not finished.
+            table.step({"b": 2})
+        text = f"is out of date: {call} was called after it was made"
+        with pytest.raises(BatchError, match=text):
+            runtime.forward("s", **inputs("gdn", 3))
+        with pytest.raises(BatchError, match=text):
+            runtime.begin_step(states=step)
+        assert not any(cache.any() for cache in runtime._states.caches.values())
+
+    def test_a_step_stays_where_the_next_one_is_refused(self) -> None:
+        runtime = runtime_of("gdn", num_states=3)
+        table = runtime.state_table()
+        table.add_request("a")
+        runtime.begin_step(states=table.step({"a": 3}))
+        runtime.forward("s", **inputs("gdn", 3))
+        for refused in ({"a": -1}, {"a": 2**40}, {"b": 1}):
+            with pytest.raises(BatchError):
+                table.step(refused)
+        with pytest.raises(BatchError, match=r"new tokens must be in 0 \.\. 16777216"):
+            table.step({"a": -1})
+        table.add_request("b")
+        table.add_request("c")
+        with pytest.raises(BatchError, match="the free blocks of 3"):
+            table.step({"a": 1, "b": 1, "c": 1})
+        table.finish_step()
+        assert table.step({"a": 1}).common.seq_lens.tolist() == [4]
+
 
 class TestRefusals:
     def test_a_layer_with_a_state_needs_states(self) -> None:

@@ -80,14 +80,20 @@ def _plain(name: str) -> str:
 def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
     """The class named in `architectures`, else the family's class for this kind of configuration.
 
-    Also a sentence if transformers has no class that `architectures` names, else "".
+    Also a sentence if transformers has no class that `architectures` names, or has it for another family, else "".
     """
     named = [name for name in config.architectures or () if isinstance(name, str)]
     found: Any
     for name in named:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, PreTrainedModel):
-            return found, ""
+            if _takes(found, config):
+                return found, ""
+            own = _class_of_family(config)
+            return own, (
+                f"architectures names {name}, which does not take the configuration of the family "
+                f"{config.model_type!r}; its {own.__name__} was read"
+            )
     if not named:
         return _class_of_family(config), ""
     # Names may differ in case and underscores, such as PhimoeForCausalLM and PhiMoEForCausalLM.
@@ -98,6 +104,14 @@ def model_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], str]:
     return found, (
         f"architectures names {', '.join(named)}, which transformers {transformers.__version__} does not have; "
         f"its {found.__name__}, of the family {config.model_type!r}, was read, and code of its own was not run"
+    )
+
+
+def _takes(cls: type[PreTrainedModel], config: PreTrainedConfig) -> bool:
+    """Whether a class is made for this kind of configuration, or for the text part of it."""
+    kind: Any = cls.config_class
+    return (
+        not isinstance(kind, type) or isinstance(config, kind) or isinstance(config.get_text_config(), kind)
     )
 
 

@@ -49,6 +49,10 @@ def _layers_say(
     if name == "hybrid_layer_pattern" and isinstance(value, (list, tuple)):
         windows = [_has_window(spec) for spec in specs]
         return [kind == 1 for kind in value] == windows and all(kind in (0, 1) for kind in value)
+    if name in _KINDS and isinstance(value, (list, tuple)) and len(value) == len(specs):
+        limited = [_LIMITED.get(kind) if isinstance(kind, str) else None for kind in value]
+        if None not in limited:
+            return limited == [_has_window(spec) for spec in specs]
     return None
 
 
@@ -142,6 +146,8 @@ _KINDS: Final = frozenset(
         *("hybrid_override_pattern", "hybrid_layer_pattern"),
     }
 )
+_LIMITED: Final = {"full_attention": False, "sliding_attention": True, "chunked_attention": True}
+"""The words for layers with and without a window or chunks."""
 _NAMES: Final = _KINDS | {
     *("alibi_bias_max", "chunk_size", "clip_qkv", "index_topk", "key_multiplier", "kv_channels"),
     *("kv_lora_rank", "local_window_size", "max_window_layers", "multi_query", "no_rope_layer_interval"),

@@ -21,6 +21,7 @@ from attnplug.core.spec import LayerSpec, Phase
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer, pages_refusal
 from attnplug.integrations.vllm.names import AUTOMATIC
+from attnplug.integrations.vllm.ranks import gathered_spec, new_tokens_of, rank_refusal, ranks_size
 from attnplug.integrations.vllm.steps import INVARIANT, has_scales
 from attnplug.registry.default import explain, list_backends
 
@@ -28,21 +29,16 @@ UNSERVED = {
     "use_mla": "latent attention (MLA) is served by the names that end in _MLA, such as ATTNPLUG_MLA",
     "use_sparse": "sparse attention is not served in vLLM",
     "use_pcp": "prefill context parallelism is not served in vLLM",
-    "use_dcp": "decode context parallelism is not served in vLLM",
     "use_adaptive_verification": "query lengths that the host does not know are not served",
     "use_rswa": "windows with a visible prefix are not served",
 }
 _READ = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "has_sink", "has_sliding_window", "attn_type"),
     # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
-    *(
-        "use_non_causal",
-        "use_per_head_quant_scales",
-        "device_capability",
-        "use_kv_connector",
-        "use_batch_invariant",
-        "use_mm_prefix",
-    ),
+    *("use_non_causal", "use_per_head_quant_scales", "device_capability", "use_kv_connector"),
+    *("use_batch_invariant", "use_mm_prefix"),
+    # The number of ranks is in the configuration.
+    "use_dcp",
 )
 """The arguments of vLLM's `validate_configuration` that are read."""
 # Tokens; versions about 0.25 give layers with windows the smallest pages that a backend names.
@@ -192,7 +188,8 @@ class Backend(AttentionBackend):  # type: ignore[misc]
             )
         except AttnplugError as error:
             return [*reasons, str(error)]
-        return reasons + reasons_against(spec, cls.backend, by_phase=cls.backend is None)
+        size = 1 if direct else ranks_size(config)
+        return reasons + reasons_against(spec, cls.backend, by_phase=cls.backend is None, ranks=size)
 
 
 if HAS_CACHE_SHAPE:
@@ -227,8 +224,18 @@ else:
     Backend.supported_kv_cache_layouts = classmethod(_supported_kv_cache_layouts)
 
 
-def reasons_against(spec: LayerSpec, backend: str | None, *, by_phase: bool = False) -> list[str]:
-    """Each backend's reasons; none if the layer is served, where `by_phase` by one backend for each phase that it has."""
+def reasons_against(
+    spec: LayerSpec, backend: str | None, *, by_phase: bool = False, ranks: int = 1
+) -> list[str]:
+    """Each backend's reasons; none if the layer is served, where `by_phase` by one backend for each phase that it has.
+
+    With several `ranks` that share its tokens, both of its parts must be served.
+    """
+    if ranks > 1:
+        if refusal := rank_refusal(spec):
+            return [refusal]
+        pages = reasons_against(gathered_spec(spec, ranks), backend, by_phase=by_phase)
+        return pages or reasons_against(new_tokens_of(spec), backend)
     phases: Iterable[Phase | None] = (None,)
     if by_phase:
         phases = (Phase.PREFILL,) if spec.is_encoder else Phase

@@ -17,6 +17,8 @@ from attnplug.core.metadata import AttentionMetadataBuilder as Inner
 from attnplug.core.metadata import CommonAttentionMetadata, own_build_key
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.vllm.impl import Bound, Layer
+from attnplug.integrations.vllm.rank_layers import RankBuilder, RankImpl
+from attnplug.integrations.vllm.ranks import ranks_of
 from attnplug.integrations.vllm.steps import (
     SeenLayer,
     builder_config,
@@ -34,9 +36,9 @@ from attnplug.integrations.vllm.warm_up import warm_up
 class Batch:
     """One batch of vLLM, and what its groups of layers share: each is built once for all groups that it serves."""
 
-    def __init__(self, given: Any, how: str, *, exact: bool) -> None:
-        self.given, self.how = given, how
-        self.common = translate(given, exact=exact)
+    def __init__(self, given: Any, how: str, *, exact: bool, has_ranks: bool = False) -> None:
+        self.given, self.how, self._has_ranks = given, how, has_ranks
+        self.common = translate(given, exact=exact, has_ranks=has_ranks)
         self.causal: bool = given.causal
         """Whether decoder layers are causal in this step, which decides the impl of each."""
         self.builders: list[Builder] = []
@@ -49,7 +51,8 @@ class Batch:
         """`common` with exact lengths on the host; with drafts in flight the host waits for the device's."""
         if self.common.seq_lens_host_exact:
             return self.common
-        return translate(self.given, exact=True, lengths=self.given.seq_lens.cpu().numpy())
+        lengths = self.given.seq_lens.cpu().numpy()
+        return translate(self.given, exact=True, lengths=lengths, has_ranks=self._has_ranks)
 
 
 @dataclasses.dataclass(eq=False)
@@ -83,7 +86,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
             method = "update_block_table"
             made = inner.update_block_table(built[key], self.block_table, self.slot_mapping)
         else:
-            spec = bound.decision.spec
+            spec = bound.spec
             common = self.batch.exact if builder.needs_exact(inner, self.batch.common) else self.batch.common
             common = builder.with_spans(for_layer(self._of_group(common), spec), spec).for_layers((spec,))
             if how == "capture":
@@ -135,9 +138,10 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             check_spans(name, layer, kv_cache_spec)
         # With drafts in flight the scheduler counts on all of them; else its lengths are exact.
         self.exact = not drafts_of(vllm_config)
+        self._has_ranks = ranks_of(vllm_config) is not None
         self._most_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._no_spans: torch.Tensor | None = None
-        self._inner: dict[int, Inner[Any]] = {}
+        self._inner: dict[int, Inner[Any] | RankBuilder] = {}
         self._numbers: dict[Any, int] = {}
         self._seen: dict[bool, dict[Any, tuple[Bound, int]]] = {True: {}, False: {}}
         self._kinds: dict[bool, dict[int, Bound]] = {}
@@ -164,9 +168,9 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             self._kinds[causal] = {number: bound for bound, number in pairs}
         return self._kinds[causal]
 
-    def inner(self, bound: Bound) -> Inner[Any]:
+    def inner(self, bound: Bound) -> Any:
         """The builder for layers like this one; made on first use."""
-        number, spec = self._numbers[bound.kind], bound.decision.spec
+        number, spec = self._numbers[bound.kind], bound.spec
         if number not in self._inner:
             alike = {
                 name: SeenLayer(layer, found.inner)
@@ -176,11 +180,14 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             }
             layers = alike or {"layer": SeenLayer(None, bound.inner)}
             config = builder_config(self.vllm_config, self.kv_cache_spec, layers)
+            if isinstance(bound.inner, RankImpl):
+                self._inner[number] = RankBuilder(bound.inner, config, self.block_size, self.device)
+                return self._inner[number]
             cache: Any = kv_cache_spec_for(spec, self.block_size)
             self._inner[number] = make_builder(bound.backend, cache, [*layers], config, self.device)
         return self._inner[number]
 
-    def needs_exact(self, inner: Inner[Any], common: CommonAttentionMetadata) -> bool:
+    def needs_exact(self, inner: Inner[Any] | RankBuilder, common: CommonAttentionMetadata) -> bool:
         """Whether the builder reads exact lengths on the host in this step."""
         if inner.needs_host_seq_lens != "exact":
             return False
@@ -205,7 +212,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         """Equal for kinds whose metadata differ in table and slots only; None for a kind that is built by itself."""
         # It is as in `attnplug.runtime`: builders of one class with the same specs, or with the same `build_key`.
         if kind not in self._shared_keys:
-            inner, spec = self.inner(bound), bound.decision.spec
+            inner, spec = self.inner(bound), bound.spec
             key: Hashable = None
             if inner.supports_update_block_table and spec.attn_type is AttentionType.DECODER:
                 own = own_build_key(inner)
@@ -247,7 +254,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             and is_same_batch(given, latest.given)
         ):
             return latest
-        batch = Batch(given, how, exact=self.exact)
+        batch = Batch(given, how, exact=self.exact, has_ranks=self._has_ranks)
         Builder.latest = weakref.ref(batch)
         return batch
 
@@ -270,7 +277,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         if use_sliding_window or use_local_attention or not kinds:
             return False
         for bound in kinds.values():
-            spec = bound.decision.spec
+            spec = bound.spec
             if spec.attn_type is not AttentionType.DECODER or spec.is_windowed or spec.chunk_size is not None:
                 return False
             wanted = self.inner(bound).use_cascade_attention(
@@ -303,6 +310,8 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
             if impl.spec.direct_kv:
                 # Their lengths are new tensors in each step.
                 return AttentionCGSupport.NEVER
+            if impl.ranks:
+                level = min(level, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE.value)
             decision = impl.decide(size)
             cache: Any = kv_cache_spec_for(decision.spec, size)
             builder = decision.get_backend_cls().get_builder_cls()

@@ -20,6 +20,8 @@ from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.engine_layers import by_phase
 from attnplug.integrations.vllm.names import AUTOMATIC
+from attnplug.integrations.vllm.rank_layers import RankImpl, make_rank_impl
+from attnplug.integrations.vllm.ranks import check_ranks, gathered_spec, new_tokens_of, ranks_of
 from attnplug.integrations.vllm.steps import asked_head_scales, asked_invariance, drafts_of
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.default import select
@@ -55,6 +57,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
 
     backend: str | None = None
     supports_quant_query_input = False
+    # Decode context parallelism: vLLM asks by the one name, and later versions by the other.
+    can_return_lse_for_decode = supports_dcp = True
     decision: Decision | None = None
     """That of the layer's first step; drafts that are not causal may have another."""
 
@@ -116,6 +120,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         # vLLM says so of models, whose decoders all get the ranges of a step.
         self.has_spans = kind == "decoder" and bool(getattr(model, "is_mm_prefix_lm", False))
         self._asked["mm_prefix"] = self.has_spans
+        # The keys of encoders come with the call, so each rank has all of them.
+        self.ranks = None if direct else ranks_of(config)
         if model is not None:
             self.see(model.dtype)
             self.decide(None)
@@ -134,11 +140,16 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         """Take the dtype of the layer's first call, if vLLM's configuration had none."""
         if self._spec is None:
             self._spec = LayerSpec(**self._asked, dtype=dtype)
+            if self.ranks:
+                check_ranks(
+                    self.ranks, self._spec, shares_kv=self.target is not None, drafts=self._has_drafts
+                )
 
     def decide(self, block_size: int | None, causal: bool = True) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; drafts of a decoder may be not `causal`.
 
         Where vLLM is left to select, it is one for each phase; with drafts one for both if a member needs exact lengths.
+        If ranks share the tokens, it is for the keys of one rank.
 
         NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
@@ -149,6 +160,11 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             # vLLM's FLASH_ATTN gives such steps the window on both sides.
             left = spec.window[0]
             spec = spec.replace(causal=False, window=(left, left))
+        if self.ranks:
+            if not causal:
+                limit = "is not served under decode context parallelism"
+                raise BatchError("causal", False, limit)
+            spec = gathered_spec(spec, self.ranks.place.size)
         if self.backend is None:
             # vLLM does not pass the layer's name. Rules by name match only where they are for all layers.
             decision = by_phase(spec, "", "of vLLM")
@@ -165,17 +181,26 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             decision = self.decide(block_size, causal)
             self.decision = self.decision or decision
             tensors = self._tensors(device)
-            inner = make_impl(
-                decision.get_backend_cls(),
-                decision.spec,
-                layer_name=self.backend or AUTOMATIC,
-                tensors=tensors,
-                options=decision.get_options(),
-                kv_sharing_target_layer_name=self.target,
-            )
-            inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-            self._bounds[key] = Bound(decision, inner, tensors)
+            self._bounds[key] = self._bound(decision, tensors)
         return self._bounds[key]
+
+    def _bound(self, decision: Decision, tensors: LayerTensors) -> Bound:
+        if self.ranks:
+            new = select(new_tokens_of(self.spec), None, None, backend=self.backend)
+            name = self.backend or AUTOMATIC
+            return Bound(
+                decision, make_rank_impl(self.ranks, self.spec, decision, new, tensors, name), tensors
+            )
+        inner = make_impl(
+            decision.get_backend_cls(),
+            decision.spec,
+            layer_name=self.backend or AUTOMATIC,
+            tensors=tensors,
+            options=decision.get_options(),
+            kv_sharing_target_layer_name=self.target,
+        )
+        inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
+        return Bound(decision, inner, tensors)
 
     def _tensors(self, device: torch.device) -> LayerTensors:
         sinks, slopes = self.sinks, self.alibi_slopes
@@ -189,6 +214,9 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         scale = quant_key.scale
         fixed = scale.static and scale.group_shape.is_per_tensor()
         if self._spec is None or not fixed or quant_key.scale2 is not None or not quant_key.symmetric:
+            return False
+        if self.ranks:
+            # Parts of several ranks are merged before they could be rounded.
             return False
         decision = self.decide(None)
         asked = make_impl(
@@ -239,6 +267,8 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         if output_block_scale is not None:
             raise BatchError("output_block_scale", "a tensor", "was not offered: only one scale is served")
         if attn_metadata is None:
+            if self.ranks:
+                self.ranks.reserve_for(query, self.head_size)
             return output.fill_(0)  # vLLM measures memory
         if self._spec is None:
             self.see(query.dtype)
@@ -246,7 +276,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         rows = output if output.ndim == 3 else output.view(-1, self.num_heads, self.head_size)
         scaled: dict[str, Any] = {}
         if output_scale is not None:
-            if not bound.inner.fused_output_quant_supported(output_quant_key(output.dtype)):
+            if self.ranks or not bound.inner.fused_output_quant_supported(output_quant_key(output.dtype)):
                 limit = f"was not offered: {bound.decision.backend} writes no outputs of {output.dtype}"
                 raise BatchError("output_scale", "a tensor", limit)
             scaled = {"output_scale": output_scale}
@@ -279,7 +309,7 @@ class _Cache:
 
     view: torch.Tensor
     of: weakref.ref[torch.Tensor]
-    writer: Inner[Any] | None = None
+    writer: Any = None
 
 
 def _forget(layer: weakref.ref[Layer], place: int, dead: weakref.ref[torch.Tensor]) -> None:
@@ -292,9 +322,12 @@ def _forget(layer: weakref.ref[Layer], place: int, dead: weakref.ref[torch.Tenso
 class Bound:
     """A layer's decision and its impl."""
 
-    def __init__(self, decision: Decision, inner: Inner[Any], tensors: LayerTensors) -> None:
-        self.decision, self.inner, self.tensors = decision, inner, tensors
+    def __init__(self, decision: Decision, inner: Inner[Any] | RankImpl, tensors: LayerTensors) -> None:
+        self.decision, self.tensors = decision, tensors
+        self.inner: Any = inner
         self.backend = decision.get_backend_cls()
-        self.kind = (self.backend, decision.spec, decision.options)
+        self.spec = inner.spec if isinstance(inner, RankImpl) else decision.spec
+        """The layer, also where the decision is for its keys on one rank."""
+        self.kind = (self.backend, self.spec, decision.options)
         self.weights: Any = None
         """vLLM's tensor that `tensors` were read from, for latent attention."""

@@ -16,7 +16,9 @@ from attnplug.core.mla.dims import MLADims
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
 from attnplug.integrations.vllm.impl import Bound, logical
-from attnplug.integrations.vllm.steps import asked_invariance
+from attnplug.integrations.vllm.rank_layers import make_rank_impl
+from attnplug.integrations.vllm.ranks import check_ranks, gathered_spec, new_tokens_of, ranks_of
+from attnplug.integrations.vllm.steps import asked_invariance, drafts_of
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
 
@@ -31,6 +33,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
 
     backend: str | None = None
     supports_quant_query_input = False
+    can_return_lse_for_decode = supports_dcp = True
     decision: Decision | None = None
     owner: Any = None
     """vLLM's layer, which has the weights and the scales; the builder sets it."""
@@ -71,6 +74,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
                 raise SpecError(name, type(value).__name__, limit)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype, self.v_head_dim = num_kv_heads, kv_cache_dtype, v_head_dim
+        config = get_current_vllm_config()
         self.spec = LayerSpec(
             num_heads=num_heads,
             num_kv_heads=1,
@@ -78,7 +82,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             scale=self.scale,
             kv_cache_dtype=kv_cache_dtype,
             attn_type=str(getattr(attn_type, "value", attn_type)),
-            dtype=get_current_vllm_config().model_config.dtype,
+            dtype=config.model_config.dtype,
             invariance=asked_invariance(),
             mla=MLADims(
                 q_lora_rank=q_lora_rank,
@@ -88,14 +92,19 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
                 v_head_dim=v_head_dim,
             ),
         )
+        self.ranks = ranks_of(config)
+        if self.ranks:
+            check_ranks(self.ranks, self.spec, drafts=drafts_of(config) > 0)
         self.decide(None)
 
     def decide(self, block_size: int | None) -> Decision:
-        """The backend for the layer in pages of `block_size` tokens.
+        """The backend for the layer in pages of `block_size` tokens; if ranks share them, for the keys of one rank.
 
         NoBackendError, BackendUnavailableError: with each candidate's reasons.
         """
         spec = self.spec if block_size is None else self.spec.replace(block_size=block_size)
+        if self.ranks:
+            spec = gathered_spec(spec, self.ranks.place.size)
         return select(spec, None, None, backend=self.backend)
 
     @functools.cache  # noqa: B019 - as many entries as block sizes, and layers live as long as the process
@@ -105,13 +114,19 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             raise BatchError("causal", False, "cannot be served by layers of latent attention")
         decision = self.decision = self.decide(block_size)
         tensors = LayerTensors(w_uk=self.owner.W_UK_T, w_uv=self.owner.W_UV)
-        inner = make_impl(
-            decision.get_backend_cls(),
-            decision.spec,
-            layer_name=self.backend or "ATTNPLUG",
-            tensors=tensors,
-            options=decision.get_options(),
-        )
+        inner: Any
+        if self.ranks:
+            spec = self.spec.replace(block_size=block_size)
+            new = select(new_tokens_of(spec), None, None, backend=self.backend)
+            inner = make_rank_impl(self.ranks, spec, decision, new, tensors, self.backend or "ATTNPLUG")
+        else:
+            inner = make_impl(
+                decision.get_backend_cls(),
+                decision.spec,
+                layer_name=self.backend or "ATTNPLUG",
+                tensors=tensors,
+                options=decision.get_options(),
+            )
         inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         bound = Bound(decision, inner, tensors)
         bound.weights = self.owner.W_UK_T

@@ -14,6 +14,7 @@ from attnplug.integrations.vllm.backends import Backend, class_of, named, reason
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
+from attnplug.integrations.vllm.ranks import ranks_size
 from attnplug.integrations.vllm.steps import INVARIANT
 
 
@@ -64,7 +65,7 @@ class LatentBackend(Backend):
             )
         except AttnplugError as error:
             return [*reasons, str(error)]
-        return reasons + reasons_against(spec, cls.backend)
+        return reasons + reasons_against(spec, cls.backend, ranks=ranks_size(config))
 
 
 if HAS_CACHE_SHAPE:

@@ -25,19 +25,26 @@ from attnplug.integrations.vllm.spans import spans_of
 _OF_A_GROUP = frozenset(("block_table_tensor", "slot_mapping"))
 _UNSERVED = {
     "rswa_prefix_lens": "windows with a visible prefix are not served",
-    "dcp_local_seq_lens": "decode context parallelism is not served in vLLM",
+    "dcp_local_seq_lens": "no group of ranks shares the tokens of these layers",
 }
 
 
 def translate(
-    step: Any, *, exact: bool, lengths: npt.NDArray[np.int32] | None = None
+    step: Any, *, exact: bool, lengths: npt.NDArray[np.int32] | None = None, has_ranks: bool = False
 ) -> CommonAttentionMetadata:
     """A step of paged layers. `exact` says that the host's lengths, or those given in place of them, are no upper bounds.
+
+    Args:
+        step: vLLM's.
+        exact: see above.
+        lengths: of the requests, in place of those on the host.
+        has_ranks: whether ranks share the tokens of requests.
 
     BatchError: the step asks for something that attnplug's backends would not see.
     """
     for field, why in _UNSERVED.items():
-        if getattr(step, field, None) is not None:
+        served = has_ranks and field == "dcp_local_seq_lens"
+        if getattr(step, field, None) is not None and not served:
             raise BatchError(field, "a value", why)
     if not isinstance(step.causal, bool):
         raise BatchError(
@@ -60,6 +67,7 @@ def translate(
         num_logits_indices=step.num_logits_indices,
         encoder_seq_lens=step.encoder_seq_lens,
         encoder_seq_lens_cpu=step.encoder_seq_lens_cpu,
+        dcp_local_seq_lens=getattr(step, "dcp_local_seq_lens", None),
         mm_prefix_spans=None if spans is None else to_device(spans, step.seq_lens.device),
         mm_prefix_spans_cpu=spans,
         seq_lens_host=lengths,

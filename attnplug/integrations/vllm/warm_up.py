@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnplug.integrations.first_steps import compiles, run_first_steps
+from attnplug.integrations.vllm.rank_layers import RankImpl
 
 if TYPE_CHECKING:
     from attnplug.integrations.vllm.builder import Builder
@@ -30,6 +31,10 @@ def warm_up(builder: Builder) -> None:
         if compiles(bound.decision):
             spec, view = bound.decision.spec, found.impl.view_of(pages)
             completed = functools.partial(builder.with_spans, spec=spec)
-            count += run_first_steps(bound.inner, builder.inner(bound), spec, found, view, completed)
+            impl, inner = bound.inner, builder.inner(bound)
+            if isinstance(impl, RankImpl):
+                # The keys of one rank, without an exchange.
+                impl, inner = impl.pages, inner.pages
+            count += run_first_steps(impl, inner, spec, found, view, completed)
     if count:
         _log.info("%d dummy steps before vLLM's graphs took %.1f s", count, time.perf_counter() - began)

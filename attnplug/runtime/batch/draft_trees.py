@@ -73,8 +73,15 @@ class DraftTree:
         return found[::-1]
 
     def is_in_place(self, node: int) -> bool:
-        """Whether the path of `node` is the first nodes in their order, so that nothing need be moved."""
-        return int(self.depths[node]) == node if node >= 0 else True
+        """Whether the keys of the path of `node` are behind the computed tokens, in order."""
+        if node < 0:
+            return True
+        if self.kept is None or self.kept < 0 or int(self.depths[self.kept]) == self.kept:
+            # Nothing was moved: the path is the first nodes of the tree, or it is not there.
+            return int(self.depths[node]) == node
+        path = self.path(node)
+        # Keys of the kept path replaced those of other nodes.
+        return path == self.path(self.kept)[: len(path)]
 
 
 def checked_shape(field: str, parents: Sequence[int]) -> TreeShape:
@@ -135,7 +142,7 @@ def accepted_tokens(trees: Mapping[str, DraftTree], accepted: object) -> dict[st
         node = integer(field, accepted[name])
         if not -1 <= node < tree.size:
             raise BatchError(field, node, f"must be in -1 .. {tree.size - 1}, the nodes of its tree")
-        if not tree.is_in_place(node) and tree.kept != node:
+        if not tree.is_in_place(node):
             limit = "is a node whose keys are not behind the computed tokens"
             raise BatchError(field, node, limit, "call runtime.keep_path(batch, accepted) first")
         counts[name] = len(tree.path(node))

@@ -62,7 +62,9 @@ class StateGraphBuffers(NotCopied):
             state_pages_cpu=_on_host(self.pages, None if own is None else own.state_pages_cpu),
             state_slots_cpu=_on_host(self.slots, None if own is None else own.state_slots_cpu),
         )
-        return StateStep(padded, given is not None and given.overwrites)
+        if given is None:
+            return StateStep(padded, overwrites=False)
+        return StateStep(padded, given.overwrites, stamps=given.stamps)
 
 
 def _on_host(buffer: torch.Tensor, pages: torch.Tensor | None) -> torch.Tensor:

@@ -22,6 +22,7 @@ from attnplug.core.spec import LayerSpec
 from attnplug.core.state.caches import StateCacheSpec
 from attnplug.core.state.impl import StateImpl
 from attnplug.registry.selection.decision import Decision
+from attnplug.runtime.batch.step_batch import check_current
 from attnplug.runtime.caches.block_pool import BlockPool
 from attnplug.runtime.caches.engine_caches import Allocator
 from attnplug.runtime.plan.model_plan import ModelPlan
@@ -221,7 +222,7 @@ class StateLayers(NotCopied):
         """Run a layer; its states change.
 
         Raises:
-            BatchError: no step is active; tensors do not fit; the layer ran in this step and overwrote the states that
+            BatchError: no step is active, or its pages are those of a later step; tensors do not fit; the layer ran in this step and overwrote the states that
                 it started from.
             BackendFaultError: in debug mode, if rows of the output are NaN or were not written.
         """
@@ -229,6 +230,7 @@ class StateLayers(NotCopied):
         if step is None:
             remedy = "call begin_step with states, from the runtime's state_table()"
             raise BatchError("layer_name", name, "keeps a state and has no step", remedy)
+        check_current("states", step.stamps)
         tokens = int(step.common.query_start_loc_cpu[-1])
         layer.check_call(tokens, given, output)
         if step.overwrites and name in step.ran:

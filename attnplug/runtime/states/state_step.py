@@ -11,7 +11,7 @@ import torch
 from attnplug.core.arguments import instance
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.runtime.batch.step_batch import StepBatch
+from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -22,20 +22,30 @@ class StateStep:
         common: the step's batch, with `state_pages` and with slots that are pages.
         overwrites: whether a page that a request starts from is also written, so that a layer can run once only.
         ran: the layers that ran.
+        stamps: the step of the table that it belongs to; a runtime refuses it once the table gave its pages away. Empty
+            for padding.
     """
 
     common: CommonAttentionMetadata
     overwrites: bool
     ran: set[str] = dataclasses.field(default_factory=set)
+    stamps: tuple[Stamp, ...] = ()
 
     @classmethod
-    def of(cls, common: CommonAttentionMetadata, reads: Sequence[int], slots: Sequence[int]) -> StateStep:
+    def of(
+        cls,
+        common: CommonAttentionMetadata,
+        reads: Sequence[int],
+        slots: Sequence[int],
+        stamps: tuple[Stamp, ...] = (),
+    ) -> StateStep:
         """The step of a batch.
 
         Args:
             common: the batch.
             reads: by request, the page that it starts from; -1 starts from zeros.
             slots: by token, the page that gets the state after it, or -1.
+            stamps: of the table.
         """
         device = common.query_start_loc.device
         pages = torch.tensor(reads, dtype=torch.int32, device="cpu")
@@ -47,7 +57,8 @@ class StateStep:
             slot_mapping=stored.to(device, non_blocking=True),
             state_slots_cpu=stored,
         )
-        return cls(written, not {*reads, PAD_SLOT_ID}.isdisjoint({*slots} - {PAD_SLOT_ID}))
+        overwrites = not {*reads, PAD_SLOT_ID}.isdisjoint({*slots} - {PAD_SLOT_ID})
+        return cls(written, overwrites, stamps=stamps)
 
     @classmethod
     def padding(cls, common: CommonAttentionMetadata) -> StateStep:
@@ -79,6 +90,7 @@ def batch_of(
 def check_state_step(states: object, batch: StepBatch | None, num_states: int, device: torch.device) -> None:
     """BatchError unless these are the pages of a step of `batch`, on its device and in a pool of so many pages."""
     step = instance("states", states, StateStep, remedy="make it by StateTable.step")
+    check_current("states", step.stamps)
     common = step.common
     if batch is not None and common.query_start_loc is not batch.common.query_start_loc:
         limit = "is of another batch"

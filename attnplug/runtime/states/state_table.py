@@ -12,10 +12,13 @@ from attnplug._system.one_commit import NotCopied
 from attnplug.core.arguments import instance, integer
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attnplug.runtime.batch.step_batch import StepBatch
+from attnplug.runtime.batch.step_batch import StepBatch, StepSerial
 from attnplug.runtime.caches.block_pool import BlockPool
 from attnplug.runtime.plan.state_plan import StatePlan
 from attnplug.runtime.states.state_step import StateStep, batch_of
+
+# A step has a number for each of its tokens on the host.
+_MOST_TOKENS = 2**24
 
 
 @dataclasses.dataclass(slots=True)
@@ -68,6 +71,8 @@ class StateTable(NotCopied):
         self._requests: dict[str, _Request] = {}
         self._stepped: dict[str, _Stepped] = {}
         self._last: StateStep | None = None
+        # Steps made before the latest number have pages that others may have by now.
+        self._serial = StepSerial()
 
     @property
     def req_ids(self) -> list[str]:
@@ -104,6 +109,7 @@ class StateTable(NotCopied):
         request = self._request(req_id)
         if (stepped := self._stepped.pop(req_id, None)) is not None:
             self.pool.free(stepped.fresh)
+            self._serial.advance("remove_request")
         self.pool.free([*([] if request.page < 0 else [request.page]), *request.kept.values()])
         del self._requests[req_id]
 
@@ -140,7 +146,7 @@ class StateTable(NotCopied):
                 added, or whose tokens are not those of the table; more drafts than the plan has, or none but drafts; draft trees; a number of tokens that is not a multiple of the block size,
                 or not reached in this step; too few free pages.
         """
-        self._give_back()
+        self._check_repeatable()
         names, scheduled = self._tokens_of(batch)
         drafts, keep = drafts or {}, keep or {}
         for field, given in (("drafts", drafts), ("keep", keep)):
@@ -153,6 +159,11 @@ class StateTable(NotCopied):
         }
         reused = {name for name in names if self._may_overwrite(name)}
         wanted = sum(len(each) - (name in reused and bool(each)) for name, each in stored.items())
+        unfinished = [page for each in self._stepped.values() for page in each.fresh]
+        if wanted > self.pool.num_free + len(unfinished):
+            self.pool.allocate(wanted)  # It raises, and the step before stays.
+        self.pool.free(unfinished)
+        self._stepped = {}
         free = iter(self.pool.allocate(wanted))
         for name, tokens in zip(names, scheduled, strict=True):
             request, pages, fresh = self._requests[name], dict[int, int](), list[int]()
@@ -168,7 +179,8 @@ class StateTable(NotCopied):
             reads.append(request.page)
             slots += [pages.get(token, PAD_SLOT_ID) for token in range(tokens)]
         self._stepped = stepped
-        self._last = StateStep.of(self._common(batch, names, scheduled), reads, slots)
+        stamp = self._serial.advance("step")
+        self._last = StateStep.of(self._common(batch, names, scheduled), reads, slots, (stamp,))
         return self._last
 
     def finish_step(self, accepted: Mapping[str, int] | None = None) -> None:
@@ -220,14 +232,12 @@ class StateTable(NotCopied):
             raise BatchError("req_id", req_id, "has no states", "call add_request first")
         return request
 
-    def _give_back(self) -> None:
+    def _check_repeatable(self) -> None:
+        """BatchError if the step before is not finished and changed the states that it started from."""
         last = self._last
         if self._stepped and last is not None and last.overwrites and last.ran:
             limit = "ran on the pages that it started from, and was not finished"
             raise BatchError("step", f"{len(last.ran)} layers", limit, "call finish_step first")
-        for stepped in self._stepped.values():
-            self.pool.free(stepped.fresh)
-        self._stepped = {}
 
     def _may_overwrite(self, name: str) -> bool:
         """Whether nobody else may start from the page of a request."""
@@ -237,10 +247,12 @@ class StateTable(NotCopied):
     def _tokens_of(self, batch: StepBatch | Mapping[str, int]) -> tuple[list[str], list[int]]:
         """The requests of a step and their new tokens; BatchError where the table knows others."""
         if isinstance(batch, Mapping):
-            names, scheduled = (
-                list(batch),
-                [integer(f"batch[{name!r}]", each) for name, each in batch.items()],
-            )
+            names = list(batch)
+            scheduled = [integer(f"batch[{name!r}]", each) for name, each in batch.items()]
+            for name, count in zip(names, scheduled, strict=True):
+                if not 0 <= count <= _MOST_TOKENS:
+                    limit = f"new tokens must be in 0 .. {_MOST_TOKENS}"
+                    raise BatchError(f"batch[{name!r}]", count, limit)
             computed = [self._request(name).computed for name in names]
         else:
             common = instance("batch", batch, StepBatch).common

@@ -113,8 +113,8 @@ def close(found: torch.Tensor, right: torch.Tensor, spec: LayerSpec) -> bool:
 
 
 def set_tile(monkeypatch: pytest.MonkeyPatch, tile: int) -> None:
-    for name in ("TILE", "_INTERPRETED_TILE"):
-        monkeypatch.setattr(impls, name, tile)
+    monkeypatch.setattr(impls, "TILES", dict.fromkeys((True, False), (tile, 1)))
+    monkeypatch.setattr(impls, "_INTERPRETED_TILE", tile)
     monkeypatch.setattr(impls, "_LEAST_COLUMNS", 4)
 
 

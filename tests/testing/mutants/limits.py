@@ -55,6 +55,23 @@ def packed(right, self, layer, query, *rest, **options):
     return right(layer, rows, *rest, **options)
 
 
+@impl.attend("tensors/strided-inputs-mixed", "with elements apart")
+def dense_elements(right, self, layer, query, *rest, **options):
+    """Takes the elements of a head for side by side."""
+    if query.stride(-1) != 1:
+        query = query.as_strided(query.shape, (*query.stride()[:2], 1))
+    return right(layer, query, *rest, **options)
+
+
+@impl.attend("tensors/strided-inputs-mixed", "of wider tensors")
+def refuses_packed(right, self, layer, query, key, value, *rest, **options):
+    """Refuses slices of one packed projection, and takes the rows of wider tensors for contiguous ones."""
+    if key is not None and query.untyped_storage().data_ptr() == key.untyped_storage().data_ptr():
+        raise BatchError("query", query.stride(), "must not be a part of the key's tensor")
+    rows = query.as_strided(query.shape, (query.shape[1] * query.shape[2], query.shape[2], 1))
+    return right(layer, rows, key, value, *rest, **options)
+
+
 @impl.attend("tensors/output-rows", "some rows of a longer tensor")
 def from_start(right, self, *given, **options):
     """Writes to the start of the tensor that the output is a part of."""

@@ -15,8 +15,9 @@ from attnplug.core.spec import LayerSpec
 from attnplug.core.state.impl import StateImpl
 from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
 
-TILE = 2048
-"""Elements of a state that a program of one warp has in registers: 64 for each thread."""
+TILES = {True: (4096, 4), False: (2048, 1)}
+"""Elements of a state that a program has in registers, and its warps: for single tokens, and for more, which need no barriers
+between tokens in one warp."""
 _LEAST_COLUMNS = 16
 """Columns of the narrowest tile: with fewer, the rows of a float32 state that a program reads have less than 64 bytes."""
 _INTERPRETED_TILE = 16384
@@ -90,7 +91,7 @@ def _recurrence(spec: LayerSpec, given: tuple[torch.Tensor, ...], _: bool, is_si
     query, key, value, decay, beta, states, output = given
     check_near(states)
     rows = power_of_two(keys)
-    tile = TILE if states.is_cuda else _INTERPRETED_TILE
+    tile, warps = TILES[is_single] if states.is_cuda else (_INTERPRETED_TILE, 1)
     block, own = max(tile // rows, _LEAST_COLUMNS), power_of_two(values)
     # Heads with few columns share a tile.
     packed = own < block and heads > 1
@@ -118,7 +119,7 @@ def _recurrence(spec: LayerSpec, given: tuple[torch.Tensor, ...], _: bool, is_si
         "BY_ROW": dims.decay == "row",
         "SINGLE": is_single,
     }
-    return _Launch(BoundKernel(recurrence_kernel, 10, constants, num_warps=1), parts)
+    return _Launch(BoundKernel(recurrence_kernel, 10, constants, num_warps=warps), parts)
 
 
 def _convolution(

@@ -18,6 +18,8 @@ from attnplug.testing.conformance.target import Target
 _SIZES = (64, 128, 256, 32, 96, 80, 192, 512)
 _ROWS, _SCALE = 2048, 0.375
 """Rows of each trial, and a scale of the layer that is a sum of powers of two."""
+_SMALL, _REPEATS = 64, 700
+"""The largest rows of which many are tried, and how often 96 of them are repeated."""
 _SEARCHED, _STEPS = 64, 16
 """Rows that are changed at random to find larger errors, and the number of times."""
 
@@ -180,6 +182,27 @@ def _rows_alone(row: KVFormat, codec: KVCodec, size: int) -> None:
                 raise ConformanceError(f"{text}: the bytes of a row depend on other rows")
 
 
+def _decoded_alone(row: KVFormat, codec: KVCodec, size: int) -> None:
+    rows, scale = _drawn(size, 96), _scale_of(row)
+    rows[::3] *= 30.0
+    planes = codec.encode(rows, scale)
+    wanted = torch.cat([codec.decode(tuple(each[at : at + 1] for each in planes), scale) for at in range(96)])
+    trials = {
+        "together": codec.decode(planes, scale),
+        "as tokens and heads": codec.decode(tuple(each.view(24, 4, -1) for each in planes), scale),
+    }
+    if size <= _SMALL:
+        # A prompt has more rows than 16 bits count.
+        many = rows.repeat(_REPEATS, 1)
+        trials["among 67,200"] = codec.decode(codec.encode(many, scale), scale)
+    for what, found in trials.items():
+        error = float(_errors(found.view(-1, 96, size), wanted).max())
+        # Sums of a rotation have another order.
+        if not error <= 1e-4:
+            text = f"{what}, rows give back other numbers than alone, by up to {error:.3g} of their norm"
+            raise ConformanceError(f"{text}: a row depends on other rows")
+
+
 def _layer_scale(row: KVFormat, codec: KVCodec, size: int) -> None:
     rows, factor = _drawn(size, 64), 4.0 if row.layer_scales else 1.0
     one, other = list(encoded(codec, rows, 0.5)), list(encoded(codec, factor * rows, 2.0))
@@ -265,6 +288,7 @@ _PROOFS: dict[str, tuple[Callable[[KVFormat, KVCodec, int], None], str]] = {
     "worst": (_worst, "no row that is searched for has more than the declared worst error"),
     "edges": (_edges, "zeros give zeros, and numbers out of range the nearest in range"),
     "rows": (_rows_alone, "the bytes of a row depend on that row alone"),
+    "decoded": (_decoded_alone, "the numbers that a row gives back depend on that row alone"),
     "scales": (_layer_scale, "the layer's scale has its effect, or none if the format has none"),
     "defaults": (_defaults, "the bytes and the rows do not depend on torch's default dtype"),
     "rotation": (_rotation, "a rotation keeps norms and can be undone"),

@@ -38,7 +38,7 @@ def state_layers(target: Target) -> dict[str, LayerSpec]:
 
 
 def _few(specs: list[LayerSpec]) -> list[LayerSpec]:
-    """Three sizes of each kind of decay or width in the first dtypes, and one layer of each other pair of dtypes."""
+    """All sizes of each kind of decay or width in the first dtypes, and one layer of each other pair of dtypes."""
     pairs: dict[Any, dict[Any, list[LayerSpec]]] = {}
     for spec in specs:
         kinds = pairs.setdefault((spec.dtype, spec.kv_cache_dtype), {})
@@ -47,7 +47,7 @@ def _few(specs: list[LayerSpec]) -> list[LayerSpec]:
     for number, kinds in enumerate(pairs.values()):
         own = list(kinds.values())
         # The kinds take turns, so each is tried in several dtypes.
-        found += own[number % len(own)][:1] if number else [spec for alike in own for spec in alike[:3]]
+        found += own[number % len(own)][:1] if number else [spec for alike in own for spec in alike]
     return found
 
 
@@ -77,9 +77,10 @@ def _sizes(target: Target, rule: str) -> Iterator[dict[str, Any]]:
         yield from ({"num_heads": size, "num_kv_heads": size, "head_size": 1} for size in _CHANNELS)
         return
     keys = [size for size in target.head_sizes if size <= 256][:3] or [64]
-    values = [None, *keys[1:], 24, 1]
+    # Mamba has values of one element.
+    values = dict.fromkeys([None, *keys[1:], 24, 1])
     for (heads, key_heads), value, scale in zip(
-        _HEADS, values, itertools.cycle((None, 1.0, 0.37)), strict=False
+        itertools.cycle(_HEADS), values, itertools.cycle((None, 1.0, 0.37)), strict=False
     ):
         sizes = {"num_heads": heads, "num_kv_heads": key_heads, "head_size": keys[0]}
         yield {**sizes, "head_size_v": value, "scale": scale}

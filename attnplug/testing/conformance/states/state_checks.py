@@ -8,11 +8,18 @@ from typing import Any
 
 import torch
 
+from attnplug.core.errors import BatchError, LayoutError
 from attnplug.core.features import Feature
 from attnplug.core.metadata import AttentionCGSupport
 from attnplug.core.spec import LayerSpec
 from attnplug.runtime.states.state_step import StateStep, batch_of
-from attnplug.testing.conformance.check import Check, ConformanceError, Level
+from attnplug.testing.conformance.check import (
+    Check,
+    CheckSkipped,
+    ConformanceError,
+    Level,
+    SkipKind,
+)
 from attnplug.testing.conformance.harness import raw_bytes
 from attnplug.testing.conformance.states.state_cases import draw_inputs, state_layers
 from attnplug.testing.conformance.states.state_graphs import StateGraph, graph_level
@@ -58,8 +65,8 @@ def _check_served(target: Target, rule: str, layers: Mapping[str, LayerSpec]) ->
         raise ConformanceError(f"supported_state_rules has {rule}, and the backend serves no layer of it")
 
 
-def _prompts(target: Target, spec: LayerSpec, *, strong: bool = False) -> None:
-    serving = StateServing(target, spec, strong=strong)
+def _prompts(target: Target, spec: LayerSpec, **more: Any) -> None:
+    serving = StateServing(target, spec, **more)
     for seed, (name, length) in enumerate(_LENGTHS.items()):
         serving.add(name, length + 3, seed)
     # Short prompts of 1 and 2 tokens are shorter than a convolution.
@@ -70,6 +77,31 @@ def _prompts(target: Target, spec: LayerSpec, *, strong: bool = False) -> None:
 
 def _strong(target: Target, spec: LayerSpec) -> None:
     _prompts(target, spec, strong=True)
+
+
+def _strided(target: Target, spec: LayerSpec) -> None:
+    refused = []
+    for name, view in (("of wider tensors", _slice), ("with the tokens inside", _tokens_inside)):
+        try:
+            _prompts(target, spec, view=view)
+        except ConformanceError as problem:
+            if not isinstance(problem.__cause__, (BatchError, LayoutError)):
+                text = f"with inputs as views {name}: {problem}"
+                raise ConformanceError(text, problem.named, says=problem.says) from problem.__cause__
+            refused.append(f"views {name} are refused: {problem.__cause__}")
+    if refused:
+        raise CheckSkipped("; ".join(refused), SkipKind.ALLOWED)
+
+
+def _slice(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a part of one projection, with NaN beside it."""
+    beside = torch.full_like(tensor, torch.nan)
+    return torch.cat([beside, tensor, beside], 1)[:, tensor.shape[1] : 2 * tensor.shape[1]]
+
+
+def _tokens_inside(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with neighbouring tokens side by side, as convolutions of libraries have them."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
 def _chunks(target: Target, spec: LayerSpec) -> None:
@@ -216,6 +248,7 @@ _SCHEDULES: dict[str, tuple[Callable[[Target, LayerSpec], None], str, Feature]] 
         Feature(0),
     ),
     "strong": (_strong, "decays that leave nothing of a state give finite, right numbers", Feature(0)),
+    "strided": (_strided, "inputs may be strided views", Feature(0)),
     "chunks": (_chunks, "any split of a prompt into steps gives the outputs of one run", Feature(0)),
     "decodes": (_decodes, "decodes in any order start from the state of their own request", Feature(0)),
     "mixed": (_mixed, "new, idle, removed and decoding requests share steps", Feature(0)),

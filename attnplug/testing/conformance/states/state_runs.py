@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -51,12 +51,19 @@ class StateServing:
         spec: the layer.
         strong: whether decays leave nothing of a state.
         in_place: whether steps write the pages that they read.
+        view: gives a tensor of equal numbers in place of each input of a step.
     """
 
     def __init__(
-        self, target: Target, spec: LayerSpec, *, strong: bool = False, in_place: bool = True
+        self,
+        target: Target,
+        spec: LayerSpec,
+        *,
+        strong: bool = False,
+        in_place: bool = True,
+        view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        self.target, self.spec, self.strong = target, spec, strong
+        self.target, self.spec, self.strong, self.view = target, spec, strong, view
         device, cache = target.torch_device, state_cache_for(spec)
         if cache is None:
             raise CheckSkipped(f"{target.name} serves no layer with a state", SkipKind.LAYER)
@@ -141,7 +148,7 @@ class StateServing:
         }
         device, tokens = self.pages.device, inputs.tokens
         padded = inputs.joined(dataclasses.replace(inputs, **padding)).by_token()
-        given = {name: None if each is None else each.to(device) for name, each in padded.items()}
+        given = {name: None if each is None else self.view(each.to(device)) for name, each in padded.items()}
         kept = {name: None if each is None else each.clone() for name, each in given.items()}
         value = given["query"] if given["value"] is None else given["value"]
         output = torch.full(value.shape, torch.nan, dtype=value.dtype, device=device)  # type: ignore[union-attr]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,9 +15,14 @@ from attnplug.core import (
     StateImpl,
     state_runs,
 )
+
+_RANDOM = random.getstate()
 from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from fla.ops.kda import chunk_kda, fused_recurrent_kda
 from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+# What fla imports draws numbers, and a backend leaves the process as it is.
+random.setstate(_RANDOM)
 
 _LONG = 64
 """Tokens of a piece from which the chunked form is faster than the recurrent one."""
@@ -30,14 +36,15 @@ _FORMS: dict[tuple[str, str | None], tuple[Callable[..., Any], Callable[..., Any
 class Wave(NamedTuple):
     """The n-th pieces of all runs: rows, starts `[N + 1]`, first states, and where states go.
 
-    The rows are a slice if the pieces follow one another, so that inputs are not copied.
+    The rows are a slice if the pieces follow one another, so that inputs are not copied. Pieces of one length are a batch
+    without starts. Without fresh ones all have a first state, and without stored ones all are stored.
     """
 
     rows: torch.Tensor | slice
-    starts: torch.Tensor
+    starts: torch.Tensor | None
     first: torch.Tensor
-    fresh: torch.Tensor
-    stored: torch.Tensor
+    fresh: torch.Tensor | None
+    stored: torch.Tensor | None
     pages: torch.Tensor
     longest: int
 
@@ -69,12 +76,19 @@ class FlaBuilder(AttentionMetadataBuilder[FlaMetadata]):
     def _wave(self, pieces: list[tuple[int, int, int]], first: list[int]) -> Wave:
         sizes = [end - begin for begin, end, _ in pieces]
         stored = [place for place, (*_, page) in enumerate(pieces) if page >= 0]
-        lists = [0, *itertools.accumulate(sizes)], [max(each, 0) for each in first]
-        lists += [int(each < 0) for each in first], stored, [pieces[place][2] for place in stored]
+        fresh = [int(each < 0) for each in first]
         rows: torch.Tensor | slice = slice(pieces[0][0], pieces[-1][1])
         if any(end != begin for (_, end, _), (begin, _, _) in itertools.pairwise(pieces)):
             rows = self._indices([row for begin, end, _ in pieces for row in range(begin, end)])
-        return Wave(rows, *map(self._indices, lists), max(sizes))
+        return Wave(
+            rows,
+            self._indices([0, *itertools.accumulate(sizes)]) if len({*sizes}) > 1 else None,
+            self._indices([max(each, 0) for each in first]),
+            self._indices(fresh).bool()[:, None, None, None] if any(fresh) else None,
+            self._indices(stored) if len(stored) < len(pieces) else None,
+            self._indices([pieces[place][2] for place in stored]),
+            max(sizes),
+        )
 
     def _indices(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long).to(self.device, non_blocking=True)
@@ -106,14 +120,17 @@ class FlaImpl(StateImpl[FlaMetadata]):
                 None if x is None else x.repeat_interleave(shared, 1) for x in (query, key)
             )
         last = states
-        for number, wave in enumerate(attn_metadata.waves):
+        for wave in attn_metadata.waves:
             first = last[wave.first].float()
-            if number == 0:
+            if wave.fresh is not None:
                 # Not a product with zero, which leaves NaN of stale pages.
-                first[wave.fresh.bool()] = 0.0
+                first.masked_fill_(wave.fresh, 0.0)
             # float32 products on tensor cores have 10 bits, so float32 has the recurrent form alone.
             is_long = wave.longest >= _LONG and query.dtype != torch.float32
-            call = {n: x[wave.rows][None].contiguous() for n, x in given.items() if x is not None}
+            batch = (-1, wave.longest) if wave.starts is None else (1, -1)
+            call = {
+                n: x[wave.rows].unflatten(0, batch).contiguous() for n, x in given.items() if x is not None
+            }
             out, last = forms[is_long](
                 **call,
                 scale=self.spec.scale,
@@ -121,5 +138,6 @@ class FlaImpl(StateImpl[FlaMetadata]):
                 output_final_state=True,
                 cu_seqlens=wave.starts,
             )
-            output[wave.rows] = out[0].to(output.dtype)
-            states[wave.pages] = last[wave.stored].to(states.dtype)
+            output[wave.rows] = out.flatten(0, 1).to(output.dtype)
+            kept = last if wave.stored is None else last[wave.stored]
+            states[wave.pages] = kept.to(states.dtype)

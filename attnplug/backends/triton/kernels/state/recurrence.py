@@ -61,9 +61,10 @@ def recurrence_kernel(
     request, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     # Strides of tokens and pages are multiplied in 64 bits, as are those of heads, which may be parts of larger tensors.
     begin, end = tl.load(starts + request).to(tl.int64), tl.load(starts + request + 1).to(tl.int64)
+    # Before the branch, so that a program waits once for its indices.
+    page = tl.load(pages + request).to(tl.int64)
     if begin >= end:
         return
-    page = tl.load(pages + request).to(tl.int64)
     lines = tl.arange(0, BLOCK_K)
     rows = lines[:, None]
     # In one dimension where columns have one key head: a tile of one column has a layout that the state would be moved to.
