@@ -406,7 +406,8 @@ def head_scales(layer: AttentionLayer | None, tensors: LayerTensors, spec: Layer
 
     Numbers of the host are preferred; vLLM's layers have only a tensor, and as a float the largest scale.
 
-    BatchError: the engine's layer has another number of scales than heads.
+    Raises:
+        BatchError: the engine's layer has another number of scales than heads.
     """
     if layer is None or not (hasattr(layer, "_k_scale") and hasattr(layer, "_v_scale")):
         return tensors.k_scale, tensors.v_scale
