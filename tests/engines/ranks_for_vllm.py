@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -173,6 +174,8 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
+    from attnplug.integrations.vllm.rank_layers import RankImpl
+
     vllm.platforms._current_platform = CpuPlatform()
     Engine.local_lengths = staticmethod(get_dcp_local_seq_lens)
     failed, ran = {}, []
@@ -181,8 +184,12 @@ def main(rank: int, size: int, folder: Path, backend: str) -> None:
         parallel_state.initialize_model_parallel(size, decode_context_model_parallel_size=size)
     for name, case in cases(size, backend):
         ran.append(name)
+        own = RankImpl.process_weights_after_loading
+        spied = mock.patch.object(RankImpl, "process_weights_after_loading", autospec=True, side_effect=own)
         try:
-            case(rank, size)
+            with spied as processed:
+                case(rank, size)
+            assert processed.call_count == 1, "a layer has one impl, which takes its loaded weights once"
         except Exception:
             failed[name] = traceback.format_exc()
             # The others wait for what this rank no longer sends, so no later case can run.

@@ -185,20 +185,20 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         return self._bounds[key]
 
     def _bound(self, decision: Decision, tensors: LayerTensors) -> Bound:
+        name = self.backend or AUTOMATIC
+        inner: Any
         if self.ranks:
             new = select(new_tokens_of(self.spec), None, None, backend=self.backend)
-            name = self.backend or AUTOMATIC
-            return Bound(
-                decision, make_rank_impl(self.ranks, self.spec, decision, new, tensors, name), tensors
+            inner = make_rank_impl(self.ranks, self.spec, decision, new, tensors, name)
+        else:
+            inner = make_impl(
+                decision.get_backend_cls(),
+                decision.spec,
+                layer_name=name,
+                tensors=tensors,
+                options=decision.get_options(),
+                kv_sharing_target_layer_name=self.target,
             )
-        inner = make_impl(
-            decision.get_backend_cls(),
-            decision.spec,
-            layer_name=self.backend or AUTOMATIC,
-            tensors=tensors,
-            options=decision.get_options(),
-            kv_sharing_target_layer_name=self.target,
-        )
         inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
         return Bound(decision, inner, tensors)
 

@@ -107,11 +107,14 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             spec = gathered_spec(spec, self.ranks.place.size)
         return select(spec, None, None, backend=self.backend)
 
-    @functools.cache  # noqa: B019 - as many entries as block sizes, and layers live as long as the process
     def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
         """The impl of the layer in such pages, with the weights that vLLM has made of its projection."""
         if not causal:
             raise BatchError("causal", False, "cannot be served by layers of latent attention")
+        return self._bound(block_size, device)
+
+    @functools.cache  # noqa: B019 - as many entries as block sizes, and layers live as long as the process
+    def _bound(self, block_size: int, device: torch.device) -> Bound:
         decision = self.decision = self.decide(block_size)
         tensors = LayerTensors(w_uk=self.owner.W_UK_T, w_uv=self.owner.W_UV)
         inner: Any

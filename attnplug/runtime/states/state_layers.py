@@ -222,8 +222,8 @@ class StateLayers(NotCopied):
         """Run a layer; its states change.
 
         Raises:
-            BatchError: no step is active, or its pages are those of a later step; tensors do not fit; the layer ran in this step and overwrote the states that
-                it started from.
+            BatchError: no step is active, or its pages are those of a later step; tensors do not fit; the layer ran in this
+                step and overwrote the states that it started from.
             BackendFaultError: in debug mode, if rows of the output are NaN or were not written.
         """
         layer, step = self.layers[name], self._step
