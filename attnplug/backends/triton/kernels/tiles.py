@@ -24,8 +24,7 @@ E5M2_HALVES = tl.constexpr(_HALVES.format(stored="e5m2"))
 def of_head(scale, kv_head):
     """The scale of a KV head: `scale` is a number for all of them, or points to one for each."""
     # The interpreter passes numbers as those of Python, which have no dtype.
-    scale = tl.to_tensor(scale)
-    if scale.dtype.is_ptr():
+    if isinstance(scale, tl.tensor) and scale.dtype.is_ptr():
         scale = tl.load(scale + kv_head)
     return scale
 

@@ -90,10 +90,9 @@ def kv_write_kernel(
     to_k = (blocks * K_PAGES[0] + places * K_PAGES[1] + heads * K_PAGES[2])[:, None] + dims * K_PAGES[3]
     to_v = (blocks * V_PAGES[0] + places * V_PAGES[1] + heads * V_PAGES[2])[:, None] + dims_v * V_PAGES[3]
     # The interpreter passes numbers as those of Python, which have no dtype.
-    k_scale, v_scale = tl.to_tensor(k_scale), tl.to_tensor(v_scale)
-    if k_scale.dtype.is_ptr():
+    if isinstance(k_scale, tl.tensor) and k_scale.dtype.is_ptr():
         k_scale = tl.load(k_scale + heads)[:, None]
-    if v_scale.dtype.is_ptr():
+    if isinstance(v_scale, tl.tensor) and v_scale.dtype.is_ptr():
         v_scale = tl.load(v_scale + heads)[:, None]
     k = _stored(k, k_scale, k_cache.dtype.element_ty, FORMAT)
     v = _stored(v, v_scale, v_cache.dtype.element_ty, FORMAT)

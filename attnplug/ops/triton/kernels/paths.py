@@ -56,8 +56,7 @@ def paths_kernel(
     at = query + row * stride_qt + heads[:, :, None].to(tl.int64) * stride_qh + dims[None, None, :]
     q = tl.load(at, mask=known[:, :, None] & (dims[None, None, :] < D), other=0.0).to(tl.float32) * scale
     # The interpreter passes numbers as those of Python, which have no dtype.
-    key_scale, value_scale = tl.to_tensor(key_scale), tl.to_tensor(value_scale)
-    if key_scale.dtype.is_ptr():
+    if isinstance(key_scale, tl.tensor) and key_scale.dtype.is_ptr():
         q *= tl.load(key_scale + kv_heads, mask=kv_heads < KV_HEADS, other=0.0)[:, None, None]
 
     top = tl.full([HEADS, MEMBERS], float("-inf"), tl.float32)
@@ -83,7 +82,7 @@ def paths_kernel(
         result = result * before[:, :, None] + weight[:, :, None] * v[:, None, :]
         total = total * before + weight
         top = higher
-    if value_scale.dtype.is_ptr():
+    if isinstance(value_scale, tl.tensor) and value_scale.dtype.is_ptr():
         value_scale = tl.load(value_scale + kv_heads, mask=kv_heads < KV_HEADS, other=0.0)[:, None]
     result = result * (value_scale / total)[:, :, None]
     to = row * stride_ot + heads[:, :, None].to(tl.int64) * stride_oh + dims_v[None, None, :]
