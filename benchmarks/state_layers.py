@@ -99,8 +99,10 @@ class Layer:
         builder = make_builder(serving, page, ["layer"], BuilderConfig(), torch.device(device))
         self.metadata = [builder.build(0, _step(cell, copy, device).common) for copy in range(copies)]
 
-    def call(self, given: dict[str, Any], states: torch.Tensor, output: torch.Tensor) -> Callable[[int], Any]:
-        """Runs the step of a copy."""
+    def call(
+        self, given: dict[str, Any], states: torch.Tensor, output: torch.Tensor | None
+    ) -> Callable[[int], Any]:
+        """Runs the step of a copy; without `output` the impl makes one, as the library does."""
         query, key, value, decay, beta = given.values()
 
         def run(index: int) -> torch.Tensor:
@@ -160,7 +162,7 @@ def measured(
         called["TORCH"] = Layer(TorchBackend, cell, copies, device).call(given, states, output)
     triton.update(_fla(cell, given, before))
     if (package := _package()) is not None and cell.kind == "prompt" and cell.spec.kinds == ("state",):
-        called["FLA"] = Layer(package, cell, copies, device).call(given, states, output)
+        called["FLA"] = Layer(package, cell, copies, device).call(given, states, None)
     errors = _errors(graphed | called, states, before)
     page = states[1 : 1 + cell.requests]
     into = torch.empty_like(page)
@@ -228,12 +230,19 @@ def _fla(cell: Cell, given: dict[str, Any], states: torch.Tensor) -> dict[str, C
         for name, short in names.items()
         if given[name] is not None
     }
-    if dims.rule == "linear":
-        shared = cell.spec.num_heads // cell.spec.num_kv_heads
-        parts |= {each: parts[each].repeat_interleave(shared, 2) for each in ("q", "k")}
     first = states[1 : 1 + cell.requests].float()
-    scale = cell.spec.scale
-    return {"fla": lambda _: form(**parts, scale=scale, initial_state=first, output_final_state=True)[0]}
+    fixed = {"scale": cell.spec.scale, "initial_state": first, "output_final_state": True}
+    if dims.rule == "delta":
+        return {"fla": lambda _: form(**parts, **fixed)[0]}
+    shared = cell.spec.num_heads // cell.spec.num_kv_heads
+
+    def repeated(_: int) -> torch.Tensor:
+        # The library has one key head for each value head, so whoever calls it for these layers repeats them.
+        own = {each: parts[each].repeat_interleave(shared, 2) for each in ("q", "k")}
+        output: torch.Tensor = form(**{**parts, **own}, **fixed)[0]
+        return output
+
+    return {"fla": repeated}
 
 
 def _package() -> Any:

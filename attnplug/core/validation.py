@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from attnplug.core.blocks import MultipleOf
@@ -28,7 +28,8 @@ def validate(
     """Every reason why `backend` does not serve `spec`; see `validate_configuration`."""
     return [
         *_sizes_and_dtypes(backend, spec, device),
-        *_kinds(backend, spec),
+        *_kinds(backend, spec, _WITH_CODE),
+        *_spans(backend, spec),
         *_device(backend, device),
         *_type_and_phase(backend, spec, phase),
         *_combination_and_features(backend, spec, device),
@@ -155,18 +156,28 @@ def stored_dtypes(backend: type[AttentionBackend]) -> list[str]:
     return list(dict.fromkeys([*names, *(kv_format(name).name for name in names)]))
 
 
-def _kinds(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
-    """The features that a method of the backend declares."""
-    for flag in FEATURES:
-        row = flag.ask
-        if row.declared_by == "supports_attn_type" or (row.declared_by is None and row.kinds is None):
-            continue
-        asked, method = flag.is_asked_by(spec), row.declared_by
+_HAVE_KINDS = [
+    flag
+    for flag in FEATURES
+    if flag.ask.kinds is not None or flag.ask.declared_by not in (None, "supports_attn_type")
+]
+_WITH_CODE = [flag for flag in _HAVE_KINDS if flag.ask.code is not None]
+# Their reasons stand with those of other features, whose code begins alike.
+_WITHOUT_CODE = [flag for flag in _HAVE_KINDS if flag.ask.code is None]
+
+
+def _kinds(backend: type[AttentionBackend], spec: LayerSpec, flags: Sequence[Feature]) -> Iterator[Reason]:
+    """The reasons against those features that a method of the backend, or a list of kinds, declares."""
+    for flag in flags:
+        asked, method = flag.is_asked_by(spec), flag.ask.declared_by
         serves = flag in declared(backend, "features") if method is None else answer(backend, method)
         if asked:
             yield from _kind(backend, spec, flag, serves)
         elif flag.ask.only and serves and not (flag.ask.besides and declared(backend, flag.ask.besides)):
             yield Reason(flag.ask.only, code=flag.code, field=flag.ask.field)
+
+
+def _spans(backend: type[AttentionBackend], spec: LayerSpec) -> Iterator[Reason]:
     if (
         spec.mm_prefix
         and spec.attn_type is AttentionType.ENCODER_DECODER
@@ -245,6 +256,7 @@ def _combination_and_features(
     why = answer(backend, "supports_combination", spec, device)
     if why is not None:
         yield Reason(f"combination not supported: {why}", code="combination")
+    yield from _kinds(backend, spec, _WITHOUT_CODE)
     asked = spec.required_features()
     features = declared(backend, "features")
     if asked in features:

@@ -318,7 +318,7 @@ def test_the_page_reads_what_the_rules_read_and_nothing_else(page: Any) -> None:
         ),
         (
             {"model_type": "granite", **LLAMA, "attention_multiplier": 0.0001},
-            "its answers are for a scale from 0.00048828125 to 0.9, and this is 0.0001",
+            "its answers are for a scale from 0.001953125 to 0.9, and this is 0.0001",
         ),
     ],
 )

@@ -463,10 +463,24 @@ MUTANTS["strides"] = {
 }
 
 
+def own_tensor(self, query, key, value, states, attn_metadata, output, **gates):
+    own = torch.full_like(output, torch.nan)
+    right.advance(self, query, key, value, states, attn_metadata, own, **gates)
+    return own[: attn_metadata.common.query_start_loc_cpu[-1]]
+
+
+def own_padded_tensor(self, query, key, value, states, attn_metadata, output, **gates):
+    own = torch.full_like(output, torch.nan)
+    right.advance(self, query, key, value, states, attn_metadata, own, **gates)
+    return own
+
+
 RIGHT: dict[str, type] = {
     "token by token": PlainStates,
     **{f"chunks of {size}": in_chunks(size) for size in (1, 16, 32, 64, 128)},
     "[V, K] storage": impl(loaded=swapped_load, store=swapped_store),
+    "hands on a tensor of its own": impl(advance=own_padded_tensor),
+    "hands on the step's rows in a tensor of its own": impl(advance=own_tensor),
     "log2 decays": impl(decayed=log2_gate),
     "solves systems": impl(update=solved),
     "normalises keys of the delta rule twice": impl(

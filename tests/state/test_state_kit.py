@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
+from families import FAMILIES
 from state_mutants import MUTANTS, RIGHT
 
 from attnplug.backends.torch_native.backend import TorchStateBackend
 from attnplug.backends.torch_native.state.builder import TorchStateBuilder
-from attnplug.core import AttentionCGSupport, Device, LayerSpec
+from attnplug.core import AttentionCGSupport, Device, LayerSpec, StateImpl
 from attnplug.testing.conformance import Check, ConformanceError, conformance_checks
 from attnplug.testing.conformance.states import state_checks
 from attnplug.testing.conformance.target import Target
@@ -90,6 +93,30 @@ def test_a_mistake_is_caught(family: str, name: str) -> None:
 def test_a_mistake_in_one_rule_is_named(name: str) -> None:
     backend = next(names[name] for names in MUTANTS.values() if name in names)
     assert failures(backend, until=NAMED[name])[-1].named == NAMED[name]
+
+
+class OwnOutput(StateImpl[Any]):
+    """Writes nothing, and gives the tensor that it has."""
+
+    made = torch.ones(3, 5)
+
+    def advance(self, *arguments: Any, **gates: Any) -> torch.Tensor:
+        return self.made
+
+
+def test_a_tensor_of_the_kernels_own_is_copied_or_handed_on() -> None:
+    impl = OwnOutput.__new__(OwnOutput)
+    impl.spec, impl.layer_name = FAMILIES["conv"], "conv"
+    call = None, torch.zeros(3, 5), None, None, torch.zeros(1), None
+    assert impl.forward(*call) is impl.made
+    given = torch.zeros(4, 5)
+    assert impl.forward(*call, given) is given
+    assert torch.equal(given, torch.tensor([[1.0], [1.0], [1.0], [0.0]]).expand(4, 5))
+    assert torch.equal(impl.attend(*call, torch.zeros(3, 5)), impl.made)
+    # Rows of padding, or another dtype, are no output of the caller's form.
+    padded = impl.forward(None, torch.zeros(4, 5), *call[2:])
+    assert torch.equal(padded[:3], impl.made)
+    assert impl.forward(None, torch.zeros(3, 5, dtype=torch.float16), *call[2:]).dtype == torch.float16
 
 
 @pytest.mark.parametrize(

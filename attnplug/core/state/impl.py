@@ -33,7 +33,7 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         *,
         decay: torch.Tensor | None = None,
         beta: torch.Tensor | None = None,
-    ) -> None:
+    ) -> torch.Tensor | None:
         """Advance the states by the tokens of the step, and write the output of each token, which sees itself.
 
         Args:
@@ -46,6 +46,10 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
             output: `[T, Hv, V]`, or `[T, C]`; rows past the step's tokens are not written.
             decay: g in natural log, at most 0: float32 `[T, Hv]`, or `[T, Hv, K]` with a decay per row.
             beta: `[T, Hv]`, for rule "delta".
+
+        Returns:
+            None; or, in place of `output`, a tensor of the kernel's own with the output of the step's tokens. It is copied
+            if the caller gave an output, and handed on if not.
         """
 
     def update_kv_cache(
@@ -80,17 +84,14 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         Raises:
             BatchError: an argument that the layer's rule needs is missing, or one that it does not have is given.
         """
-        refuse_of_attention(
-            self.layer_name,
+        return self.forward(
+            *(layer, query, key, value, kv_cache, attn_metadata, output),
             output_lse=output_lse,
             output_scale=output_scale,
             output_block_scale=output_block_scale,
+            decay=decay,
+            beta=beta,
         )
-        if kv_cache is None:
-            raise BatchError("kv_cache", None, "is required: the pages of states")
-        self._check_rule({"key": key, "value": value, "decay": decay, "beta": beta})
-        self.advance(query, key, value, kv_cache, attn_metadata, output, decay=decay, beta=beta)
-        return output
 
     def forward(
         self,
@@ -109,17 +110,24 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         decay: torch.Tensor | None = None,
         beta: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attend`, into a new output if none is given."""
-        if output is None:
-            output = torch.empty_like(query if value is None else value)
-        return self.attend(
-            *(layer, query, key, value, kv_cache, attn_metadata, output),
+        """`attend`, into a new output if none is given; then a tensor of the kernel's own is not copied."""
+        refuse_of_attention(
+            self.layer_name,
             output_lse=output_lse,
             output_scale=output_scale,
             output_block_scale=output_block_scale,
-            decay=decay,
-            beta=beta,
         )
+        if kv_cache is None:
+            raise BatchError("kv_cache", None, "is required: the pages of states")
+        self._check_rule({"key": key, "value": value, "decay": decay, "beta": beta})
+        into = torch.empty_like(query if value is None else value) if output is None else output
+        made = self.advance(query, key, value, kv_cache, attn_metadata, into, decay=decay, beta=beta)
+        if made is None or made is into:
+            return into
+        if output is None and (made.shape, made.dtype) == (into.shape, into.dtype):
+            return made
+        into[: made.shape[0]] = made
+        return into
 
     def _check_rule(self, given: dict[str, torch.Tensor | None]) -> None:
         dims = self.spec.state

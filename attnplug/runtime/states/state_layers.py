@@ -105,11 +105,11 @@ class StateLayer:
             raise BatchError(f"{name}.device", str(tensor.device), f"{of}must be {self.states.device}")
 
     def run(
-        self, metadata: AttentionMetadata, given: Mapping[str, Any], output: torch.Tensor
+        self, metadata: AttentionMetadata, given: Mapping[str, Any], output: torch.Tensor | None
     ) -> torch.Tensor:
-        """Call the impl."""
+        """Call the impl; without `output` it makes one."""
         call = given["query"], given["key"], given["value"], self.states, metadata, output
-        with without_autocast(output.device):
+        with without_autocast(self.states.device):
             return self._impl.forward(self, *call, decay=given["decay"], beta=given["beta"])
 
 
@@ -238,21 +238,20 @@ class StateLayers(NotCopied):
             raise BatchError(
                 "layer_name", name, limit, "make the state_table() with in_place=False to repeat layers"
             )
-        query = cast(torch.Tensor, given["query"])
-        if output is None:
-            value = given["value"]
-            output = torch.empty_like(query if value is None else value)
         if debug:
             _refuse_nan(name, given, tokens)
+            if output is None:
+                like = given["query"] if given["value"] is None else given["value"]
+                output = torch.empty_like(cast(torch.Tensor, like))
             output[:tokens] = torch.nan
         step.ran.add(name)
-        layer.run(self._metadata[name], given, output)
-        if debug and (rows := _nan_rows(output, tokens)):
+        made = layer.run(self._metadata[name], given, output)
+        if debug and (rows := _nan_rows(made, tokens)):
             raise BackendFaultError(
                 f"{layer.backend} left NaN in {len(rows)} of {tokens} rows of layer {name}, "
                 f"the first {rows[0]}"
             )
-        return output
+        return made
 
 
 def _pages(

@@ -47,7 +47,7 @@ def prefill(size: int, block_n: int, num_stages: int, window: bool) -> dict[str,
     switches = ("HAS_RIGHT", "PAGED", "HAS_LSE", "TURNS")
     constants = dict.fromkeys(switches, True) | {"HAS_LEFT": window, "HAS_CHUNK": False, "HAS_SINKS": window}
     constants |= {"KV_HEADS": 8, "BLOCK_SIZE": 16, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": block_n}
-    constants |= {"D": size, "BLOCK_D": tile_side(size), "STAGES": num_stages}
+    constants |= {"D": size, "BLOCK_D": tile_side(size), "STAGES": num_stages, "FIXED": False, "EVEN": False}
     tensors = ("query", "k_cache", "v_cache", "output", "sinks", "alibi_slopes", "mm_spans")
     types = {**POINTERS, **dict.fromkeys(tensors, "*bf16")}
     sides = itertools.product("kv", "bth")
