@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from attnplug.core.batch.host import IntArray
 from attnplug.core.errors import BatchError, LayoutError
-from attnplug.core.impl import AttentionImpl, AttentionLayer
+from attnplug.core.impl import AttentionImpl, AttentionLayer, host_scale
 from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
-from attnplug.ops.checks import check_keys, check_kv_write, check_room, kv_scales, pages_of
+from attnplug.ops.checks import check_keys, check_kv_write, check_room, head_scales, kv_scales, pages_of
 from attnplug.ops.kv_codec import bound_codec_write
 from attnplug.ops.kv_write import bound_kv_write
 from attnplug.ops.storage import compute_dtype
@@ -97,6 +97,7 @@ class BuiltinImpl(AttentionImpl[_M]):
     _reads_adjacent: ClassVar[bool] = False
     """Whether the kernels read the elements of a head as neighbours."""
     _write_form: object = None
+    _read_scales: tuple[Any, Any, tuple[Any, Any]] | None = None
     _bound_write: Callable[..., None]
 
     def update_kv_cache(
@@ -122,7 +123,7 @@ class BuiltinImpl(AttentionImpl[_M]):
             if row.codec:
                 self._bound_write = self._bind_codec(self.spec, *given, scales)
             else:
-                self._bound_write = self._bind_write(*given, scales)
+                self._bound_write = self._bind_write(*given, self._on_device(scales, key.device))
             self._write_form = form
         self._bound_write(key, value, pages.k, pages.v, slot_mapping)
 
@@ -161,11 +162,36 @@ class BuiltinImpl(AttentionImpl[_M]):
         cross = self.spec.attn_type is AttentionType.ENCODER_DECODER
         return not cross and self.kv_sharing_target_layer_name is None
 
-    def _scales(self, layer: AttentionLayer | None, stored: torch.dtype) -> tuple[float, float]:
-        """Scales of keys and values, from the engine's layer or the layer's tensors; 1 for 16 bits and more."""
+    def _scales(self, layer: AttentionLayer | None, stored: torch.dtype) -> tuple[Any, Any]:
+        """Scales of keys and values, from the engine's layer or the layer's tensors; 1 for 16 bits and more.
+
+        Floats, and with `head_scales` tuples of one for each KV head.
+        """
         if stored.itemsize > 1:
             return 1.0, 1.0
+        if self.spec.head_scales:
+            given, known = head_scales(layer, self.tensors, self.spec), self._read_scales
+            # Reading tensors makes the host wait, so those of the last call are not read again.
+            if known is None or known[0] is not given[0] or known[1] is not given[1]:
+                numbers = host_scale(given[0], self.spec), host_scale(given[1], self.spec)
+                known = self._read_scales = (*given, numbers)
+            return known[2]
         return self._own_scales if layer is None else kv_scales(layer, self.tensors)
+
+    def _on_device(self, scales: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:
+        """`_scales`, those of heads as float32 `[Hkv]` on a device: the same tensors as long as the impl lives."""
+        if not isinstance(scales[0], tuple):
+            return scales
+        for each in scales:
+            # Captured graphs read the tensors, so none is ever replaced.
+            if (each, device) not in self._scale_tensors:
+                held = torch.tensor(each, dtype=torch.float32, device=device)
+                self._scale_tensors[each, device] = held
+        return self._scale_tensors[scales[0], device], self._scale_tensors[scales[1], device]
+
+    @functools.cached_property
+    def _scale_tensors(self) -> dict[tuple[tuple[float, ...], torch.device], torch.Tensor]:
+        return {}
 
     @functools.cached_property
     def _own_scales(self) -> tuple[float, float]:

@@ -256,6 +256,15 @@ class Feature(enum.Flag, boundary=enum.STRICT):
         per_request=True,
     )
     """The KV cache holds 8-bit floats with scales."""
+    HEAD_SCALES = FeatureRow(
+        field="head_scales",
+        fields=lambda head_size, block_size: {"kv_cache_dtype": "fp8", "head_scales": True},
+        label="head scales",
+        option="--head-scales",
+        help="Each KV head of an fp8 cache has scales of its own; needs --kv-cache-dtype.",
+        per_request=True,
+    )
+    """Each KV head of a cache of 8-bit floats has scales of its own."""
     CROSS = FeatureRow(
         field="attn_type",
         when=lambda spec: spec.attn_type == "encoder_decoder",

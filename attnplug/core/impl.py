@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, runtime_checkable
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeAlias, TypeVar, runtime_checkable
 
 import torch
 
@@ -24,6 +24,9 @@ from attnplug.core.state.weights import check_convolution
 
 _M = TypeVar("_M", bound=AttentionMetadata)
 
+Scale: TypeAlias = float | tuple[float, ...]
+"""A scale on the host: a number, or with `head_scales` one for each KV head."""
+
 
 # A generated __eq__ would compare tensors, and a tensor of several elements has no truth value.
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +36,9 @@ class LayerTensors:
     Args:
         sinks: float32 `[num_heads]`, in natural logit units.
         alibi_slopes: float32 `[num_heads]`.
-        k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load. The scales of the
-            engine's layer, if `attend` is given one, count instead.
+        k_scale: stored key x k_scale = key; a one-element tensor or a float, fixed at load. With `head_scales` float32
+            `[num_kv_heads]` or as many floats, or one for all heads. The scales of the engine's layer, if `attend` is
+            given one, count instead.
         v_scale: the same for values; with latents `k_scale` is for all elements.
         w_uk: W_UK of a layer with `mla`, of its dtype, `[num_heads, nope, kv_lora_rank]`.
         w_uv: its W_UV, `[num_heads, kv_lora_rank, v_head_dim]`.
@@ -46,8 +50,9 @@ class LayerTensors:
 
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
-    k_scale: torch.Tensor | float = 1.0
-    v_scale: torch.Tensor | float = 1.0
+    # Any stands for a float or a tuple of floats: impls of layers without `head_scales` call `float(k_scale)`.
+    k_scale: torch.Tensor | Any = 1.0
+    v_scale: torch.Tensor | Any = 1.0
     w_uk: torch.Tensor | None = None
     w_uv: torch.Tensor | None = None
     kv_b_proj: torch.Tensor | LatentProjection | None = None
@@ -92,16 +97,42 @@ def _check_scale(field: str, scale: object, spec: LayerSpec) -> None:
         if scale.is_meta or scale.is_complex() or scale.dtype == torch.bool:
             found = f"{scale.dtype} on {scale.device}"
             raise SpecError(field, found, "must be a number: one element, with a value")
-        if scale.numel() != 1:
-            raise SpecError(field, tuple(scale.shape), "must have one element: scales are per tensor")
+        if scale.numel() == 1 or (spec.head_scales and scale.shape == (spec.num_kv_heads,)):
+            return
+        raise SpecError(field, tuple(scale.shape), *_scale_limit(spec))
+    if isinstance(scale, tuple):
+        if not spec.head_scales or len(scale) != spec.num_kv_heads:
+            raise SpecError(field, scale, *_scale_limit(spec))
+        for head, each in enumerate(scale):
+            check_positive(f"{field}[{head}]", each)
     elif check_positive(field, scale) != 1 and not kv_format(spec.resolved_kv_cache_dtype).layer_scales:
         limit = f"would be ignored: kv_cache_dtype={spec.kv_cache_dtype!r} stores values as they are"
         raise SpecError(field, scale, limit, "leave it at 1.0")
 
 
+def _scale_limit(spec: LayerSpec) -> tuple[str, str | None]:
+    if spec.head_scales:
+        return f"must have the shape ({spec.num_kv_heads},), or one element for all heads", None
+    remedy = "declare a layer whose KV heads have scales of their own with head_scales=True"
+    return "must have one element: scales are per tensor", remedy
+
+
+def host_scale(scale: Any, spec: LayerSpec) -> Scale:
+    """A scale of `spec` that has passed `LayerTensors.check` as numbers; a tensor on a device makes the host wait."""
+    if not spec.head_scales:
+        return float(scale)
+    values = scale.tolist() if isinstance(scale, torch.Tensor) else scale
+    found = tuple(map(float, values)) if isinstance(values, list | tuple) else (float(values),)
+    return found * spec.num_kv_heads if len(found) == 1 else found
+
+
 @runtime_checkable
 class AttentionLayer(Protocol):
-    """An engine's layer, with scales for its impl as device tensors and host floats."""
+    """An engine's layer, with scales for its impl as device tensors and host floats.
+
+    With `head_scales` those of keys and values are float32 `[num_kv_heads]`, and on the host a tuple of floats. Where
+    the host has something else, the tensors count.
+    """
 
     impl: Any
     _q_scale: torch.Tensor
@@ -109,8 +140,9 @@ class AttentionLayer(Protocol):
     _v_scale: torch.Tensor
     _prob_scale: torch.Tensor
     _q_scale_float: float
-    _k_scale_float: float
-    _v_scale_float: float
+    # A float, or a tuple of floats: types of engines have one of them.
+    _k_scale_float: Any
+    _v_scale_float: Any
 
 
 class AttentionImpl(ABC, Generic[_M]):

@@ -85,6 +85,8 @@ class LayerSpec:
         has_alibi: `-slope * abs(key_pos - query_pos)` is added to the logits.
         mla: dimensions of multi-head latent attention. A call then passes queries and outputs of `query_size` and
             `output_size`, and as its key the latent; `head_size` and `head_size_v` are those of absorbed attention.
+        head_scales: each KV head of a cache of 8-bit floats has a `k_scale` and a `v_scale` of its own, and not the
+            layer one of each.
         sparse: only keys that an indexer picks are seen: their kind and number. They come with each step, as
             `CommonAttentionMetadata.selection`.
         state: the layer keeps a state for each request, and no K and V of tokens: the rule that changes it.
@@ -125,6 +127,7 @@ class LayerSpec:
     mm_prefix: bool
     direct_kv: bool
     needs_lse: bool
+    head_scales: bool
     invariance: tuple[str, ...]
     # A row of Feature whose field is none of the above adds a flag. No type checker knows it, so a field that
     # stays is declared above and gets an argument below.
@@ -159,6 +162,7 @@ class LayerSpec:
         mm_prefix: bool = False,
         direct_kv: bool = False,
         needs_lse: bool = False,
+        head_scales: bool = False,
         invariance: Sequence[str] = (),
         **added: Never,
     ) -> None:
@@ -208,9 +212,12 @@ class LayerSpec:
             "mm_prefix": check_flag("mm_prefix", mm_prefix),
             "direct_kv": check_flag("direct_kv", direct_kv),
             "needs_lse": check_flag("needs_lse", needs_lse),
+            "head_scales": check_flag("head_scales", head_scales),
             "invariance": check_invariance(invariance),
         }
         check_state(state, values)
+        if head_scales:
+            _check_head_scales(values)
         # Fields after the named ones are flags that rows of Feature added. The last two are private.
         for name in tuple(LayerSpec.__slots__)[len(values) : -2]:
             values[name] = check_flag(name, added.pop(name, False))
@@ -452,6 +459,17 @@ def _check_mla(mla: object, kind: AttentionType, kv_heads: int, size: int, size_
         raise SpecError("head_size", size, f"must be kv_lora_rank + qk_rope_head_dim = {latent} with mla")
     if size_v not in (None, mla.kv_lora_rank):
         raise SpecError("head_size_v", size_v, f"must be kv_lora_rank = {mla.kv_lora_rank} with mla")
+
+
+def _check_head_scales(values: Mapping[str, Any]) -> None:
+    """SpecError unless the layer's heads are stored as 8-bit floats."""
+    stored = kv_format(stored_dtype_name(values["kv_cache_dtype"], values["dtype"]))
+    if stored.feature != "fp8_kv":
+        limit = f"needs pages of 8-bit floats, not kv_cache_dtype={values['kv_cache_dtype']!r}"
+        raise SpecError("head_scales", True, limit, "give kv_cache_dtype='fp8'")
+    for field in ("mla", "direct_kv", "state"):
+        if values[field]:
+            raise SpecError("head_scales", True, f"needs heads in pages, which a layer with {field} has not")
 
 
 def check_layers(

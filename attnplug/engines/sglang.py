@@ -24,6 +24,7 @@ def _refusals(spec: LayerSpec) -> Iterator[str]:
         "ALiBi slopes": spec.has_alibi,
         "selections of keys": spec.sparse is not None,
         "log-sum-exp": spec.needs_lse,
+        "scales for each head": spec.head_scales,
         "multimodal spans": spec.mm_prefix,
         "values of another size than keys": spec.head_size_v != spec.head_size,
         "decoders that are not causal": kind is AttentionType.DECODER and not spec.causal,

@@ -36,7 +36,8 @@ def _refusals(spec: LayerSpec) -> Iterator[str]:
 
 def _asked(spec: LayerSpec) -> Iterator[LayerSpec]:
     """The layer with keys and values in the call; attention without a causal mask outside of an encoder is cross attention."""
-    direct: dict[str, Any] = {"direct_kv": True, "kv_cache_dtype": "auto", "block_size": None}
+    stored = {"kv_cache_dtype": "auto", "block_size": None, "head_scales": False}
+    direct: dict[str, Any] = {"direct_kv": True, **stored}
     if spec.causal or spec.is_encoder:
         yield spec.replace(**direct)
         return

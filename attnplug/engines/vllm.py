@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import torch
 
+from attnplug.core.impl import host_scale
 from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.engines.engine import Call, Engine
@@ -66,6 +67,8 @@ def _attend(call: Call) -> None:
         dtype=getattr(torch, spec.dtype), is_mm_prefix_lm=spec.mm_prefix, max_model_len=1 << 17
     )
     config.model_config = model
+    if spec.head_scales:
+        config.quant_config = types.SimpleNamespace(kv_cache_scheme={"strategy": "attn_head"})
     before = os.environ.get("VLLM_BATCH_INVARIANT")
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(bool(spec.invariance)))
     try:
@@ -157,10 +160,15 @@ def _group(call: Call, cache: torch.Tensor, backend: Any) -> tuple[Any, Any]:
 
 def _scales(call: Call) -> dict[str, Any]:
     """The attributes of vLLM's layer that have its scales."""
-    floats = {"q": 1.0, "k": float(call.tensors.k_scale), "v": float(call.tensors.v_scale), "prob": 1.0}
+    given = {"k": call.tensors.k_scale, "v": call.tensors.v_scale}
+    scales = {name: host_scale(each, call.spec) for name, each in given.items()} | {"q": 1.0, "prob": 1.0}
     device = call.query.device
-    given: dict[str, Any] = {f"_{name}_scale_float": value for name, value in floats.items()}
-    return given | {f"_{name}_scale": torch.tensor(value, device=device) for name, value in floats.items()}
+    # The float of a layer whose heads have scales of their own is the largest of them.
+    found: dict[str, Any] = {
+        f"_{name}_scale_float": max(each) if isinstance(each, tuple) else each
+        for name, each in scales.items()
+    }
+    return found | {f"_{name}_scale": torch.tensor(each, device=device) for name, each in scales.items()}
 
 
 def _step(call: Call) -> Any:

@@ -100,6 +100,8 @@ def goes_with(feature: str, axis: str, value: Any, latents: Collection[int] = ()
     if axis == "kv_cache_dtype":
         if unpaged:
             return bool(value == "auto")  # K and V that are not stored have no storage dtype
+        if feature == "head_scales":
+            return kv_format(value).feature == "fp8_kv"
         # Some types are a feature of their own, so a plain layer lacks them.
         return feature not in ("fp8_kv", PLAIN) or feature == (kv_format(value).feature or PLAIN)
     if axis == "head_size":

@@ -6,6 +6,7 @@ Checks of an impl's call: each refusal names the argument, its value, the limit 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "check_spans",
     "check_spans_given",
     "check_step_tensors",
+    "head_scales",
     "kv_scales",
     "pages_of",
     "refuse_output_scales",
@@ -384,8 +386,36 @@ def kv_scales(layer: AttentionLayer | None, tensors: LayerTensors) -> tuple[floa
     """The scales of stored keys and values, from the engine's layer or else from the layer's tensors.
 
     A scale in a device tensor makes the host wait, so a layer should call this once.
+
+    BatchError: the engine's layer has a scale for each head, and attnplug's was not declared with `head_scales`.
     """
     # vLLM's layers have these floats beside their tensors, so that no host waits for a device.
     if layer is not None and hasattr(layer, "_k_scale_float") and hasattr(layer, "_v_scale_float"):
+        for name in ("_k_scale", "_v_scale"):
+            # The float of such a layer is the largest of its scales.
+            tensor = getattr(layer, name, None)
+            if tensor is not None and tensor.numel() != 1:
+                remedy = "declare the layer with head_scales=True"
+                raise BatchError(f"layer.{name}", tuple(tensor.shape), "must have one element", remedy)
         return float(layer._k_scale_float), float(layer._v_scale_float)
     return float(tensors.k_scale), float(tensors.v_scale)
+
+
+def head_scales(layer: AttentionLayer | None, tensors: LayerTensors, spec: LayerSpec) -> tuple[Any, Any]:
+    """The scales of stored keys and values of a layer with `head_scales`, as its engine or its tensors have them.
+
+    Numbers of the host are preferred; vLLM's layers have only a tensor, and as a float the largest scale.
+
+    Raises:
+        BatchError: the engine's layer has another number of scales than heads.
+    """
+    if layer is None or not (hasattr(layer, "_k_scale") and hasattr(layer, "_v_scale")):
+        return tensors.k_scale, tensors.v_scale
+    on_host = getattr(layer, "_k_scale_float", None), getattr(layer, "_v_scale_float", None)
+    if isinstance(on_host[0], tuple) and isinstance(on_host[1], tuple):
+        return on_host
+    for name in ("_k_scale", "_v_scale"):
+        shape = tuple(getattr(layer, name).shape)
+        if shape not in ((), (1,), (spec.num_kv_heads,)):
+            raise BatchError(f"layer.{name}", shape, f"must have one element, or be ({spec.num_kv_heads},)")
+    return layer._k_scale, layer._v_scale

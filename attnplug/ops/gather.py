@@ -180,9 +180,9 @@ def gather_slots(
 
 
 def slots_into(
-    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, out: torch.Tensor, scale: float = 1.0
+    kv_cache: torch.Tensor, slot_mapping: torch.Tensor, out: torch.Tensor, scale: torch.Tensor | float = 1.0
 ) -> torch.Tensor:
-    """`gather_slots` without its checks, for tensors that the caller made itself."""
+    """`gather_slots` without its checks, for tensors that the caller made itself; a scale may be `[heads]`."""
     size = kv_cache.shape[1]
     if not kv_cache.shape[0] * size:
         return out.zero_()  # only slots of -1 are in no page
@@ -191,13 +191,18 @@ def slots_into(
 
 
 def _dequantised(
-    kv_cache: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor, scale: float
+    kv_cache: torch.Tensor,
+    blocks: torch.Tensor,
+    offsets: torch.Tensor,
+    out: torch.Tensor,
+    scale: torch.Tensor | float,
 ) -> torch.Tensor:
     if kv_cache.dtype.itemsize > 1:
         return out.copy_(kv_cache[blocks, offsets])
     # Indexing copies bytes; torch has no indexing of every 8-bit float.
     rows = kv_cache.view(torch.uint8)[blocks, offsets].view(kv_cache.dtype)
-    return out.copy_(rows.float().mul_(scale))
+    factor = scale[:, None] if isinstance(scale, torch.Tensor) else scale
+    return out.copy_(rows.float().mul_(factor))
 
 
 @checked(

@@ -57,9 +57,12 @@ def bound_kv_write(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    scales: tuple[float, float],
+    scales: tuple[torch.Tensor | float, torch.Tensor | float],
 ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]:
-    """`write_kv_cache` without its checks, for tensors with the strides and dtypes of these."""
+    """`write_kv_cache` without its checks, for tensors with the strides and dtypes of these.
+
+    Scales may be float32 `[Hkv]`, which must live as long as what is written is read.
+    """
     kernels = triton_ops("kv_write") if key.is_cuda else None
     if kernels is None or not kernels.rounds_to(k_cache.dtype):
         return functools.partial(_write_both, scales, rounding_to(k_cache.dtype) or round_to_float)
@@ -69,7 +72,7 @@ def bound_kv_write(
 
 @torch.no_grad()
 def _write_both(
-    scales: tuple[float, float],
+    scales: tuple[torch.Tensor | float, torch.Tensor | float],
     rounding: Rounding,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -88,9 +91,14 @@ def _write_both(
 
 
 def _write(
-    pages: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float, rounding: Rounding
+    pages: torch.Tensor,
+    tokens: torch.Tensor,
+    slots: torch.Tensor,
+    scale: torch.Tensor | float,
+    rounding: Rounding,
 ) -> None:
     if pages.dtype.itemsize == 1:
+        scale = scale[:, None] if isinstance(scale, torch.Tensor) else scale
         # The division runs in float32, so that only the conversion to 8 bits rounds.
         stored = tokens.float().div_(scale) if tokens.dtype != torch.float32 else tokens / scale
         tokens = rounding(stored, pages.dtype).view(torch.uint8)

@@ -18,7 +18,7 @@ def paths_into(
     scale: float,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[torch.Tensor | float, torch.Tensor | float] = (1.0, 1.0),
 ) -> None:
     """Attend the slots of each row, at least one, without waiting for a device; the caller made all tensors itself.
 
@@ -35,7 +35,7 @@ def paths_into(
         scale: of the logits.
         cap: of the logits, by tanh; None without.
         sinks: `[H]`; None without.
-        scales: of keys and values that are stored in 8 bits.
+        scales: of keys and values that are stored in 8 bits: numbers, or float32 `[Hkv]` that live as long as the layer.
     """
     rows, (heads, size_v) = starts.shape[0] - 1, output.shape[1:]
     if not rows:

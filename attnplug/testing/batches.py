@@ -23,6 +23,7 @@ from attnplug.testing.drawn_values import (
     draw_tokens,
     layer_tensors,
     random_selection,
+    stored_scale,
     strange_requests,
 )
 from attnplug.testing.oracle import OracleResult, Spans, attention_oracle, stored_values
@@ -189,7 +190,7 @@ def paged_batch(
         causal: `common.causal`; default the spec's.
         padding: rows past the batch's tokens, NaN in the queries, keys and values.
         drop_window: free the pages that a causal window has passed, like an engine.
-        k_scale: scale of fp8 keys.
+        k_scale: scale of fp8 keys; with `head_scales` those of heads are around it.
         v_scale: scale of fp8 values; with MLA `k_scale` is theirs too.
         spans: for a layer with mm_prefix, the multimodal spans of each request as positions `[start, stop)`;
             default those of `attnplug.testing.pages.default_spans`.
@@ -203,15 +204,16 @@ def paged_batch(
     backend = MLADecodeBackend if spec.mla and backend is AttentionBackend else backend.for_layer(spec)
     size = block_size or spec.block_size or 16
     v_scale = v_scale if spec.mla is None else k_scale
+    scales = stored_scale(spec, k_scale), stored_scale(spec, v_scale)
     cross = spec.attn_type is AttentionType.ENCODER_DECODER
     # A cross layer stores all tokens of the encoder in this step, whatever the number of queries.
     new_lens = list(seq_lens) if cross else list(query_lens)
-    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers, (k_scale, v_scale))
+    queries, keys, values = draw_tokens(spec, query_lens, seq_lens, generator, numbers, scales)
     table, num_blocks = block_table(seq_lens, size, generator, skip_blocks)
     cache = poisoned_cache(spec, num_blocks, size, layout, backend)
     k_pages, v_pages = backend.split_kv(cache, spec)
-    held_keys = [stored_values(tokens, spec, k_scale) for tokens in keys]
-    held_values = [stored_values(tokens, spec, v_scale) for tokens in values]
+    held_keys = [stored_values(tokens, spec, scales[0]) for tokens in keys]
+    held_values = [stored_values(tokens, spec, scales[1]) for tokens in values]
     chosen = _chosen_spans(spec, spans, query_lens, seq_lens)
 
     slots = []
@@ -223,8 +225,8 @@ def paged_batch(
         old = slice(0, max(seq_len - new, 0))
         slots += [missing, (blocks * size + positions % size)[old.stop :]]
         for pages, tokens, held, scale in (
-            (k_pages, keys[row], held_keys[row], k_scale),
-            (v_pages, values[row], held_values[row], v_scale),
+            (k_pages, keys[row], held_keys[row], scales[0]),
+            (v_pages, values[row], held_values[row], scales[1]),
         ):
             put(pages, blocks[old], positions[old] % size, tokens[old], held[old], spec, scale)
         if drop_window and spec.causal and spec.window[0] >= 0:

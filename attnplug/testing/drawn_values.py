@@ -107,6 +107,14 @@ def strange_requests(
     return found
 
 
+def stored_scale(spec: LayerSpec, scale: float) -> Any:
+    """The scale with which a layer stores keys or values; with `head_scales` unlike ones around it, float32 `[Hkv, 1]`."""
+    if not spec.head_scales:
+        return scale
+    # From 0.4 to 2.5 times the scale, in no order: no two heads have the same one.
+    return scale * 2.5 ** torch.cos(3 + 2 * torch.arange(spec.num_kv_heads)).float()[:, None]
+
+
 def layer_tensors(
     spec: LayerSpec,
     *,
@@ -132,6 +140,8 @@ def layer_tensors(
     scales: list[Any] = [k_scale, v_scale] if spec.has_kv_scales else [1.0, 1.0]
     if spec.has_kv_scales and is_table:
         scales = scales_in_a_table(*scales, device=device)
+    if spec.head_scales:
+        scales = [part(stored_scale(spec, each).flatten().to(device)) for each in (k_scale, v_scale)]
     return LayerTensors(
         **_latent_weights(spec, device),
         sinks=part(sinks.to(device)) if spec.has_sinks else None,
@@ -188,11 +198,11 @@ def draw_tokens(
     key_lens: Sequence[int],
     generator: torch.Generator,
     numbers: Numbers = Numbers.PLAIN,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[Any, Any] = (1.0, 1.0),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
     """Random queries, keys and values of each request; with MLA keys are latents, and values their first part.
 
-    The `scales` are those with which keys and values are stored.
+    The `scales` are those with which keys and values are stored, see `stored_scale`.
     """
     dtype = getattr(torch, spec.dtype)
 
@@ -230,7 +240,7 @@ def _change(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scales: tuple[float, float],
+    scales: tuple[Any, Any],
 ) -> None:
     """Change the tokens of a request, which are PLAIN, in place."""
     if numbers is Numbers.SHARP:
@@ -258,12 +268,13 @@ def _change(
         key *= _BEYOND[1]
     elif numbers is Numbers.RANGE:
         for part, scale in ((key, scales[0]), (value, scales[1])):
-            most = _most_stored(spec) * scale
-            most = min(most, _MOST_IN_FLOAT16) if spec.dtype == "float16" else most
+            most = torch.as_tensor(_most_stored(spec) * scale)
+            most = most.clamp(max=_MOST_IN_FLOAT16) if spec.dtype == "float16" else most
             # The normal distribution's own function makes the numbers uniform.
             part.copy_(torch.special.erf(part.float() * 0.5**0.5) * most)
             if part is key:
-                query /= most * 3**-0.5
+                of_heads = most.repeat_interleave(query.shape[1] // len(most), 0) if most.dim() else most
+                query /= of_heads * 3**-0.5
 
 
 def _most_stored(spec: LayerSpec) -> float:

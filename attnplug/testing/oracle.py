@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -33,6 +33,7 @@ COMPUTED = (
     | Feature.NON_CAUSAL
     | Feature.DIRECT_KV
     | Feature.FP8_KV
+    | Feature.HEAD_SCALES
     | Feature.CROSS
     | Feature.ENCODER
 )
@@ -299,8 +300,11 @@ def attention_oracle(
     return found
 
 
-def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
-    """The values that a KV cache of `spec` returns for `tensor`: rounded, or quantised with `scale`; float64."""
+def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: Any = 1.0) -> torch.Tensor:
+    """The values that a KV cache of `spec` returns for `tensor [n, Hkv, D]`: rounded, or quantised with `scale`; float64.
+
+    The scale is a number, or float32 `[Hkv, 1]`.
+    """
     dtype, row = storage_dtype(spec), kv_format(spec.resolved_kv_cache_dtype)
     codec = codec_of(spec)
     if codec is not None:
@@ -308,4 +312,5 @@ def stored_values(tensor: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> 
     rounding = rounding_of(row) or round_to_float
     if not row.layer_scales:
         return rounding(tensor.clone(), dtype).double()
-    return rounding(tensor.float() / scale, dtype).double() * scale
+    stored: torch.Tensor = rounding(tensor.float() / scale, dtype).double() * scale
+    return stored

@@ -6,6 +6,7 @@ Multimodal spans with traps: at position 0, side by side, of one token, across w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -67,7 +68,7 @@ def put(
     tokens: torch.Tensor,
     stored: torch.Tensor,
     spec: LayerSpec,
-    scale: float,
+    scale: Any,
 ) -> None:
     """Write tokens `[n, Hkv, D]`, whose `stored_values` are given, to rows of the pages."""
     codec = codec_of(spec)
@@ -85,7 +86,7 @@ def put(
     pages[blocks, offsets] = tokens
 
 
-def rows_at(pages: torch.Tensor, slots: torch.Tensor, spec: LayerSpec, scale: float = 1.0) -> torch.Tensor:
+def rows_at(pages: torch.Tensor, slots: torch.Tensor, spec: LayerSpec, scale: Any = 1.0) -> torch.Tensor:
     """What K or V pages give back at slots, float64 `[T, Hkv, D]`."""
     size = pages.shape[1]
     codec = codec_of(spec)

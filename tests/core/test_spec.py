@@ -205,7 +205,9 @@ def test_attributes_have_exact_types(arguments: dict[str, Any]) -> None:
     spec = LayerSpec(**arguments)
     exact: dict[str, Any] = dict.fromkeys(("num_heads", "num_kv_heads", "head_size", "head_size_v"), int)
     exact |= {"dtype": str, "kv_cache_dtype": str, "attn_type": AttentionType, "causal": bool, "scale": float}
-    exact |= dict.fromkeys(("has_sinks", "has_alibi", "mm_prefix", "direct_kv", "needs_lse"), bool)
+    exact |= dict.fromkeys(
+        ("has_sinks", "has_alibi", "mm_prefix", "direct_kv", "needs_lse", "head_scales"), bool
+    )
     optional: dict[str, Any] = {"block_size": int, "chunk_size": int, "logits_soft_cap": float}
     optional |= {"mla": MLADims, "sparse": SparseSpec, "state": StateDims}
     for name, kind in exact.items():

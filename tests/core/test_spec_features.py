@@ -29,6 +29,7 @@ ASKED: list[tuple[dict[str, Any], Feature]] = [
     ({"kv_cache_dtype": "fp8"}, Feature.FP8_KV),
     ({"kv_cache_dtype": "fp8_e4m3"}, Feature.FP8_KV),
     ({"kv_cache_dtype": "fp8_e5m2"}, Feature.FP8_KV),
+    ({"kv_cache_dtype": "fp8", "head_scales": True}, Feature.FP8_KV | Feature.HEAD_SCALES),
     ({"block_size": 16}, NOTHING),
     ({"attn_type": "encoder"}, ENCODER | NON_CAUSAL),
     ({"attn_type": "encoder_only"}, ENCODER | NON_CAUSAL),

@@ -132,6 +132,7 @@ def test_a_feature_that_is_not_declared_is_refused(flag: Feature) -> None:
         Feature.NON_CAUSAL: {"causal": False},
         Feature.DIRECT_KV: {"direct_kv": True},
         Feature.FP8_KV: {"kv_cache_dtype": "fp8"},
+        Feature.HEAD_SCALES: {"kv_cache_dtype": "fp8", "head_scales": True},
         Feature.CROSS: {"attn_type": "encoder_decoder"},
         Feature.ENCODER: {"attn_type": "encoder_only"},
         Feature.INVARIANCE: {"invariance": ("batch",)},

@@ -15,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec
 
 import attnplug
 from attnplug.backends.torch_native import TorchBackend
+from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core.composite import composite_backend
 from attnplug.core.errors import AttnplugError, SpecError
 from attnplug.core.metadata import AttentionCGSupport as OurSupport
@@ -671,3 +673,101 @@ def test_images_that_a_window_cuts_are_refused() -> None:
     one.mm_prefix_clamp_sliding_window = True
     with pytest.raises(SpecError, match="mm_prefix_clamp_sliding_window"):
         builder(a=one)
+
+
+def head_scaled(k_scale: torch.Tensor, v_scale: torch.Tensor, strategy: str = "attn_head") -> SimpleNamespace:
+    """A layer of a checkpoint of llm-compressor, with the attributes that vLLM gives it after loading."""
+    config = VllmConfig()
+    config.quant_config = SimpleNamespace(kv_cache_scheme={"strategy": strategy})
+    with set_current_vllm_config(config):
+        impl = TORCH.get_impl_cls()(8, 64, 0.125, 2, kv_cache_dtype="fp8")
+    impl.see(torch.bfloat16)
+    floats = {"_k_scale_float": k_scale.max().item(), "_v_scale_float": v_scale.max().item()}
+    return SimpleNamespace(impl=impl, _k_scale=k_scale, _v_scale=v_scale, **floats)
+
+
+def attended(
+    one: SimpleNamespace, output_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stored values, and the output of decodes after they are written."""
+    fp8 = torch.float8_e4m3fn
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=fp8)
+    config = VllmConfig()
+    config.compilation_config.static_forward_context = {"a": one}
+    made = TORCH.get_builder_cls()(spec, ["a"], config, CPU)
+    given = dataclasses.replace(
+        step(),
+        seq_lens=torch.ones(4).int(),
+        seq_lens_cpu_upper_bound=torch.ones(4).int(),
+        max_seq_len=1,
+        block_table_tensor=torch.arange(1, 5).int()[:, None],
+        slot_mapping=torch.arange(1, 5) * 16,
+    )
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(4, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    cache = torch.zeros((5, 2, 16, 2, 64) if HAS_CACHE_SHAPE else (5, 2, 16, 128), dtype=torch.uint8)
+    one.impl.do_kv_cache_update(one, key, value, cache, given.slot_mapping)
+    output = torch.empty_like(query, dtype=torch.bfloat16 if output_scale is None else fp8)
+    one.impl.forward(one, query, key, value, cache, made.build(0, given), output, output_scale)
+    # A request of one token gives back its value.
+    return value.repeat_interleave(4, 1), output
+
+
+def test_scales_for_each_head_are_those_of_the_layers_tensors_and_not_the_largest() -> None:
+    given, found = attended(head_scaled(torch.tensor([0.5, 0.01]), torch.tensor([3.0, 0.002])))
+    # The values of the second head are beyond 448 times its scale.
+    torch.testing.assert_close(found[:, :4], given[:, :4], rtol=0.07, atol=3 * 2.0**-10)
+    torch.testing.assert_close(found[:, 4:], given[:, 4:].clamp(-0.896, 0.896), rtol=0.07, atol=1e-4)
+
+
+def test_scales_for_each_head_that_vllm_did_not_say_are_refused() -> None:
+    with pytest.raises(
+        AttnplugError, match=r"layer._k_scale=\(2,\) must have one element; declare .*head_scales"
+    ):
+        attended(head_scaled(torch.tensor([0.5, 0.01]), torch.ones(2), "tensor"))
+
+
+def test_backends_without_scales_for_each_head_refuse_them() -> None:
+    if (
+        "use_per_head_quant_scales"
+        not in inspect.signature(AttentionBackend.validate_configuration).parameters
+    ):
+        pytest.skip("this version has none")
+    given = asked(use_per_head_quant_scales=True, kv_cache_dtype="fp8")
+    assert TORCH.supports_per_head_quant_scales()
+    assert TORCH.validate_configuration(**given) == []
+    other = backend_class("ATTNPLUG_FLASHINFER")
+    assert not other.supports_per_head_quant_scales()
+    assert any("head_scales not supported" in reason for reason in other.validate_configuration(**given))
+    # Layers that keep 16 bits in such a checkpoint have no scales.
+    assert TORCH.validate_configuration(**{**given, "kv_cache_dtype": "auto"}) == []
+
+
+FP8_STATIC = kFp8StaticTensorSym
+FP8_DYNAMIC = dataclasses.replace(FP8_STATIC, scale=dataclasses.replace(FP8_STATIC.scale, static=False))
+
+
+def test_outputs_of_8_bits_are_offered_by_backends_that_write_them_and_written_with_the_scale() -> None:
+    one = head_scaled(torch.tensor([0.5, 0.2]), torch.tensor([0.3, 0.2]))
+    assert one.impl.fused_output_quant_supported(FP8_STATIC)
+    assert not one.impl.fused_output_quant_supported(FP8_DYNAMIC)
+    assert not one.impl.fused_output_quant_supported(kNvfp4Dynamic)
+    _, right = attended(one)
+    _, found = attended(one, torch.tensor(0.02))
+    assert found.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(found.float() * 0.02, right.float(), rtol=0.07, atol=0.02 * 2.0**-9)
+    assert (
+        one.impl.forward(one, found, None, None, found, None, found, torch.tensor(0.02)).float().eq(0).all()
+    )
+
+
+def test_outputs_of_8_bits_are_refused_by_backends_that_do_not_write_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TorchImpl, "fused_output_quant_supported", lambda self, quant_key: False)
+    one = head_scaled(torch.tensor([0.5, 0.2]), torch.tensor([0.3, 0.2]))
+    assert not one.impl.fused_output_quant_supported(FP8_STATIC)
+    with pytest.raises(
+        AttnplugError, match=r"was not offered: TORCH writes no outputs of torch.float8_e4m3fn"
+    ):
+        attended(one, torch.tensor(0.02))

@@ -64,7 +64,7 @@ def means_nothing(feature: str, axis: str, value: Any) -> bool:
         return feature not in ("mla", "sparse")
     return {
         "plain": is_fp8,
-        "fp8_kv": axis == "kv_cache_dtype" and not is_fp8,
+        **dict.fromkeys(("fp8_kv", "head_scales"), axis == "kv_cache_dtype" and not is_fp8),
         "mla": axis == "head_size",
         "direct_kv": is_stored,
         **dict.fromkeys(("state", "state_drafts", "state_checkpoints"), is_stored),

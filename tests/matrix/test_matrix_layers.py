@@ -15,6 +15,7 @@ from attnplug.matrix.model import Cell
 IMPLIED = {
     "encoder": Feature.DIRECT_KV | Feature.NON_CAUSAL,
     "cross": Feature.NON_CAUSAL,
+    "head_scales": Feature.FP8_KV,
     "state_drafts": Feature.STATE,
     "state_checkpoints": Feature.STATE,
 }
@@ -30,7 +31,7 @@ def natural(feature: str) -> Cell:
         return cell(feature, block_size=None)
     if feature == "mla":
         return cell(feature, 576)
-    return cell(feature, kv="fp8_e4m3" if feature == "fp8_kv" else "auto")
+    return cell(feature, kv="fp8_e4m3" if feature in ("fp8_kv", "head_scales") else "auto")
 
 
 def test_every_dtype_that_a_layer_can_have_is_asked() -> None:

@@ -25,13 +25,13 @@ def test_each_device_has_a_heading_and_what_it_was_run_with() -> None:
     assert re.findall(r"^### (.*)$", text, re.MULTILINE) == ["cpu (AMD EPYC 9654)", "sm90 (NVIDIA H200)"]
     assert re.findall(r"^#### (.*)$", text, re.MULTILINE) == ["Refuted", "Not run"]
     with_what = "python 3.12.3, torch 2.11.0, triton 3.6.0"
-    assert f"| TORCH | attnplug 0.1.0 | {with_what} | 2026-11-21 | 495 verified, 72 refused |" in text
+    assert f"| TORCH | attnplug 0.1.0 | {with_what} | 2026-11-21 | 519 verified, 72 refused |" in text
 
 
 def test_values_of_the_other_axes_are_listed_by_status() -> None:
     text = render_markdown(synthetic_matrix())
     assert "| head sizes | ◐ sampled: 16, 32, 64, 80, 96, 112, 128, 192, 256, 576 |" in text
-    assert "◐ sampled: 64, 256 (10/20)<br>✗ refuted: 128 (1/135)<br>– refused: 16, 32" in text  # noqa: RUF001
+    assert "◐ sampled: 64, 256 (10/21)<br>✗ refuted: 128 (1/145)<br>– refused: 16, 32" in text  # noqa: RUF001
 
 
 def test_what_was_not_run_says_so_and_a_missing_date_leaves_a_dash() -> None:

@@ -49,7 +49,7 @@ def test_a_feature_that_is_served_with_one_value_only_says_so() -> None:
 def test_each_device_has_a_section_with_what_was_asked_there() -> None:
     text = lines(shown(synthetic_matrix()))
     assert text[0] == "cpu (AMD EPYC 9654)"
-    assert "TORCH    attnplug 0.1.0  2026-11-21  495 verified, 72 refused" in text
+    assert "TORCH    attnplug 0.1.0  2026-11-21  519 verified, 72 refused" in text
     assert "sm90 (NVIDIA H200)" in text
 
 

@@ -366,5 +366,5 @@ def test_no_feature_is_left_that_the_kit_could_try():
     for feature in sorted(untried):
         more: dict[str, object] = dict(pages) if feature in ("direct_kv", "encoder") else {}
         more |= {"head_size": 576} if feature == "mla" else {}
-        stored = {"kv_cache_dtype": "fp8_e4m3"} if feature == "fp8_kv" else {}
+        stored = {"kv_cache_dtype": "fp8_e4m3"} if feature in ("fp8_kv", "head_scales") else {}
         assert cases_of(cell(feature=feature, **more, **stored), TorchBackend)

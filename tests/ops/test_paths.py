@@ -34,7 +34,7 @@ def expected(
     scale: float,
     cap: float | None = None,
     sinks: torch.Tensor | None = None,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: Any = (1.0, 1.0),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One row and head after the other, in float64."""
     heads, kv_heads = query.shape[1], pages[0].shape[2]
@@ -113,9 +113,13 @@ def test_stored_types_are_read_as_numbers(
         tuple(x.to(device) for x in each) if isinstance(each, tuple) else each.to(device) for each in given
     ]
     output, lse = output.to(device), lse.to(device)
-    # Only numbers of 8 bits are multiples of a scale.
-    run(*moved, output, lse, 0.2, scales=(0.5, 2.0))
-    scales = (0.5, 2.0) if stored.itemsize == 1 else (1.0, 1.0)
-    right = expected(query, tuple(drawn), 0.2, scales=scales)
-    assert_close(output.cpu(), right[0], 8e-3)
-    assert_lse_close(lse.cpu(), right[1], 1e-4)
+    by_head = torch.tensor([0.5, 3.0]), torch.tensor([2.0, 0.25])
+    for given_scales in ((0.5, 2.0), by_head):
+        # Only numbers of 8 bits are multiples of a scale.
+        scales: Any = given_scales if stored.itemsize == 1 else (1.0, 1.0)
+        of_rows = [each[:, None] if isinstance(each, torch.Tensor) else each for each in scales]
+        on_device = [each.to(device) if isinstance(each, torch.Tensor) else each for each in given_scales]
+        run(*moved, output, lse, 0.2, scales=tuple(on_device))
+        right = expected(query, tuple(drawn), 0.2, scales=of_rows)
+        assert_close(output.cpu(), right[0], 8e-3)
+        assert_lse_close(lse.cpu(), right[1], 1e-4)

@@ -67,6 +67,27 @@ def test_it_writes_the_bytes_that_torch_writes(device, layout, dtype, heads, siz
     assert not torch.equal(raw(ours[0]), raw(pages.on("cpu")[0]))
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_each_head_is_divided_by_its_own_scale(device, layout, dtype):
+    key, value = (randn(len(SLOTS), 3, size, seed=size).bfloat16() for size in (24, 16))
+    pages, slots = Pages(layout, 3, (24, 16), dtype), torch.tensor(SLOTS)
+    scales = torch.tensor([0.3, 1.7, 0.05]), torch.tensor([2.0, 0.01, 0.6])
+    ours, theirs = pages.on(device), pages.on("cpu")
+    from attnplug.ops.triton.kv_write import BoundWrite
+
+    given = key.to(device), value.to(device), *ours, slots.to(device)
+    BoundWrite(*given, tuple(each.to(device) for each in scales))(*given)
+    kv_write.bound_kv_write(key, value, *theirs, slots, scales)(key, value, *theirs, slots)
+    for our, their in zip(ours, theirs, strict=True):
+        assert torch.equal(raw(our), raw(their))
+    for head in range(3):
+        alone = pages.on("cpu")
+        write_kv_cache(key, value, *alone, slots, float(scales[0][head]), float(scales[1][head]))
+        for our, their in zip(ours, alone, strict=True):
+            assert torch.equal(raw(our)[:, :, head], raw(their)[:, :, head])
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 48])
 def test_pages_hold_any_number_of_tokens(device, block_size):
     pages = Pages("HND", 2, (16, 16), torch.float32, block_size)

@@ -15,6 +15,7 @@ from attnplug.core.kv_cache_spec import CrossAttentionSpec, SlidingWindowSpec
 from attnplug.core.spec import AttentionType
 from attnplug.runtime import AttentionRuntime, ModelPlan, StepBatch
 from attnplug.testing import assert_close, attention_oracle, layer_tensors, stored_values, tolerance
+from attnplug.testing.drawn_values import stored_scale
 
 Keys = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
@@ -162,8 +163,8 @@ class ServedModel:
                 old = request.keys.get(layer)
                 known = new if old is None else (torch.cat([old[0], new[0]]), torch.cat([old[1], new[1]]))
                 request.keys[layer] = known
-            keys.append(stored_values(known[0], spec, self.scales[0]))
-            values.append(stored_values(known[1], spec, self.scales[1]))
+            keys.append(stored_values(known[0], spec, stored_scale(spec, self.scales[0])))
+            values.append(stored_values(known[1], spec, stored_scale(spec, self.scales[1])))
             lengths.append(known[0].shape[0])
         tensors = self.tensors.get(layer, LayerTensors())
         expected = attention_oracle(spec, queries, keys, values, lengths, tensors=tensors)

@@ -20,6 +20,7 @@ from attnplug.runtime.batch.draft_trees import DraftTree, TreeShape
 from attnplug.runtime.batch.forest_prices import SharingPrices
 from attnplug.runtime.steps import forest_parts, prefix_sharing
 from attnplug.testing import assert_close, attention_oracle, stored_values, tolerance
+from attnplug.testing.drawn_values import stored_scale
 
 FULL = layer(dtype="float32")
 TREE = [-1, 0, 0, 1, 1, 2, 5, 3]
@@ -34,6 +35,7 @@ KINDS = {
     "uneven-chunk": layer(dtype="float32", chunk_size=7),
     "bfloat16": layer(dtype="bfloat16"),
     "fp8": layer(dtype="bfloat16", kv_cache_dtype="fp8"),
+    "fp8 heads": layer(dtype="bfloat16", kv_cache_dtype="fp8", head_scales=True),
 }
 
 
@@ -83,7 +85,8 @@ class TreeModel(ServedModel):
             known = new if old is None else tuple(torch.cat(pair) for pair in zip(old, new, strict=True))
             request.keys[name] = known
             stored = [
-                stored_values(each, spec, scale) for each, scale in zip(known, self.scales, strict=True)
+                stored_values(each, spec, stored_scale(spec, scale))
+                for each, scale in zip(known, self.scales, strict=True)
             ]
             query = 2 * torch.randn(count, spec.num_heads, spec.query_size, generator=self.generator).to(
                 dtype
@@ -125,7 +128,7 @@ def test_nodes_have_the_numbers_of_the_oracle_and_so_do_the_steps_after_them(
     kind: str, seed: int, prices: Any
 ) -> None:
     rng = random.Random(seed)
-    scales = (0.5, 0.25) if kind == "fp8" else (1.0, 1.0)
+    scales = (0.5, 0.25) if kind.startswith("fp8") else (1.0, 1.0)
     model = TreeModel(KINDS[kind], prices, scales=scales, seed=seed)
     model.add("a")
     model.step(a=rng.choice((1, 17, 40)))

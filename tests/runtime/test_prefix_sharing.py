@@ -69,6 +69,7 @@ KINDS = {
     "lse": layer(dtype="float32", needs_lse=True),
     "bfloat16": layer(dtype="bfloat16", has_sinks=True),
     "fp8": layer(dtype="bfloat16", kv_cache_dtype="fp8"),
+    "fp8 heads": layer(dtype="bfloat16", kv_cache_dtype="fp8", head_scales=True),
 }
 
 
@@ -93,7 +94,7 @@ def test_forests_have_the_numbers_of_the_oracle(
     kind: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted = Counted(monkeypatch)
-    scales = (0.5, 0.25) if kind == "fp8" else (1.0, 1.0)
+    scales = (0.5, 0.25) if kind.startswith("fp8") else (1.0, 1.0)
     run_forest(shares(KINDS[kind], scales=scales), seed)
     if kind not in ("window", "uneven-chunk"):
         assert 2 in counted.parts

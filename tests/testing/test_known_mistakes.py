@@ -39,6 +39,12 @@ def with_scales() -> Batch:
     return paged_batch(SPEC.replace(kv_cache_dtype="fp8_e4m3"), *LENGTHS, k_scale=0.37, v_scale=1.9)
 
 
+def with_head_scales() -> Batch:
+    """Three KV heads: the next one is not the first, and the largest scale is of neither."""
+    spec = SPEC.replace(num_heads=6, num_kv_heads=3, kv_cache_dtype="fp8_e4m3", head_scales=True)
+    return paged_batch(spec, *LENGTHS, k_scale=0.37, v_scale=1.9)
+
+
 def with_slopes() -> Batch:
     """Slopes of no formula."""
     batch = paged_batch(SPEC.replace(has_alibi=True), *LENGTHS)
@@ -65,6 +71,7 @@ def recognised() -> frozenset[str]:
     left = set(NAMES)
     for make in (
         with_scales,
+        with_head_scales,
         with_slopes,
         with_latents,
         with_scaled_latents,

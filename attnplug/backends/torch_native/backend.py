@@ -53,6 +53,7 @@ class TorchBackend(AttentionBackend):
         | Feature.NON_CAUSAL
         | Feature.DIRECT_KV
         | Feature.FP8_KV
+        | Feature.HEAD_SCALES
         | Feature.CROSS
         | Feature.ENCODER
         | Feature.INVARIANCE

@@ -148,9 +148,7 @@ def _attend_tile(
     out = query.new_zeros(batch * kv_heads, groups * queries, size_v)
     for piece in pieces:
         out.baddbmm_(weights[:, :, piece], gatherer.gather(gatherer.v, value_index[:, :, piece]))
-    if scoring.value_scale != 1.0:
-        out.mul_(scoring.value_scale)
-    out = out.view(batch, kv_heads, groups, queries, size_v).permute(0, 3, 1, 2, 4)
+    out = scoring.scale_values(out.view(batch, kv_heads, groups, queries, size_v)).permute(0, 3, 1, 2, 4)
     if lse is not None:
         lse = lse.permute(0, 3, 1, 2).reshape(batch * queries, heads)
     return out.reshape(batch * queries, heads, size_v), lse

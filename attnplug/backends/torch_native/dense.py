@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,15 +27,15 @@ class Scoring:
     """The scale, cap, slopes and sinks of one layer's softmax.
 
     Args:
-        scale: softmax scale times the scale of stored keys.
-        value_scale: scale of stored values.
+        scale: softmax scale times the scale of stored keys; with scales of heads float32 `[H, 1]`.
+        value_scale: scale of stored values; with scales of heads float32 `[Hkv, 1, 1, 1]`.
         soft_cap: c of `c * tanh(logits / c)`.
         slopes: ALiBi, float32 `[Hkv, G]`.
         sinks: float32 `[Hkv, G]`; None if not used.
     """
 
-    scale: float
-    value_scale: float
+    scale: Any
+    value_scale: Any
     soft_cap: float | None
     slopes: torch.Tensor | None
     sinks: torch.Tensor | None
@@ -42,7 +43,14 @@ class Scoring:
     @property
     def is_plain(self) -> bool:
         """Whether scaled_dot_product_attention can compute it: scale, mask and softmax only."""
-        return self.soft_cap is None and self.slopes is None and self.sinks is None
+        plain = self.soft_cap is None and self.slopes is None and self.sinks is None
+        return plain and not isinstance(self.scale, torch.Tensor)
+
+    def scale_values(self, output: torch.Tensor) -> torch.Tensor:
+        """Multiply `output [..., Hkv, G, q, Dv]` with the scale of values, in place."""
+        if isinstance(self.value_scale, torch.Tensor) or self.value_scale != 1.0:
+            output *= self.value_scale
+        return output
 
     def shape(self, scores: torch.Tensor, distance: torch.Tensor | None, hidden: torch.Tensor | None) -> None:
         """Cap, bias and mask scaled scores in place.
@@ -193,9 +201,8 @@ def _explicit(
     empty = bool((reach[1] <= reach[0]).any())
     weights, lse = scoring.normalise(scores, output_lse is not None, empty)
     out = torch.bmm(weights.view(kv_heads, groups * rows, keys), value)
-    if scoring.value_scale != 1.0:
-        out *= scoring.value_scale
-    output.copy_(out.view(kv_heads, groups, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1))
+    out = scoring.scale_values(out.view(kv_heads, groups, rows, -1))
+    output.copy_(out.permute(2, 0, 1, 3).reshape(rows, heads, -1))
     if output_lse is not None and lse is not None:
         output_lse.copy_(lse[0].permute(2, 0, 1).reshape(rows, heads))
 

@@ -252,7 +252,10 @@ class TorchImpl(BuiltinImpl[TorchMetadata]):
         sinks = None
         if use_sinks and tensors.sinks is not None:
             sinks = tensors.sinks.to(device).view(grouped)
-        k_scale, v_scale = self._scales(layer, stored)
+        k_scale, v_scale = self._on_device(self._scales(layer, stored), device)
+        if isinstance(k_scale, torch.Tensor):
+            k_scale = k_scale.repeat_interleave(grouped[1])[:, None]
+            v_scale = v_scale.view(-1, 1, 1, 1)
         return Scoring(spec.scale * k_scale, v_scale, spec.logits_soft_cap, slopes, sinks)
 
 

@@ -79,6 +79,7 @@ class TritonBackend(AttentionBackend):
         | Feature.NON_CAUSAL
         | Feature.DIRECT_KV
         | Feature.FP8_KV
+        | Feature.HEAD_SCALES
         | Feature.CROSS
         | Feature.ENCODER
         | Feature.INVARIANCE

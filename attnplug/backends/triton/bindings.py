@@ -102,7 +102,7 @@ class BoundLayer:
         query: `[T, H, D]`, with a last stride of 1.
         output: `[T, H, Dv]`, with a last stride of 1.
         output_lse: `[T, H]`, or None.
-        scales: of stored keys and values.
+        scales: of stored keys and values; with `head_scales` float32 `[Hkv]`, those of keys times the softmax scale.
         paged: whether keys are read from pages, and not given with the call.
         form: FORMAT of opened pages whose rows have scales.
     """
@@ -115,7 +115,7 @@ class BoundLayer:
         query: torch.Tensor,
         output: torch.Tensor,
         output_lse: torch.Tensor | None,
-        scales: tuple[float, float],
+        scales: tuple[Any, Any],
         paged: bool = True,
         form: tuple[Any, ...] | None = None,
     ) -> None:
@@ -142,7 +142,7 @@ class BoundLayer:
         # offsets of heads in 64 bits, because registers grow from 168 to 254 with them.
         is_far = spec.num_heads * max(q_strides[1], out_strides[1]) > 1 << 31
         self._values: dict[str, Any] = {
-            "scale": spec.scale * k_scale,
+            "scale": k_scale if isinstance(k_scale, torch.Tensor) else spec.scale * k_scale,
             "value_scale": v_scale,
             "cap": spec.logits_soft_cap or 1.0,
             # Windows and chunks are arguments, so layers of other widths share a compiled kernel.

@@ -84,7 +84,7 @@ def format_values(
     }
 
 
-def opened_scale(spec: LayerSpec, scales: tuple[float, float]) -> tuple[float, float]:
+def opened_scale(spec: LayerSpec, scales: tuple[Any, Any]) -> tuple[Any, Any]:
     """What opened keys and values are still multiplied with, from the scales of the layer."""
     row = row_of(spec)
     if row is None:

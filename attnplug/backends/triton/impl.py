@@ -191,7 +191,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         output_lse: torch.Tensor | None,
         use_sinks: bool,
         meta: TritonMetadata,
-        scales: tuple[float, float],
+        scales: tuple[Any, Any],
         paged: bool,
     ) -> BoundLayer:
         """The layer bound for calls like this; the first such call is checked."""
@@ -218,7 +218,12 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if len(self._bound) == _MOST_FORMS:
             self._bound.clear()
         given = query, output, output_lse
-        bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, *given, scales, paged)
+        logits = scales[0], scales[1]
+        if isinstance(logits[0], tuple):
+            # The kernels read products with the softmax scale.
+            logits = tuple(self.spec.scale * each for each in logits[0]), logits[1]
+        own = self._on_device(logits, query.device)
+        bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, *given, own, paged)
         return bound
 
 

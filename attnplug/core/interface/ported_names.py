@@ -40,7 +40,7 @@ BACKEND_NAMES: Mapping[str, PortedName] = _ported(
         'declare Feature.INVARIANCE in features, and supported_invariances = ("batch",)': (
             "supports_batch_invariance"
         ),
-        "remove it: a layer's scales are per tensor": "supports_per_head_quant_scales",
+        "declare Feature.HEAD_SCALES in features": "supports_per_head_quant_scales",
         "set supports_pcp on the impl": "supports_pcp",
         "set can_return_lse_for_decode on the impl": "supports_dcp can_return_lse_for_decode",
         "remove it: context parallelism is for causal layers": "supports_non_causal_dcp",
@@ -116,7 +116,7 @@ IMPL_NAMES: Mapping[str, PortedName] = _SET_ON_IMPLS | _ported(
         "allocate it in the constructor": "reserve_workspace",
         "remove it: get_impl_cls gives the one impl of a layer": "get_impl_variants",
         "read spec.resolved_kv_cache_dtype": "kv_quant_mode",
-        "remove it: a layer's scales are per tensor": "supports_per_head_quant_scales=False",
+        "declare Feature.HEAD_SCALES in the backend's features": "supports_per_head_quant_scales=False",
         "define get_supported_kernel_block_sizes on the backend": (
             "get_supported_kernel_block_size get_supported_kernel_block_sizes"
         ),

@@ -40,7 +40,7 @@ _WORDS: Final = {
 }
 """The dtype by the word for it; AutoFP8 and older Quark write "static" for an fp8 cache with calibrated scales."""
 _WHOLE: Final = ("tensor", "per_tensor")
-"""Names of one scale for all keys, and one for all values: the only scales that layers have."""
+"""Names of one scale for all keys, and one for all values: the only scales that the reader knows."""
 
 
 def says_something(value: object) -> bool:
@@ -76,8 +76,8 @@ def _of_scheme(place: str, scheme: Mapping[str, Any]) -> str:
     )
     if scales not in _WHOLE:
         raise ModelConfigError(
-            f"{place}={shown(scheme)}: has scales by {shown(scales)}, and a layer has one scale for its keys "
-            f"and one for its values; {REMEDY}"
+            f"{place}={shown(scheme)}: has scales by {shown(scales)}, and the reader knows one scale for keys and "
+            f"one for values; a LayerSpec with head_scales=True has them for each KV head; {REMEDY}"
         )
     dtype = _FORMATS.get((bits, kind)) if type(bits) is int and isinstance(kind, str) else None
     if dtype is None and isinstance(word, str):

@@ -120,7 +120,9 @@ def _scale(layer: Any, name: str) -> float:
     value = getattr(layer, name) if value is None else value
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
-            raise SpecError(name, tuple(value.shape), "must have one element: scales are per tensor", OTHER)
+            raise SpecError(
+                name, tuple(value.shape), "must have one element: scales for each head are not served", OTHER
+            )
         value = value.item()
     return 1.0 if value is None else float(value)
 

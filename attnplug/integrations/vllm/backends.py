@@ -22,13 +22,12 @@ from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, KINDS, Layer, pages_refusal
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.integrations.vllm.ranks import gathered_spec, new_tokens_of, rank_refusal, ranks_size
-from attnplug.integrations.vllm.steps import INVARIANT
+from attnplug.integrations.vllm.steps import INVARIANT, has_scales
 from attnplug.registry.default import explain, list_backends
 
 UNSERVED = {
     "use_mla": "latent attention (MLA) is served by the names that end in _MLA, such as ATTNPLUG_MLA",
     "use_sparse": "sparse attention is not served in vLLM",
-    "use_per_head_quant_scales": "scales for each head are not served",
     "use_pcp": "prefill context parallelism is not served in vLLM",
     "use_adaptive_verification": "query lengths that the host does not know are not served",
     "use_rswa": "windows with a visible prefix are not served",
@@ -36,7 +35,8 @@ UNSERVED = {
 _READ = (
     *("head_size", "dtype", "kv_cache_dtype", "block_size", "has_sink", "has_sliding_window", "attn_type"),
     # attnplug's backends ask the device themselves, and a KV connector moves pages as they are.
-    *("use_non_causal", "device_capability", "use_kv_connector", "use_batch_invariant", "use_mm_prefix"),
+    *("use_non_causal", "use_per_head_quant_scales", "device_capability", "use_kv_connector"),
+    *("use_batch_invariant", "use_mm_prefix"),
     # The number of ranks is in the configuration.
     "use_dcp",
 )
@@ -129,6 +129,11 @@ class Backend(AttentionBackend):  # type: ignore[misc]
         return cls._declares(Feature.MM_PREFIX)
 
     @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        """Whether a backend declares scales for each KV head."""
+        return cls._declares(Feature.HEAD_SCALES)
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Whether a backend keeps bits in any batch, and however prompts are cut, which vLLM's scheduler decides."""
         return any(set(INVARIANT) <= set(theirs.supported_invariances) for theirs in cls.theirs)
@@ -175,6 +180,9 @@ class Backend(AttentionBackend):  # type: ignore[misc]
                 has_sinks=bool(given.get("has_sink")),
                 direct_kv=direct,
                 mm_prefix=kind == "decoder" and bool(given.get("use_mm_prefix")),
+                head_scales=not direct
+                and bool(given.get("use_per_head_quant_scales"))
+                and has_scales(stored),
                 invariance=INVARIANT if given.get("use_batch_invariant") else (),
                 **fields,
             )

@@ -11,7 +11,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType
 
-from attnplug.core.dtypes import is_quantized_kv_cache
+from attnplug.core.dtypes import is_quantized_kv_cache, output_quant_key
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import AttentionImpl as Inner
 from attnplug.core.impl import LayerTensors
@@ -22,7 +22,7 @@ from attnplug.integrations.engine_layers import by_phase
 from attnplug.integrations.vllm.names import AUTOMATIC
 from attnplug.integrations.vllm.rank_layers import RankImpl, make_rank_impl
 from attnplug.integrations.vllm.ranks import check_ranks, gathered_spec, new_tokens_of, ranks_of
-from attnplug.integrations.vllm.steps import asked_invariance, drafts_of
+from attnplug.integrations.vllm.steps import asked_head_scales, asked_invariance, drafts_of
 from attnplug.ops.storage import STORAGE_DTYPES
 from attnplug.registry.default import select
 from attnplug.registry.selection.decision import Decision
@@ -114,6 +114,7 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         }
         self._spec: LayerSpec | None = None
         config = get_current_vllm_config()
+        self._asked["head_scales"] = not direct and asked_head_scales(config, kv_cache_dtype)
         self._has_drafts = drafts_of(config) > 0
         model = config.model_config
         # vLLM says so of models, whose decoders all get the ranges of a step.
@@ -208,6 +209,25 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             alibi_slopes=None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=device),
         )
 
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        """Whether the layer's backend writes outputs of 8-bit floats with one fixed scale, which alone are asked of it."""
+        scale = quant_key.scale
+        fixed = scale.static and scale.group_shape.is_per_tensor()
+        if self._spec is None or not fixed or quant_key.scale2 is not None or not quant_key.symmetric:
+            return False
+        if self.ranks:
+            # Parts of several ranks are merged before they could be rounded.
+            return False
+        decision = self.decide(None)
+        asked = make_impl(
+            decision.get_backend_cls(),
+            decision.spec,
+            layer_name=self.backend or AUTOMATIC,
+            tensors=self._tensors(torch.device("cpu")),
+            options=decision.get_options(),
+        )
+        return bool(asked.fused_output_quant_supported(output_quant_key(quant_key.dtype)))
+
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Take learned tensors that vLLM has loaded again; graphs read the same memory."""
         for (_, device, _), bound in self._bounds.items():
@@ -243,11 +263,9 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend `query [T, H, D]` and write `output`, of that shape."""
-        if output_scale is not None or output_block_scale is not None:
-            raise BatchError(
-                "output_scale", "a tensor", "was not offered: outputs of 8 bits are not served in vLLM"
-            )
+        """Attend `query [T, H, D]` and write `output`, of that shape; with a scale of 8-bit floats."""
+        if output_block_scale is not None:
+            raise BatchError("output_block_scale", "a tensor", "was not offered: only one scale is served")
         if attn_metadata is None:
             if self.ranks:
                 self.ranks.reserve_for(query, self.head_size)
@@ -256,11 +274,18 @@ class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type 
             self.see(query.dtype)
         metadata, bound = attn_metadata.of(self)
         rows = output if output.ndim == 3 else output.view(-1, self.num_heads, self.head_size)
+        scaled: dict[str, Any] = {}
+        if output_scale is not None:
+            if self.ranks or not bound.inner.fused_output_quant_supported(output_quant_key(output.dtype)):
+                limit = f"was not offered: {bound.decision.backend} writes no outputs of {output.dtype}"
+                raise BatchError("output_scale", "a tensor", limit)
+            scaled = {"output_scale": output_scale}
         if self.direct:
-            bound.inner.forward(layer, query, key, value, None, metadata, rows)
+            bound.inner.forward(layer, query, key, value, None, metadata, rows, **scaled)
         else:
             # Prompts without computed tokens are attended from the call, which is faster than from their pages.
-            bound.inner.attend(layer, query, key, value, self._cache(kv_cache).view, metadata, rows)
+            cache = self._cache(kv_cache).view
+            bound.inner.attend(layer, query, key, value, cache, metadata, rows, **scaled)
         return output
 
     def view_of(self, kv_cache: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,13 @@ class LatentBackend(Backend):
         reasons = unserved({name: value for name, value in given.items() if name != "use_mla"})
         asked = [
             name
-            for name in ("has_sink", "has_sliding_window", "use_non_causal", "use_mm_prefix")
+            for name in (
+                "has_sink",
+                "has_sliding_window",
+                "use_non_causal",
+                "use_mm_prefix",
+                "use_per_head_quant_scales",
+            )
             if given.get(name)
         ]
         reasons += [f"{name} is not served with latent attention in vLLM" for name in asked]

@@ -16,6 +16,7 @@ import torch
 
 from attnplug.core.config import BuilderConfig
 from attnplug.core.errors import BatchError, SpecError
+from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.engine_layers import with_direct_keys
@@ -160,6 +161,17 @@ def asked_invariance() -> tuple[str, ...]:
     """The words that all layers ask for: INVARIANT in vLLM's batch-invariant mode."""
     # All versions with such a mode read this variable, and they keep it in different places.
     return INVARIANT if int(os.environ.get("VLLM_BATCH_INVARIANT") or 0) else ()
+
+
+def asked_head_scales(config: Any, kv_cache_dtype: str) -> bool:
+    """Whether the checkpoint has scales for each KV head of the layer's pages, as vLLM reads it."""
+    scheme = getattr(getattr(config, "quant_config", None), "kv_cache_scheme", None) or {}
+    return scheme.get("strategy") == "attn_head" and has_scales(kv_cache_dtype)
+
+
+def has_scales(kv_cache_dtype: str) -> bool:
+    """Whether pages of this type are of 8-bit floats; other layers of a checkpoint with scales have none."""
+    return kv_cache_dtype != "auto" and kv_format(kv_cache_dtype).feature == "fp8_kv"
 
 
 def check_spans(name: str, layer: Any, kv_cache_spec: Any) -> None:

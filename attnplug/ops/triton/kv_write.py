@@ -59,7 +59,7 @@ class BoundWrite:
         k_cache: pages `[num_blocks, block_size, Hkv, D]`.
         v_cache: pages `[num_blocks, block_size, Hkv, Dv]`.
         slot_mapping: int64 `[T]`.
-        scales: of stored keys and values.
+        scales: of stored keys and values: numbers, or float32 `[Hkv]` that live as long as what is written is read.
     """
 
     __slots__ = ("_heads", "_kernel", "_rows", "_stored")
@@ -71,7 +71,7 @@ class BoundWrite:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
-        scales: tuple[float, float],
+        scales: tuple[torch.Tensor | float, torch.Tensor | float],
     ) -> None:
         _, block_size, self._heads, head_size = k_cache.shape
         tile = _tile(head_size, v_cache.shape[3])
@@ -80,8 +80,8 @@ class BoundWrite:
         # Triton refuses pointers to 8-bit floats that the hardware does not have.
         self._stored = torch.uint8 if len(form) > 1 else None
         values = {
-            "k_scale": float(scales[0]),
-            "v_scale": float(scales[1]),
+            "k_scale": scales[0],
+            "v_scale": scales[1],
             **dict(zip(("stride_kt", "stride_kh", "stride_kd"), key.stride(), strict=True)),
             **dict(zip(("stride_vt", "stride_vh", "stride_vd"), value.stride(), strict=True)),
             "stride_slot": slot_mapping.stride(0),

@@ -91,7 +91,11 @@ _HERE = nullcontext()
 @functools.cache
 def can_overlap(device: torch.device) -> bool:
     """Whether a kernel may be launched before the one that it waits for ends: `launch_pdl` and `gdc_wait` of Triton."""
-    if device.type != "cuda" or torch.version.hip is not None or not hasattr(cuda, "gdc_wait"):
+    wait = getattr(cuda, "gdc_wait", None)
+    # Triton 3.4 has the functions with a parameter that its own compiler does not know.
+    if wait is None or "_semantic" not in inspect.signature(wait).parameters:
+        return False
+    if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 

@@ -25,18 +25,18 @@ def paths_into(
     scale: float,
     cap: float | None,
     sinks: torch.Tensor | None,
-    scales: tuple[float, float],
+    scales: tuple[torch.Tensor | float, torch.Tensor | float],
 ) -> None:
     """As `attnplug.ops.paths.paths_into`, in one launch."""
     k, v = pages
     # Without a copy of a column of a larger tensor, the kernel would read what is beside it.
     sinks = query if sinks is None else sinks.contiguous()
     # As everywhere, numbers of 16 bits and more have no scale.
-    scales = scales if k.dtype.itemsize == 1 else (1.0, 1.0)
+    k_scale, v_scale = scales if k.dtype.itemsize == 1 else (1.0, 1.0)
     forms = (query.stride()[:2], query.dtype), (output.stride()[:2], output.dtype), output_lse.stride(0)
     stored = k.dtype, k.stride(), v.stride(), *k.shape[1:], v.shape[3]
     kind = None if sinks is query else sinks.dtype
-    tiles, bound = _bound(forms, stored, query.shape[1], scale * scales[0], scales[1], cap, kind)
+    tiles, bound = _bound(forms, stored, query.shape[1], scale, k_scale, v_scale, cap, kind)
     given = query, k, v, starts, slots, sinks, output, output_lse
     with on_device_of(output):
         bound((starts.shape[0] - 1, tiles), *given)
@@ -48,7 +48,8 @@ def _bound(
     stored: Any,
     num_heads: int,
     scale: float,
-    value_scale: float,
+    k_scale: torch.Tensor | float,
+    v_scale: torch.Tensor | float,
     cap: float | None,
     sinks: torch.dtype | None,
 ) -> tuple[int, BoundKernel]:
@@ -64,8 +65,9 @@ def _bound(
         "stride_ot": out_strides[0],
         "stride_oh": out_strides[1],
         "stride_lse": lse_stride,
-        "scale": scale,
-        "value_scale": value_scale,
+        "scale": scale if isinstance(k_scale, torch.Tensor) else scale * k_scale,
+        "value_scale": v_scale,
+        "key_scale": k_scale if isinstance(k_scale, torch.Tensor) else 1.0,
         "cap": 1.0 if cap is None else cap,
         "K_PAGES": k_strides,
         "V_PAGES": v_strides,

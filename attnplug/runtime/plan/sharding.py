@@ -66,7 +66,8 @@ def context_spec(spec: LayerSpec) -> LayerSpec:
 
 def new_tokens_spec(spec: LayerSpec) -> LayerSpec:
     """The layer over the tokens of the step, whose K and V come with the call."""
-    return spec.replace(direct_kv=True, needs_lse=True, kv_cache_dtype="auto", block_size=None)
+    stored = {"kv_cache_dtype": "auto", "block_size": None, "head_scales": False}
+    return spec.replace(direct_kv=True, needs_lse=True, **stored)
 
 
 def refusal(spec: LayerSpec) -> Reason | None:

@@ -11,7 +11,7 @@ import torch
 from attnplug.core.arguments import instance
 from attnplug.core.dtypes import output_quant_key
 from attnplug.core.errors import BackendFaultError, BatchError, LayoutError, SpecError
-from attnplug.core.impl import AttentionImpl, LayerTensors
+from attnplug.core.impl import AttentionImpl, LayerTensors, host_scale
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.checks import check_written
@@ -54,7 +54,9 @@ class RuntimeLayer:
         self.cache_memory = NO_CACHES
         """The caches of all layers of the runtime, which no output may be in."""
         self._q_scale_float = self._prob_scale_float = 1.0
-        self._k_scale_float, self._v_scale_float = float(tensors.k_scale), float(tensors.v_scale)
+        self._k_scale_float, self._v_scale_float = (
+            host_scale(scale, self.spec) for scale in (tensors.k_scale, tensors.v_scale)
+        )
         self._q_scale = self._prob_scale = torch.ones((), device=device)
         self._k_scale = torch.tensor(self._k_scale_float, device=device)
         self._v_scale = torch.tensor(self._v_scale_float, device=device)
@@ -65,7 +67,7 @@ class RuntimeLayer:
         self._output = (self.spec.num_heads, self.spec.output_size)
         self._keys = (self.spec.num_kv_heads, self.spec.head_size)
         self._values = (self.spec.num_kv_heads, self.spec.head_size_v)
-        # As floats, because check() would skip scales in tensors.
+        # As numbers, because check() would skip scales in tensors.
         k_scale, v_scale = self._k_scale_float, self._v_scale_float
         _check(name, dataclasses.replace(tensors, k_scale=k_scale, v_scale=v_scale), self.spec)
         given = {each: getattr(tensors, each) for each in _LEARNED}
@@ -302,8 +304,8 @@ def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dic
     for name, target in plan.kv_sharing.items():
         own, writer = tensors[name], tensors[target]
         for field in ("k_scale", "v_scale"):
-            scale, written = float(getattr(own, field)), float(getattr(writer, field))
-            if scale not in (1.0, written):
+            scale, written = (host_scale(getattr(each, field), plan.specs[name]) for each in (own, writer))
+            if scale != written and set(scale if isinstance(scale, tuple) else (scale,)) != {1.0}:
                 limit = f"of layer {name} is not the {written} of {target}, whose pages it reads"
                 raise LayoutError(field, scale, limit, "leave it out")
         tensors[name] = dataclasses.replace(own, k_scale=writer.k_scale, v_scale=writer.v_scale)

@@ -55,7 +55,9 @@ class PathPart(NamedTuple):
         if layer.kv_cache is None:
             return
         spec, pages = layer.spec, pages_of(layer.impl.backend, layer.kv_cache, layer.spec)
-        scales = layer._k_scale_float, layer._v_scale_float
+        scales: tuple[Any, Any] = layer._k_scale_float, layer._v_scale_float
+        if spec.head_scales:
+            scales = layer._k_scale, layer._v_scale
         form = spec.scale, spec.logits_soft_cap, layer.impl.tensors.sinks, scales
         paths_into(query, pages, self.starts, self.slots, output, lse, *form)
 

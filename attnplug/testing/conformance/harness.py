@@ -103,10 +103,16 @@ class EngineLayer:
 
     def __init__(self, batch: Batch) -> None:
         self._q_scale_float = self._prob_scale_float = 1.0
-        self._k_scale_float, self._v_scale_float = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
+        given = batch.tensors.k_scale, batch.tensors.v_scale
+        # The float of vLLM's layers whose heads have scales of their own is the largest of them.
+        self._k_scale_float, self._v_scale_float = (
+            float(each.max() if isinstance(each, torch.Tensor) else each) for each in given
+        )
         scales = (1.0, self._k_scale_float, self._v_scale_float, 1.0)
         table = scales_in_a_table(*scales, device=batch.query.device)
         self._q_scale, self._k_scale, self._v_scale, self._prob_scale = table
+        if batch.spec.head_scales:
+            self._k_scale, self._v_scale = (torch.as_tensor(each) for each in given)
 
 
 class HarnessLayer(EngineLayer):
@@ -309,7 +315,9 @@ def blank_output(batch: Batch, fill: float = torch.nan) -> Output:
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements in logical order as bytes on the host, 1-D, so that NaN equals NaN."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).clone()
+    # A tensor of one element is contiguous with any stride, and its bytes are not.
+    dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return dense.reshape(-1).view(torch.uint8)
 
 
 _INPUTS = ("query", "key", "value", "kv_cache")

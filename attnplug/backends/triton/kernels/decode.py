@@ -15,7 +15,7 @@ from attnplug.backends.triton.kernels.scan import (
     finish,
 )
 from attnplug.backends.triton.kernels.splits import FIELDS
-from attnplug.backends.triton.kernels.tiles import load_queries
+from attnplug.backends.triton.kernels.tiles import load_queries, of_head
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
@@ -120,6 +120,8 @@ def decode_kernel(
         _, first_stop = load_spans(mm_spans, first_row)
         last_start, _ = load_spans(mm_spans, first_row + query_len - 1)
     heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
+    scale = of_head(scale, kv_head)
+    value_scale = of_head(value_scale, kv_head)
     q, q_tail, scale = load_queries(
         query,
         rows,
@@ -318,5 +320,5 @@ def merge_kernel(
         return
     _merge_row(
         partials, partial_lses, output, lse, item, count, kv_head, tl.num_programs(1), row, max_rows, first,
-        value_scale, stride_ot, stride_oh, stride_lse, GROUP, DV, BLOCK_DV, HAS_LSE,
+        of_head(value_scale, kv_head), stride_ot, stride_oh, stride_lse, GROUP, DV, BLOCK_DV, HAS_LSE,
     )  # fmt: skip

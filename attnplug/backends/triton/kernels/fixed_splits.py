@@ -18,6 +18,7 @@ from attnplug.backends.triton.kernels.split_places import (
     nearest_split,
     split_number,
 )
+from attnplug.backends.triton.kernels.tiles import of_head
 
 
 @triton.jit(
@@ -130,6 +131,7 @@ def merge_splits_kernel(
     at = (token + row // GROUP).to(tl.int64)
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     places = output + at * stride_ot + head * stride_oh + dims
+    value_scale = of_head(value_scale, kv_head)
     tl.store(places, (acc * (1.0 / safe) * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
         tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)

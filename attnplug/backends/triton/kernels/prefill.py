@@ -9,7 +9,7 @@ from attnplug.backends.triton.kernels.formats import SHIFT, STEP, add_sinks, col
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, in_one_order
 from attnplug.backends.triton.kernels.split_places import even_log
-from attnplug.backends.triton.kernels.tiles import load_queries
+from attnplug.backends.triton.kernels.tiles import load_queries, of_head
 
 
 # Values that differ between steps must not compile another kernel.
@@ -144,6 +144,8 @@ def prefill_kernel(
         lo = tl.maximum(tl.minimum(lo, first_start), first_key)
         hi = tl.minimum(tl.maximum(hi, last_stop), seq_len)
     heads = (kv_head * GROUP + rows % GROUP).to(INDEX)
+    scale = of_head(scale, kv_head)
+    value_scale = of_head(value_scale, kv_head)
     q, q_tail, scale = load_queries(
         query,
         rows,

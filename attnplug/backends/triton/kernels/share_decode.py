@@ -10,7 +10,7 @@ from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, finish, in_one_order, store_part
 from attnplug.backends.triton.kernels.shares import place_of, request_range
 from attnplug.backends.triton.kernels.split_places import even_log, nearest_split, split_number
-from attnplug.backends.triton.kernels.tiles import load_queries
+from attnplug.backends.triton.kernels.tiles import load_queries, of_head
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
@@ -118,6 +118,8 @@ def share_decode_kernel(
         return
     shared = prefix // BLOCK_N
     entry = tl.load(tiles + num_reqs + 3 + share)
+    scale = of_head(scale, kv_head)
+    value_scale = of_head(value_scale, kv_head)
     lanes = tl.arange(0, BLOCK_M)
     if PAIRS:
         v_cache = v_cache.to(tl.pointer_type(tl.int16), bitcast=True)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from attnplug.backends.triton.kernels.ranges import key_range
 from attnplug.backends.triton.kernels.scan import LN2, add_parts
+from attnplug.backends.triton.kernels.tiles import of_head
 
 SLACK: tl.constexpr = tl.constexpr(4)
 """Tiles that take about as long as the merge of what is cut."""
@@ -296,6 +297,7 @@ def merge_shares_kernel(
     at = (token + row // GROUP).to(tl.int64)
     head = (kv_head * GROUP + row % GROUP).to(tl.int64)
     places = output + at * stride_ot + head * stride_oh + dims
+    value_scale = of_head(value_scale, kv_head)
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
         tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)

@@ -21,6 +21,15 @@ E5M2_HALVES = tl.constexpr(_HALVES.format(stored="e5m2"))
 
 
 @triton.jit
+def of_head(scale, kv_head):
+    """The scale of a KV head: `scale` is a number for all of them, or points to one for each."""
+    # The interpreter passes numbers as those of Python, which have no dtype.
+    if isinstance(scale, tl.tensor) and scale.dtype.is_ptr():
+        scale = tl.load(scale + kv_head)
+    return scale
+
+
+@triton.jit
 def load_queries(
     query,
     rows,

@@ -68,7 +68,7 @@ def kv_write_kernel(
 
     K_PAGES and V_PAGES are the strides of a cache by block, token, head and dimension: they are fixed
     with the cache, so that the compiler may know them. TILE has the rows of a program, D and DV as powers
-    of two. FORMAT is empty, or that of an 8-bit type: its largest number, and where the hardware does not
+    of two. Scales are numbers, or pointers to one for each head. FORMAT is empty, or that of an 8-bit type: its largest number, and where the hardware does not
     convert the MANTISSA, BIAS and FNUZ of `encode_8_bits`.
     """
     rows = tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])
@@ -89,6 +89,11 @@ def kv_write_kernel(
     places = slots % BLOCK_SIZE
     to_k = (blocks * K_PAGES[0] + places * K_PAGES[1] + heads * K_PAGES[2])[:, None] + dims * K_PAGES[3]
     to_v = (blocks * V_PAGES[0] + places * V_PAGES[1] + heads * V_PAGES[2])[:, None] + dims_v * V_PAGES[3]
+    # The interpreter passes numbers as those of Python, which have no dtype.
+    if isinstance(k_scale, tl.tensor) and k_scale.dtype.is_ptr():
+        k_scale = tl.load(k_scale + heads)[:, None]
+    if isinstance(v_scale, tl.tensor) and v_scale.dtype.is_ptr():
+        v_scale = tl.load(v_scale + heads)[:, None]
     k = _stored(k, k_scale, k_cache.dtype.element_ty, FORMAT)
     v = _stored(v, v_scale, v_cache.dtype.element_ty, FORMAT)
     tl.store(k_cache + to_k, k, mask=written & (dims < D))

@@ -22,6 +22,7 @@ def paths_kernel(
     stride_oh,
     stride_lse,
     scale,
+    key_scale,
     value_scale,
     cap,
     K_PAGES: tl.constexpr,
@@ -41,7 +42,8 @@ def paths_kernel(
     """Row t attends the slots `slots[starts[t] : starts[t + 1]]`, at least one.
 
     K_PAGES and V_PAGES are the strides of a cache by block, token, head and dimension. A program has HEADS KV heads; MEMBERS,
-    BLOCK_D and BLOCK_DV are powers of two for their group, D and DV.
+    BLOCK_D and BLOCK_DV are powers of two for their group, D and DV. The scales of keys and values are numbers, or pointers to
+    one for each KV head.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -53,6 +55,9 @@ def paths_kernel(
     is_v = (kv_heads[:, None] < KV_HEADS) & (dims_v[None, :] < DV)
     at = query + row * stride_qt + heads[:, :, None].to(tl.int64) * stride_qh + dims[None, None, :]
     q = tl.load(at, mask=known[:, :, None] & (dims[None, None, :] < D), other=0.0).to(tl.float32) * scale
+    # The interpreter passes numbers as those of Python, which have no dtype.
+    if isinstance(key_scale, tl.tensor) and key_scale.dtype.is_ptr():
+        q *= tl.load(key_scale + kv_heads, mask=kv_heads < KV_HEADS, other=0.0)[:, None, None]
 
     top = tl.full([HEADS, MEMBERS], float("-inf"), tl.float32)
     total = tl.zeros([HEADS, MEMBERS], tl.float32)
@@ -77,6 +82,8 @@ def paths_kernel(
         result = result * before[:, :, None] + weight[:, :, None] * v[:, None, :]
         total = total * before + weight
         top = higher
+    if isinstance(value_scale, tl.tensor) and value_scale.dtype.is_ptr():
+        value_scale = tl.load(value_scale + kv_heads, mask=kv_heads < KV_HEADS, other=0.0)[:, None]
     result = result * (value_scale / total)[:, :, None]
     to = row * stride_ot + heads[:, :, None].to(tl.int64) * stride_oh + dims_v[None, None, :]
     shown = known[:, :, None] & (dims_v[None, None, :] < DV)

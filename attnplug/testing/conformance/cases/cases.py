@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from attnplug.core.errors import SpecError
+from attnplug.core.features import Feature
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.testing.batches import Batch
-from attnplug.testing.conformance.cases.case_axes import KINDS, axes, far_blocks, lengths
+from attnplug.testing.conformance.cases.case_axes import KINDS, axes, far_blocks, lengths, samples_of
 from attnplug.testing.conformance.check import Level
 from attnplug.testing.conformance.target import Target, layer_fields, of_phase
 from attnplug.testing.design.search import HEAD_SIZES, Row, Search, compile_key
@@ -87,7 +88,12 @@ class Case:
         parts += [f"invariance_{'_'.join(spec.invariance)}"] if spec.invariance else []
         parts += [f"rows{self.chunk_rows}"] if self.chunk_rows else []
         flags = {"sinks": spec.has_sinks, "alibi": spec.has_alibi, "lse": spec.needs_lse}
-        flags |= {"spans": spec.mm_prefix, "joint": self.joint, "apart": self.apart}
+        flags |= {
+            "headscales": spec.head_scales,
+            "spans": spec.mm_prefix,
+            "joint": self.joint,
+            "apart": self.apart,
+        }
         parts += [name for name, is_set in flags.items() if is_set]
         return "-".join(parts if self.numbers is Numbers.PLAIN else [*parts, self.numbers])
 
@@ -189,6 +195,7 @@ class CaseSearch(Search):
         choices = axes(target)
         self._fields = tuple(name for name in choices if name not in _NO_FIELDS)
         self._asked = tuple(name for name in choices if name not in _OF_BATCH)
+        self._scaled = next(iter(samples_of(target, Feature.FP8_KV)))
         self._of_rows: dict[tuple[Any, ...], Sequence[Any]] = {}
         self._of_layers: dict[LayerSpec, Sequence[Any]] = {}
         self.order = tuple(choices)
@@ -197,6 +204,8 @@ class CaseSearch(Search):
     def complete(self, fixed: Mapping[str, Any]) -> Row | None:
         """The base with the fixed values; a kind whose K and V come with the call has no page sizes and layouts."""
         row: Row = {**self.base, **fixed}
+        if row.get("head_scales") and "kv_cache_dtype" not in fixed:
+            row["kv_cache_dtype"] = self._scaled
         if not KINDS[row["kind"]].get("direct_kv"):
             return row
         pages = dict.fromkeys(("block_size", "layout"))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from attnplug.core.impl import host_scale
 from attnplug.core.sparse import SparseSpec
+from attnplug.core.spec import LayerSpec
 from attnplug.testing.batches import Batch
 from attnplug.testing.oracle import Spans, expanded_latents, latent_weights
 
@@ -61,7 +63,7 @@ class AttentionRules:
         head_size_v: elements per value head.
         weights: of a layer with MLA.
         expand: the request with other queries, or keys and values expanded otherwise; None as they are.
-        k_scale: stored key x k_scale = key.
+        k_scale: stored key x k_scale = key; with scales of heads float64 `[Hkv, 1]`.
         v_scale: likewise.
     """
 
@@ -75,8 +77,8 @@ class AttentionRules:
     slopes: torch.Tensor | None
     sinks: torch.Tensor | None
     kv_heads: torch.Tensor
-    k_scale: float
-    v_scale: float
+    k_scale: Any
+    v_scale: Any
     bias: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda query, key: -(key - query).abs()
     cap_of: Callable[[torch.Tensor, float], torch.Tensor] = lambda scores, cap: cap * torch.tanh(scores / cap)
     sink_value: int | None = None
@@ -88,8 +90,8 @@ class AttentionRules:
     length: Callable[[int, Sequence[RequestContents]], int] = lambda index, requests: requests[index].seq_len
     cut: Callable[[RequestContents], tuple[int, int]] = lambda request: (0, 0)
     rows: Callable[[int, int], int] = lambda request, requests: request
-    key_factors: tuple[float, float] = (1.0, 1.0)
-    value_factors: tuple[float, float] = (1.0, 1.0)
+    key_factors: tuple[Any, Any] = (1.0, 1.0)
+    value_factors: tuple[Any, Any] = (1.0, 1.0)
     swapped: bool = False
     spans: Callable[[Spans], Spans] | None = None
     lifted: frozenset[str] = frozenset({"causal", "near"})
@@ -106,6 +108,8 @@ class AttentionRules:
     @property
     def features(self) -> frozenset[str]:
         """The features of the layer that a mistake can concern."""
+        by_head = isinstance(self.k_scale, torch.Tensor)
+        scaled = by_head or (self.k_scale, self.v_scale) != (1.0, 1.0)
         window, kv_heads = min(self.left, self.right) < math.inf, int(self.kv_heads[-1]) + 1
         alibi, cap = self.slopes is not None, self.cap is not None
         each = {"window": window, "chunk": self.chunk is not None, "cap": cap, "alibi": alibi}
@@ -124,8 +128,9 @@ class AttentionRules:
             "cap and alibi": cap and alibi,
             "cap and sinks": cap and self.sinks is not None,
             "scale": self.scale != float(self.head_size**-0.5),
-            "fp8": (self.k_scale, self.v_scale) != (1.0, 1.0),
-            "two fp8 scales": self.weights is None and (self.k_scale, self.v_scale) != (1.0, 1.0),
+            "fp8": scaled,
+            "two fp8 scales": self.weights is None and scaled,
+            "head scales": by_head and kv_heads > 1,
             "head groups": 1 < kv_heads < len(self.kv_heads),
             "shared KV heads": kv_heads < len(self.kv_heads),
             "several KV heads": kv_heads > 1 and self.weights is None,
@@ -172,6 +177,12 @@ class RequestContents:
     latent: torch.Tensor | None = None
 
 
+def scales_of(scale: Any, spec: LayerSpec) -> Any:
+    """A scale of a layer as a number, and those of heads as float64 `[Hkv, 1]`."""
+    numbers = host_scale(scale, spec)
+    return torch.tensor(numbers, dtype=torch.float64)[:, None] if isinstance(numbers, tuple) else numbers
+
+
 def rules_of(batch: Batch) -> AttentionRules:
     """The right rules for the batch's layer."""
     spec, tensors = batch.spec, batch.tensors
@@ -189,8 +200,8 @@ def rules_of(batch: Batch) -> AttentionRules:
         slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.cpu().double(),
         sinks=None if tensors.sinks is None else tensors.sinks.cpu().double(),
         kv_heads=torch.arange(spec.num_heads) // group,
-        k_scale=float(tensors.k_scale),
-        v_scale=float(tensors.v_scale),
+        k_scale=scales_of(tensors.k_scale, spec),
+        v_scale=scales_of(tensors.v_scale, spec),
         spans=list if spec.mm_prefix else None,
         sparse=spec.sparse,
         head_size_v=spec.head_size_v if spec.mla is None else spec.mla.v_head_dim,

@@ -15,14 +15,17 @@ from attnplug.testing.conformance.mistakes.rule_changes import (
     Changes,
     capped,
     consecutive,
+    first_heads,
     first_position,
     in_order,
     in_pages,
     interleaved,
     inverse,
     inverse_where_written,
+    largest_of_heads,
     last_keys,
     merged,
+    next_heads,
     no_factors,
     of_kv_heads,
     other_sinks,
@@ -267,6 +270,15 @@ KNOWN_MISTAKES: tuple[KnownMistake, ...] = (
     KnownMistake("selection one position late", "sparse", shifted(1)),
     KnownMistake("selection one position early", "sparse", shifted(-1)),
     KnownMistake("selection taken as the last keys", "sparse", last_keys),
+    *(
+        KnownMistake(f"{which} {how}", "head scales", scaled(factors, now))
+        for which, factors in (
+            ("scale of the first KV head used for all", first_heads),
+            ("largest scale of the KV heads used for all", largest_of_heads),
+            ("scales of the next KV head", next_heads),
+        )
+        for how, now in (("where keys are read", factors), ("where keys are written and read", no_factors))
+    ),
     KnownMistake("k_scale ignored", "two fp8 scales", scaled(*[lambda rules: (1 / rules.k_scale, 1.0)] * 2)),
     KnownMistake("v_scale ignored", "two fp8 scales", scaled(*[lambda rules: (1.0, 1 / rules.v_scale)] * 2)),
     KnownMistake("k_scale and v_scale swapped", "two fp8 scales", scaled(swapped, swapped)),

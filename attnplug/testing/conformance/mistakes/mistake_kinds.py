@@ -117,9 +117,9 @@ MISTAKE_KINDS: tuple[MistakeKind, ...] = (
                 "format/*",
             ),
             *("tensors/unused-scales-*", "tensors/scales-*", "tensors/quantised-*", "tensors/output-scale*"),
-            "declared/feature-fp8_kv",
+            *("declared/feature-fp8_kv", "declared/feature-head_scales"),
         ),
-        ("fp8_kv",),
+        ("fp8_kv", "head_scales"),
     ),
     MistakeKind(
         "requests and lengths",

@@ -94,7 +94,8 @@ def _store(
     tensors = []
     for tokens, (before, now) in ((other.key, rules.key_factors), (other.value, rules.value_factors)):
         # Most mistakes have no factors, and long requests are large.
-        held = tokens if before == now == 1.0 else torch.where(is_new, tokens * now, tokens * before)
+        plain = not isinstance(before, torch.Tensor) and before == now == 1.0
+        held = tokens if plain else torch.where(is_new, tokens * now, tokens * before)
         held = held[:count]
         missing = held.new_full((count - held.shape[0], *held.shape[1:]), math.nan)
         held = torch.cat([held, missing]) if len(missing) else held

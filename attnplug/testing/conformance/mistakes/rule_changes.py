@@ -14,7 +14,7 @@ LIMITS = ("causal", "window", "chunk", "spans", "bias")
 """The limits that depend on a query's position."""
 
 Changes: TypeAlias = Callable[[AttentionRules], dict[str, Any]]
-_Factors: TypeAlias = Callable[[AttentionRules], tuple[float, float]]
+_Factors: TypeAlias = Callable[[AttentionRules], tuple[Any, Any]]
 
 
 def set_fields(**fields: Any) -> Changes:
@@ -93,39 +93,54 @@ def scaled(before: _Factors, now: _Factors) -> Changes:
     return changes
 
 
-def no_factors(rules: AttentionRules) -> tuple[float, float]:
+def no_factors(rules: AttentionRules) -> tuple[Any, Any]:
     """Keys and values as they are."""
     return 1.0, 1.0
 
 
-def unscaled(rules: AttentionRules) -> tuple[float, float]:
+def unscaled(rules: AttentionRules) -> tuple[Any, Any]:
     """Scales left out where stored values are read."""
     return 1 / rules.k_scale, 1 / rules.v_scale
 
 
-def unquantised(rules: AttentionRules) -> tuple[float, float]:
+def unquantised(rules: AttentionRules) -> tuple[Any, Any]:
     """Scales left out where new values are stored."""
     return rules.k_scale, rules.v_scale
 
 
-def swapped(rules: AttentionRules) -> tuple[float, float]:
+def swapped(rules: AttentionRules) -> tuple[Any, Any]:
     """The scales of keys and values swapped."""
     return rules.v_scale / rules.k_scale, rules.k_scale / rules.v_scale
 
 
-def inverse(rules: AttentionRules) -> tuple[float, float]:
+def inverse(rules: AttentionRules) -> tuple[Any, Any]:
     """Stored values divided by their scales."""
     return rules.k_scale**-2, rules.v_scale**-2
 
 
-def twice(rules: AttentionRules) -> tuple[float, float]:
+def twice(rules: AttentionRules) -> tuple[Any, Any]:
     """Stored values multiplied by their scales twice."""
     return rules.k_scale, rules.v_scale
 
 
-def inverse_where_written(rules: AttentionRules) -> tuple[float, float]:
+def inverse_where_written(rules: AttentionRules) -> tuple[Any, Any]:
     """New values multiplied by their scales, where they are divided."""
     return rules.k_scale**2, rules.v_scale**2
+
+
+def first_heads(rules: AttentionRules) -> tuple[Any, Any]:
+    """The scales of the first KV head for all heads."""
+    return rules.k_scale[:1] / rules.k_scale, rules.v_scale[:1] / rules.v_scale
+
+
+def largest_of_heads(rules: AttentionRules) -> tuple[Any, Any]:
+    """The largest scale for all heads."""
+    return rules.k_scale.max() / rules.k_scale, rules.v_scale.max() / rules.v_scale
+
+
+def next_heads(rules: AttentionRules) -> tuple[Any, Any]:
+    """The scales of the next KV head for each."""
+    return rules.k_scale.roll(-1, 0) / rules.k_scale, rules.v_scale.roll(-1, 0) / rules.v_scale
 
 
 def interleaved(rules: AttentionRules) -> dict[str, Any]:

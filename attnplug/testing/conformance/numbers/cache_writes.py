@@ -11,13 +11,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from attnplug.core.features import Feature
-from attnplug.core.impl import LayerTensors
+from attnplug.core.impl import LayerTensors, host_scale
+from attnplug.core.kv_format import kv_format
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.kv_codec import codec_of
 from attnplug.ops.storage import storage_dtype
@@ -40,10 +41,11 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.harness import Harness, HarnessLayer, Output, make_impl, run_batch
 from attnplug.testing.conformance.layer_names import layer_names
+from attnplug.testing.conformance.mistakes.attention_rules import scales_of
 from attnplug.testing.conformance.mistakes.expectations import difference, expect_correct, wrong_answer
 from attnplug.testing.conformance.numbers.cache_reads import GuardedCache, pages_of, slots_of
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.drawn_values import FP8_SCALES
+from attnplug.testing.drawn_values import FP8_SCALES, stored_scale
 from attnplug.testing.oracle import stored_values
 from attnplug.testing.pages import encoding_fault, rows_at
 
@@ -76,6 +78,11 @@ def checks(target: Target) -> Iterator[Check]:
     for name in target.kv_cache_dtypes:
         summary = f"a cache of {name} stores keys and values rounded, or divided by their scales"
         yield Check.of(f"cache/stored-{name}", summary, _check_stored, target, name)
+        if Feature.HEAD_SCALES in target.backend.features and kv_format(name).feature == "fp8_kv":
+            summary = f"a cache of {name} stores keys and values divided by the scales of their heads"
+            yield Check.of(
+                f"cache/stored-heads-{name}", summary, _check_stored, target, name, head_scales=True
+            )
         if name in target.scaled_kv_dtypes:
             summary = f"a value too large for {name} is stored as the largest finite value"
             yield Check.of(f"cache/clamped-{name}", summary, _check_clamped, target, name)
@@ -155,8 +162,8 @@ def _check_sharing(target: Target, kv_cache_dtype: str = "auto", **own: Any) -> 
     )
 
 
-def _check_stored(target: Target, name: str) -> None:
-    batch = _batch(target, name, **FP8_SCALES)
+def _check_stored(target: Target, name: str, **fields: Any) -> None:
+    batch = _batch(target, name, fields, **FP8_SCALES)
     if not batch.spec.has_quantized_kv_cache and torch.finfo(storage_dtype(batch.spec)).max > _LARGE:
         for tensor in (batch.key, batch.value):
             tensor[0] = _LARGE * tensor[0].sign()
@@ -184,8 +191,8 @@ def _check_clamped(target: Target, name: str) -> None:
             )
 
 
-def _batch(target: Target, name: str, **scales: float) -> Batch:
-    spec = target.paged_spec(kv_cache_dtype=name)
+def _batch(target: Target, name: str, fields: Mapping[str, Any] | None = None, **scales: float) -> Batch:
+    spec = target.paged_spec(kv_cache_dtype=name, **fields or {})
     size = target.block_size(spec)
     options: dict[str, Any] = dict(scales) if spec.has_kv_scales else {}
     return target.batch(spec, [1, 5, size + 3], [size, size + 9, size + 3], padding=3, **options)
@@ -195,7 +202,7 @@ def _expect_stored(target: Target, batch: Batch) -> None:
     """Raise ConformanceError unless the cache has the batch's keys and values at their slots."""
     spec, slots = batch.spec, slots_of(batch)
     kept = slots >= 0
-    scales = float(batch.tensors.k_scale), float(batch.tensors.v_scale)
+    scales: tuple[Any, Any] = scales_of(batch.tensors.k_scale, spec), scales_of(batch.tensors.v_scale, spec)
     for part, tokens, pages, scale, other in zip(
         "KV", (batch.key, batch.value), pages_of(target.backend, batch), scales, scales[::-1], strict=True
     ):
@@ -216,9 +223,16 @@ def _expect_stored(target: Target, batch: Batch) -> None:
 
 
 def _mistake(
-    stored: torch.Tensor, tokens: torch.Tensor, scale: float, other: float, spec: LayerSpec
+    stored: torch.Tensor, tokens: torch.Tensor, scale: Any, other: Any, spec: LayerSpec
 ) -> str | None:
-    used = {"the scale left out": 1.0, "the other's scale": other, "multiplied by the scale": 1 / scale}
+    used: dict[str, Any] = {
+        "the scale left out": 1.0,
+        "the other's scale": other,
+        "multiplied by the scale": 1 / scale,
+    }
+    if spec.head_scales:
+        used |= {"the scale of the first KV head used for all": scale[:1]}
+        used |= {"the largest scale of the KV heads used for all": scale.max()}
     for name, each in used.items():
         if _is_rounded(stored, tokens, each, spec):
             return name
@@ -227,7 +241,7 @@ def _mistake(
 
 
 def _is_rounded(
-    stored: torch.Tensor, tokens: torch.Tensor, scale: float, spec: LayerSpec, steps: float = 9 / 16
+    stored: torch.Tensor, tokens: torch.Tensor, scale: Any, spec: LayerSpec, steps: float = 9 / 16
 ) -> bool:
     """Whether `stored` are the values of the stored type nearest to `tokens / scale`, at most so many steps of the type away."""
     # A sixteenth more than half a step allows a quotient that is rounded to bfloat16 before.
@@ -268,10 +282,14 @@ def scale_checks(target: Target) -> Iterator[Check]:
     """One check for each source of scales and each declared storage type with scales."""
     for name, (source, summary) in itertools.product(target.scaled_kv_dtypes, _SOURCES.items()):
         yield Check.of(f"cache/scales-of-{source}-{name}", summary, _check_scales, target, name, source)
+        if Feature.HEAD_SCALES in target.backend.features and kv_format(name).feature == "fp8_kv":
+            words = f"{summary}; one for each KV head"
+            given = target, name, source, True
+            yield Check.of(f"cache/scales-of-heads-{source}-{name}", words, _check_scales, *given)
 
 
-def _check_scales(target: Target, name: str, source: str) -> None:
-    spec = target.paged_spec(kv_cache_dtype=name)
+def _check_scales(target: Target, name: str, source: str, head_scales: bool = False) -> None:
+    spec = target.paged_spec(kv_cache_dtype=name, head_scales=head_scales)
     size = target.block_size(spec)
     # Decodes read mostly what earlier steps have stored, and a prefill what its own step writes.
     for lengths in (decode_lengths(size), mixed_lengths(size)):
@@ -289,6 +307,11 @@ def _check_scales(target: Target, name: str, source: str) -> None:
 
 
 def _tensors(batch: Batch, source: str) -> LayerTensors:
+    if batch.spec.head_scales and source != "layer":
+        given = {"k_scale": batch.tensors.k_scale, "v_scale": batch.tensors.v_scale}
+        if source == "numbers":
+            given = {name: host_scale(each, batch.spec) for name, each in given.items()}
+        return dataclasses.replace(batch.tensors, **given)
     if source == "numbers":
         return batch.tensors
     if source == "layer":
@@ -303,20 +326,26 @@ def _tensors(batch: Batch, source: str) -> LayerTensors:
 def _scale_mistake(batch: Batch, found: Output) -> str | None:
     """The wrong scales that give the answer."""
     # Earlier steps have stored keys and values with the right scales.
-    others = {
+    others: dict[str, dict[str, Any]] = {
         "scales taken as 1": {"k_scale": 1.0, "v_scale": 1.0},
         "scales given to from_spec used": _OTHERS,
     }
+    right = {name: stored_scale(batch.spec, scale) for name, scale in FP8_SCALES.items()}
+    if batch.spec.head_scales:
+        others |= {
+            "scales of the first KV head used for all": {name: each[:1] for name, each in right.items()},
+            "largest scales of the KV heads used for all": {name: each.max() for name, each in right.items()},
+        }
     for name, used in others.items():
-        keys = _read_with(batch, batch.keys, batch.key, FP8_SCALES["k_scale"], used["k_scale"])
-        values = _read_with(batch, batch.values, batch.value, FP8_SCALES["v_scale"], used["v_scale"])
+        keys = _read_with(batch, batch.keys, batch.key, right["k_scale"], used["k_scale"])
+        values = _read_with(batch, batch.values, batch.value, right["v_scale"], used["v_scale"])
         if difference(dataclasses.replace(batch, keys=keys, values=values), found) is None:
             return name
     return None
 
 
 def _read_with(
-    batch: Batch, stored: Sequence[torch.Tensor], given: torch.Tensor, right: float, used: float
+    batch: Batch, stored: Sequence[torch.Tensor], given: torch.Tensor, right: Any, used: Any
 ) -> list[torch.Tensor]:
     """The keys or values of each request as a backend reads them that writes and reads with another scale."""
     found, starts = list[torch.Tensor](), batch.common.query_start_loc_cpu.tolist()

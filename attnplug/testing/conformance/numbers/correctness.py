@@ -142,7 +142,10 @@ def check_case(target: Target, case: Case) -> None:
 
 def _call(batch: Batch) -> Call:
     """The call of a case: some layers have their scales from the engine's layer, others from their tensors."""
-    is_engines = batch.spec.has_kv_scales and isinstance(batch.tensors.k_scale, float)
+    scale = batch.tensors.k_scale
+    is_engines = batch.spec.has_kv_scales and isinstance(scale, float)
+    if batch.spec.head_scales and isinstance(scale, torch.Tensor):
+        is_engines = not scale.is_contiguous()
     return Call(batch, blank_output(batch), EngineLayer(batch) if is_engines else None)
 
 

@@ -30,7 +30,7 @@ from attnplug.testing.conformance.check import (
 )
 from attnplug.testing.conformance.serving.serving import plan_on
 from attnplug.testing.conformance.target import Target
-from attnplug.testing.drawn_values import layer_tensors
+from attnplug.testing.drawn_values import layer_tensors, stored_scale
 from attnplug.testing.oracle import attention_oracle, stored_values
 
 _NAME = "layers.0"
@@ -40,6 +40,7 @@ _LAYERS: dict[str, tuple[Feature, dict[str, Any]]] = {
     "window": (Feature.SLIDING_WINDOW, {"window": (1, 0)}),
     "chunk": (Feature.CHUNKED_LOCAL, {"chunk_size": 1}),
     "fp8": (Feature.FP8_KV, {"kv_cache_dtype": "fp8"}),
+    "head-scales": (Feature.HEAD_SCALES, {"kv_cache_dtype": "fp8", "head_scales": True}),
 }
 """Layers by name; a window and chunks are given in blocks."""
 
@@ -284,7 +285,7 @@ def _expected(
 ) -> torch.Tensor:
     """The oracle's answer: each new token is a request of one row over the keys that it sees."""
     stored = [
-        stored_values(each, spec, scale)
+        stored_values(each, spec, stored_scale(spec, scale))
         for each, scale in zip(drawn, (scales.get("k_scale", 1.0), scales.get("v_scale", 1.0)), strict=True)
     ]
     keys, values, lengths = list[torch.Tensor](), list[torch.Tensor](), list[int]()

@@ -114,6 +114,10 @@ def register_decode_kernel(
     entry = gl.load(tiles + num_reqs + 3 + share)
     k_head = k_cache + kv_head.to(gl.int64) * PAGES[2]
     v_head = v_cache + kv_head.to(gl.int64) * PAGES[2]
+    if scale.dtype.is_ptr():
+        scale = gl.load(scale + kv_head)
+    if value_scale.dtype.is_ptr():
+        value_scale = gl.load(value_scale + kv_head)
     tile = begin
     while tile < end:
         entry_begin = gl.load(tiles + entry)
