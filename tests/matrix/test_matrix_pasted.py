@@ -15,12 +15,16 @@ from attnplug.cli import main
 from attnplug.integrations.known.reading import FAMILIES, read_known
 from attnplug.integrations.model_spec import Client
 from attnplug.matrix import Matrix, pasted
-from attnplug.matrix.model_page import ExampleModel, model_data
+from attnplug.matrix.model_page import ExampleModel, example_models, model_data
 from attnplug.matrix.which_backend import answers_for
 from attnplug.registry import Registry
 from attnplug.registry.devices import resolve_device
 
 EXAMPLES = {path.stem: path for path in (Path(__file__).parents[2] / "examples" / "models").glob("*.json")}
+# Layers with a state have answers only on the page's list of models.
+STATES = sorted(
+    model.name for model in example_models() if any(spec.state is not None for spec in model.layers.values())
+)
 GPUS = ("a100", "h100", "b200", "l4", "mi300x", "cpu")
 
 LLAMA = {"num_hidden_layers": 28, "num_attention_heads": 24, "hidden_size": 3072, "num_key_value_heads": 8}
@@ -146,7 +150,7 @@ def expected(registry: Registry, config: dict[str, Any], gpu: str) -> list[dict[
     return found
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, *MADE])
+@pytest.mark.parametrize("name", [*sorted(EXAMPLES.keys() - STATES), *MADE])
 def test_the_answer_is_the_selectors(page: Any, registry: Registry, name: str) -> None:
     text = EXAMPLES[name].read_text(encoding="utf-8") if name in EXAMPLES else json.dumps(MADE[name])
     for gpu in GPUS:
@@ -333,6 +337,14 @@ def test_what_the_page_does_not_know_is_refused_with_the_command(page: Any, conf
     assert page.tab.get_by_role("img").count() == 0
 
 
+@pytest.mark.parametrize("name", STATES)
+def test_models_with_states_are_refused_by_their_type(page: Any, name: str) -> None:
+    text = EXAMPLES[name].read_text(encoding="utf-8")
+    page.tab.get_by_label("config.json of your model").fill(text)
+    reason = f'model_type "{json.loads(text)["model_type"]}" is none of those that this page reads'
+    assert reason in page.tab.locator("#sentence").inner_text()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 def test_the_keyboard_pastes_a_configuration_on_any_screen(
@@ -357,8 +369,8 @@ def test_the_keyboard_pastes_a_configuration_on_any_screen(
     assert "gemma" not in page.hash
 
 
-def test_a_page_without_the_answers_has_no_place_to_paste(open_page: Any, models: Any) -> None:
-    page = open_page(Matrix(()), "#model=config.json", models=models)
+def test_a_page_without_the_answers_has_no_place_to_paste(open_page: Any, models_data: Any) -> None:
+    page = open_page(Matrix(()), "#model=config.json", models=models_data)
     assert page.tab.get_by_role("option", name="my own config.json").count() == 0
     assert (
         page.tab.locator("#sentence").inner_text().startswith("On an H100 with a bfloat16 cache, gpt-oss-20b")
