@@ -85,6 +85,11 @@ def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
+def _writes(scale: Any) -> int:
+    # Torch does not count for tensors that were made in inference mode.
+    return scale._version if isinstance(scale, torch.Tensor) and not scale.is_inference() else 0
+
+
 class BuiltinImpl(AttentionImpl[_M]):
     """Writes and finds the pages of a layer; subclasses attend."""
 
@@ -97,7 +102,7 @@ class BuiltinImpl(AttentionImpl[_M]):
     _reads_adjacent: ClassVar[bool] = False
     """Whether the kernels read the elements of a head as neighbours."""
     _write_form: object = None
-    _read_scales: tuple[Any, Any, tuple[Any, Any]] | None = None
+    _read_scales: tuple[Any, Any, tuple[int, int], tuple[Any, Any]] | None = None
     _bound_write: Callable[..., None]
 
     def update_kv_cache(
@@ -171,11 +176,12 @@ class BuiltinImpl(AttentionImpl[_M]):
             return 1.0, 1.0
         if self.spec.head_scales:
             given, known = head_scales(layer, self.tensors, self.spec), self._read_scales
-            # Reading tensors makes the host wait, so those of the last call are not read again.
-            if known is None or known[0] is not given[0] or known[1] is not given[1]:
+            writes = _writes(given[0]), _writes(given[1])
+            # Reading tensors makes the host wait, so those of the last call are not read again unless an engine wrote to them.
+            if known is None or known[0] is not given[0] or known[1] is not given[1] or known[2] != writes:
                 numbers = host_scale(given[0], self.spec), host_scale(given[1], self.spec)
-                known = self._read_scales = (*given, numbers)
-            return known[2]
+                known = self._read_scales = (*given, writes, numbers)
+            return known[3]
         return self._own_scales if layer is None else kv_scales(layer, self.tensors)
 
     def _on_device(self, scales: tuple[Any, Any], device: torch.device) -> tuple[Any, Any]:

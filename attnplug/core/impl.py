@@ -121,7 +121,7 @@ def host_scale(scale: Any, spec: LayerSpec) -> Scale:
     """A scale of `spec` that has passed `LayerTensors.check` as numbers; a tensor on a device makes the host wait."""
     if not spec.head_scales:
         return float(scale)
-    values = scale.tolist() if isinstance(scale, torch.Tensor) else scale
+    values = scale.flatten().tolist() if isinstance(scale, torch.Tensor) else scale
     found = tuple(map(float, values)) if isinstance(values, list | tuple) else (float(values),)
     return found * spec.num_kv_heads if len(found) == 1 else found
 

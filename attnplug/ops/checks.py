@@ -411,8 +411,12 @@ def head_scales(layer: AttentionLayer | None, tensors: LayerTensors, spec: Layer
     """
     if layer is None or not (hasattr(layer, "_k_scale") and hasattr(layer, "_v_scale")):
         return tensors.k_scale, tensors.v_scale
-    on_host = getattr(layer, "_k_scale_float", None), getattr(layer, "_v_scale_float", None)
+    on_host: tuple[Any, Any] = getattr(layer, "_k_scale_float", None), getattr(layer, "_v_scale_float", None)
     if isinstance(on_host[0], tuple) and isinstance(on_host[1], tuple):
+        for name, each in zip(("_k_scale_float", "_v_scale_float"), on_host, strict=True):
+            if len(each) != spec.num_kv_heads:
+                limit = f"must have {spec.num_kv_heads} numbers, one for each KV head"
+                raise BatchError(f"layer.{name}", each, limit)
         return on_host
     for name in ("_k_scale", "_v_scale"):
         shape = tuple(getattr(layer, name).shape)

@@ -343,7 +343,7 @@ class AttentionRuntime(NotCopied):
         self.end_step()
         self._active.check_device_values()
         if states is not None:
-            check_state_step(states, batch, self._own_states().plan.num_states, self._home)
+            check_state_step(states, batch, self.state_pool, self._home)
         # If a builder raises, or an interrupt does, no step is active.
         try:
             if states is None or batch is not None or direct is not None:

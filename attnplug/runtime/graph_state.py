@@ -311,15 +311,15 @@ class GraphState(NotCopied):
 
     def _check_states(self, batch: StepBatch, states: StateStep | None) -> None:
         """BatchError unless there are the states of this step, if layers keep any."""
-        layer, plan = next(iter(self._runtime.state_layers), None), self._runtime.plan.states
-        if layer is None or plan is None:
+        layer = next(iter(self._runtime.state_layers), None)
+        if layer is None:
             if states is not None:
                 raise BatchError("states", f"{states.common.num_reqs} requests", "and no layer keeps a state")
         elif states is None:
             limit, remedy = f"is required: layer {layer} keeps a state", "give StateTable.step(batch)"
             raise BatchError("states", None, limit, remedy)
         else:
-            check_state_step(states, batch, plan.num_states, batch.common.query_start_loc.device)
+            check_state_step(states, batch, self._runtime.state_pool, batch.common.query_start_loc.device)
             if states.overwrites and states.ran:
                 limit = (
                     "ran and overwrote the states that it started from: a replay would add the tokens twice"

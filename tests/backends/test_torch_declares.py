@@ -112,6 +112,7 @@ def test_a_feature_of_a_later_release_is_not_declared() -> None:
         "NON_CAUSAL",
         "DIRECT_KV",
         "FP8_KV",
+        "HEAD_SCALES",
         "INVARIANCE",
         "CROSS",
         "ENCODER",

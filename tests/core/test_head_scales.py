@@ -42,7 +42,8 @@ def test_layers_without_heads_in_pages_have_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [BY_HEAD, tuple(BY_HEAD.tolist()), 0.5, torch.tensor([0.5]), torch.tensor(0.5)]
+    "given",
+    [BY_HEAD, tuple(BY_HEAD.tolist()), 0.5, torch.tensor([0.5]), torch.tensor(0.5), torch.tensor([[0.5]])],
 )
 def test_each_head_has_one_or_all_have_the_same(given: Any) -> None:
     LayerTensors(k_scale=given).check(SPEC)
@@ -75,6 +76,11 @@ def test_an_engines_tensors_count_where_its_host_has_one_number() -> None:
     assert head_scales(engine, LayerTensors(), SPEC) == (engine._k_scale, engine._v_scale)
     engine._k_scale_float, engine._v_scale_float = (1.0, 2.0, 3.0), (4.0, 5.0, 6.0)
     assert head_scales(engine, LayerTensors(), SPEC) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    engine._v_scale_float = (4.0, 5.0)
+    with pytest.raises(
+        BatchError, match=r"layer._v_scale_float=.* must have 3 numbers, one for each KV head"
+    ):
+        head_scales(engine, LayerTensors(), SPEC)
     assert head_scales(None, LayerTensors(k_scale=BY_HEAD), SPEC) == (BY_HEAD, 1.0)
     with pytest.raises(BatchError, match=r"layer._k_scale=\(3,\) must have one element"):
         kv_scales(engine, LayerTensors())

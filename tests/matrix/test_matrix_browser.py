@@ -117,13 +117,13 @@ def test_the_address_alone_shows_the_same_again(open_page: Any) -> None:
     ]
     assert page.tab.locator("#by input:checked").input_value() == "dtype"
     page.tab.get_by_role("button", name="Clear all").click()
-    assert page.title() == "All 2,835 cells"
+    assert page.title() == "All 2,955 cells"
     assert page.hash == "#by=dtype"
 
 
 def test_an_address_that_means_nothing_shows_everything(open_page: Any) -> None:
     page = open_page(synthetic_matrix(), "#feature=nothing&status=maybe&by=colour&show=cell|TORCH|cpu|x&junk")
-    assert page.title() == "All 2,835 cells"
+    assert page.title() == "All 2,955 cells"
     assert page.tab.get_by_role("dialog").count() == 0
 
 
@@ -140,7 +140,7 @@ def test_a_status_is_a_button_that_can_be_pressed(open_page: Any) -> None:
     assert page.statuses() == ["refuted"]
     assert page.tab.get_by_role("status").inner_text() == "1 cell shown"
     refuted.press("Space")
-    assert page.title() == "All 2,835 cells"
+    assert page.title() == "All 2,955 cells"
 
 
 def test_a_search_finds_words_of_a_reason(open_page: Any) -> None:
@@ -156,7 +156,7 @@ def test_a_search_finds_words_of_a_reason(open_page: Any) -> None:
 def test_more_cells_are_shown_when_asked_for(open_page: Any) -> None:
     page = open_page(synthetic_matrix())
     assert len(page.statuses()) == 100
-    page.tab.get_by_role("button", name="Show 100 more of 2,735").press("Enter")
+    page.tab.get_by_role("button", name="Show 100 more of 2,855").press("Enter")
     assert len(page.statuses()) == 200
     assert page.tab.evaluate("document.activeElement === document.querySelectorAll('#cells .open')[100]")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,3 +68,37 @@ def test_graphs_read_scales_in_memory_that_stays() -> None:
     again = impl._on_device(impl._scales(one, torch.float8_e4m3fn), device)
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert not any(a is b for a, b in zip(first, other, strict=True))
+
+
+def test_a_reader_without_head_scales_of_pages_that_have_them_is_refused() -> None:
+    made = plan({"0": FP8, "1": FP8.replace(head_scales=False)}, "cpu", num_blocks=4, kv_sharing={"1": "0"})
+    for scale in (torch.tensor([0.5, 2.0]), (0.5, 2.0), 0.5):
+        with pytest.raises(
+            LayoutError, match=r"head_scales=False of layer 1 is not that of 0.* declare both"
+        ):
+            AttentionRuntime(made, {"0": LayerTensors(k_scale=scale)})
+    made = plan({"0": FP8.replace(head_scales=False), "1": FP8}, "cpu", num_blocks=4, kv_sharing={"1": "0"})
+    runtime = AttentionRuntime(made, {"0": LayerTensors(k_scale=0.5)})
+    assert runtime.layers["1"]._k_scale_float == (0.5, 0.5)
+
+
+def test_the_tensors_of_a_layer_are_float32_whatever_the_default_is() -> None:
+    made = plan({"0": FP8}, "cpu", num_blocks=4)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        runtime = AttentionRuntime(made, {"0": LayerTensors(k_scale=(0.3, 0.1))})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(runtime.layers["0"]._k_scale, torch.tensor([0.3, 0.1]))
+
+
+def test_scales_that_an_engine_wrote_anew_are_read_again() -> None:
+    made = plan({"0": FP8}, "cpu", num_blocks=4)
+    impl: Any = AttentionRuntime(made, {}).layers["0"].impl
+    scale, mine = torch.tensor([0.5, 2.0]), torch.float8_e4m3fn
+    engine: Any = SimpleNamespace(_k_scale=scale, _v_scale=scale, _k_scale_float=2.0, _v_scale_float=2.0)
+    first = impl._scales(engine, mine)
+    assert first == ((0.5, 2.0), (0.5, 2.0))
+    assert impl._scales(engine, mine) is first
+    scale.copy_(torch.tensor([4.0, 1.0]))
+    assert impl._scales(engine, mine) == ((4.0, 1.0), (4.0, 1.0))

@@ -18,7 +18,7 @@ from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import AttentionMetadataBuilder
-from attnplug.runtime import AttentionRuntime
+from attnplug.runtime import AttentionRuntime, StepBatchBuilder
 from attnplug.runtime.batch.forest_prices import SharingPrices, prices_of
 from attnplug.runtime.steps import prefix_sharing, shared_step
 from attnplug.runtime.steps.prefix_sharing import PrefixSharing
@@ -187,6 +187,29 @@ def test_decodes_of_the_same_requests_look_for_prefixes_once(monkeypatch: pytest
 
 
 FIND = PrefixSharing._find
+
+
+def test_profile_steps_of_any_number_of_decodes_follow_one_another() -> None:
+    model = shares(FULL)
+    for count in (4, 8, 1):
+        model.runtime.begin_step(model.batches.profile_step(count, count))
+        assert model.runtime.step_notes[0].startswith("KV group 0, TORCH: plain")
+
+
+def test_a_request_that_gave_its_first_blocks_away_takes_nothing_from_the_others() -> None:
+    model = shares(FULL)
+    # Without specs a builder cannot know that a layer still attends these blocks, and GPUs check no table.
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "max_model_len": 160}
+    model.batches = StepBatchBuilder(**sizes, block_sizes=[16])
+    forest_of(model)
+    model.step(**dict.fromkeys(model.requests, 1))
+    assert model.runtime.step_notes[0].endswith("with 4 readers")
+    model.batches.free_blocks("first", 0, 2)
+    batch = model.batches.step(1)
+    ((_, forest),) = model.runtime.prefix_sharing.forests(batch)
+    assert not isinstance(forest, str)
+    (node,) = forest.nodes
+    assert sorted(batch.req_ids[row] for row in node.readers) == ["r0", "r1", "r2"]
 
 
 def test_sharing_that_does_not_pay_is_declined_and_the_note_says_so() -> None:

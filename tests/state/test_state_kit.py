@@ -180,3 +180,29 @@ def test_a_builder_that_reads_pages_on_the_host_and_declares_graphs_fails() -> N
     for check in checks[:2]:
         with pytest.raises(ConformanceError, match=r"output of request \w "):
             check()
+
+
+class Wrapped(OwnOutput):
+    """An impl whose `forward` allocates and whose `attend` counts, as both could before a kernel had tensors of its own."""
+
+    calls = 0
+
+    def attend(self, *arguments: Any, **given: Any) -> torch.Tensor:
+        self.calls += 1
+        return super().attend(*arguments, **given)
+
+
+class Allocates(OwnOutput):
+    def forward(self, layer: Any, query: Any, *arguments: Any, **given: Any) -> torch.Tensor:
+        return self.attend(layer, query, *arguments[:4], torch.zeros_like(query), **given)
+
+
+def test_impls_with_an_attend_or_a_forward_of_their_own_run() -> None:
+    call = None, torch.zeros(3, 5), None, None, torch.zeros(1), None
+    for kind in (Wrapped, Allocates):
+        impl = kind.__new__(kind)
+        impl.spec, impl.layer_name = FAMILIES["conv"], "conv"
+        made = impl.forward(*call)
+        assert torch.equal(made, impl.made)
+        assert made is not impl.made
+        assert getattr(impl, "calls", 1) == 1

@@ -236,6 +236,15 @@ class TestRefusals:
         with pytest.raises(BatchError, match="is of another batch"):
             runtime.begin_step(builder.step(2), states=states)
 
+    def test_pages_of_another_runtimes_pool_are_refused(self) -> None:
+        runtime, other = hybrid(), hybrid()
+        table = other.state_table()
+        table.add_request("a")
+        states = table.step({"a": 2})
+        with pytest.raises(BatchError, match="has pages of another pool; make it by the table of this"):
+            runtime.begin_step(states=states)
+        other.begin_step(states=states)
+
     def test_arguments_of_the_other_kind_are_refused(self) -> None:
         runtime = hybrid()
         table = runtime.state_table()

@@ -151,7 +151,7 @@ def test_a_child_reads_its_task_and_writes_a_report_which_are_removed():
     ("code", "problem"),
     [
         ("", None),
-        ("print('a'); raise SystemExit('b')", "failed: b"),
+        ("print('a', flush=True); raise SystemExit('b')", "failed: b"),
         ("raise SystemExit(3)", "failed: the process left with exit code 3"),
         ("import os; os.abort()", "crashed: SIGABRT"),
         ("import time; time.sleep(600)", "took longer than 0.2 s"),

@@ -49,7 +49,8 @@ class PlainImpl(TorchImpl):
             # The real path checks the indexer's values; its numbers are replaced below.
             super()._attend_call(layer, query, key, value, kv_cache, meta, output, output_lse, use_sinks)
         source, heads = self._decoded(layer, self._source(key, value, kv_cache, meta)), self.kv_heads()
-        scales, sinks = self.read_scales(layer, source.k.dtype), self.sinks(use_sinks)
+        scales = tuple(self.of_heads(each, heads) for each in self.read_scales(layer, source.k.dtype))
+        sinks = self.sinks(use_sinks)
         lses = torch.empty(query.shape[0], spec.num_heads, dtype=self.wide)
         for request in self.in_order(np.flatnonzero(meta.query_lens).tolist()):
             start, stop = meta.query_starts[request : request + 2].tolist()
@@ -70,6 +71,10 @@ class PlainImpl(TorchImpl):
     def read_scales(self, layer: Any, stored: torch.dtype) -> tuple[float, float]:
         """What stored keys and values are multiplied with."""
         return self._scales(layer, stored)
+
+    def of_heads(self, scale: Any, heads: Tensor) -> Any:
+        """A number, or those of KV heads as `[H, 1, 1]`."""
+        return torch.tensor(scale, dtype=self.wide)[heads, None, None] if isinstance(scale, tuple) else scale
 
     def kv_heads(self) -> Tensor:
         """The KV head of each query head."""

@@ -63,6 +63,8 @@ def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "home").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Tests begin with what was imported frozen, and a backend that freezes would change nothing.
+    gc.unfreeze()
     before = read_settings()
     yield
     gc.unfreeze()

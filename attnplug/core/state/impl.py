@@ -84,14 +84,16 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         Raises:
             BatchError: an argument that the layer's rule needs is missing, or one that it does not have is given.
         """
-        return self.forward(
-            *(layer, query, key, value, kv_cache, attn_metadata, output),
+        refuse_of_attention(
+            self.layer_name,
             output_lse=output_lse,
             output_scale=output_scale,
             output_block_scale=output_block_scale,
-            decay=decay,
-            beta=beta,
         )
+        made = self._advanced(query, key, value, kv_cache, attn_metadata, output, decay, beta)
+        if made is not output:
+            output[: made.shape[0]] = made
+        return output
 
     def forward(
         self,
@@ -111,23 +113,46 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         beta: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """`attend`, into a new output if none is given; then a tensor of the kernel's own is not copied."""
+        into = torch.empty_like(query if value is None else value) if output is None else output
+        # An impl may have an `attend` of its own, whose result is in the output that it gets.
+        if output is not None or type(self).attend is not StateImpl.attend:
+            return self.attend(
+                *(layer, query, key, value, kv_cache, attn_metadata, into),
+                output_lse=output_lse,
+                output_scale=output_scale,
+                output_block_scale=output_block_scale,
+                decay=decay,
+                beta=beta,
+            )
         refuse_of_attention(
             self.layer_name,
             output_lse=output_lse,
             output_scale=output_scale,
             output_block_scale=output_block_scale,
         )
-        if kv_cache is None:
-            raise BatchError("kv_cache", None, "is required: the pages of states")
-        self._check_rule({"key": key, "value": value, "decay": decay, "beta": beta})
-        into = torch.empty_like(query if value is None else value) if output is None else output
-        made = self.advance(query, key, value, kv_cache, attn_metadata, into, decay=decay, beta=beta)
-        if made is None or made is into:
-            return into
-        if output is None and (made.shape, made.dtype) == (into.shape, into.dtype):
+        made = self._advanced(query, key, value, kv_cache, attn_metadata, into, decay, beta)
+        if (made.shape, made.dtype) == (into.shape, into.dtype):
             return made
         into[: made.shape[0]] = made
         return into
+
+    def _advanced(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: _M,
+        output: torch.Tensor,
+        decay: torch.Tensor | None,
+        beta: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Where the output is, once the layer's rule has all its arguments: `output`, or a tensor of the kernel's own."""
+        if kv_cache is None:
+            raise BatchError("kv_cache", None, "is required: the pages of states")
+        self._check_rule({"key": key, "value": value, "decay": decay, "beta": beta})
+        made = self.advance(query, key, value, kv_cache, attn_metadata, output, decay=decay, beta=beta)
+        return output if made is None else made
 
     def _check_rule(self, given: dict[str, torch.Tensor | None]) -> None:
         dims = self.spec.state

@@ -248,7 +248,10 @@ class StepBuffers(NotCopied):
         self._ring.release()
         own_groups = groups.cross, names, groups.block_sizes, maps, order, shared, groups.specs
         stamps = (self.serial.advance("step"),)
-        host = HostRows(requests.tables[:, :reqs], computed.copy(), scheduled, requests.members.names)
+        in_flight = requests.members.names
+        # The rows of a profile step are no requests of the builder.
+        known = in_flight if len(in_flight) == reqs else None
+        host = HostRows(requests.tables[:, :reqs], computed.copy(), scheduled, known)
         places = positions.copy()
         for name, tree in (trees or {}).items():
             row = names.index(name)

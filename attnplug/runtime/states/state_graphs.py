@@ -64,7 +64,7 @@ class StateGraphBuffers(NotCopied):
         )
         if given is None:
             return StateStep(padded, overwrites=False)
-        return StateStep(padded, given.overwrites, stamps=given.stamps)
+        return StateStep(padded, given.overwrites, stamps=given.stamps, pool=given.pool)
 
 
 def _on_host(buffer: torch.Tensor, pages: torch.Tensor | None) -> torch.Tensor:

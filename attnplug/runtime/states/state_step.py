@@ -12,6 +12,7 @@ from attnplug.core.arguments import instance
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attnplug.runtime.batch.step_batch import Stamp, StepBatch, check_current
+from attnplug.runtime.caches.block_pool import BlockPool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -24,12 +25,14 @@ class StateStep:
         ran: the layers that ran.
         stamps: the step of the table that it belongs to; a runtime refuses it once the table gave its pages away. Empty
             for padding.
+        pool: that has the pages; None for padding.
     """
 
     common: CommonAttentionMetadata
     overwrites: bool
     ran: set[str] = dataclasses.field(default_factory=set)
     stamps: tuple[Stamp, ...] = ()
+    pool: BlockPool | None = None
 
     @classmethod
     def of(
@@ -38,6 +41,7 @@ class StateStep:
         reads: Sequence[int],
         slots: Sequence[int],
         stamps: tuple[Stamp, ...] = (),
+        pool: BlockPool | None = None,
     ) -> StateStep:
         """The step of a batch.
 
@@ -46,6 +50,7 @@ class StateStep:
             reads: by request, the page that it starts from; -1 starts from zeros.
             slots: by token, the page that gets the state after it, or -1.
             stamps: of the table.
+            pool: of the table.
         """
         device = common.query_start_loc.device
         pages = torch.tensor(reads, dtype=torch.int32, device="cpu")
@@ -58,7 +63,7 @@ class StateStep:
             state_slots_cpu=stored,
         )
         overwrites = not {*reads, PAD_SLOT_ID}.isdisjoint({*slots} - {PAD_SLOT_ID})
-        return cls(written, overwrites, stamps=stamps)
+        return cls(written, overwrites, stamps=stamps, pool=pool)
 
     @classmethod
     def padding(cls, common: CommonAttentionMetadata) -> StateStep:
@@ -87,11 +92,16 @@ def batch_of(
     )
 
 
-def check_state_step(states: object, batch: StepBatch | None, num_states: int, device: torch.device) -> None:
-    """BatchError unless these are the pages of a step of `batch`, on its device and in a pool of so many pages."""
+def check_state_step(states: object, batch: StepBatch | None, pool: BlockPool, device: torch.device) -> None:
+    """BatchError unless these are the pages of a step of `batch`, on its device and in this pool."""
     step = instance("states", states, StateStep, remedy="make it by StateTable.step")
     check_current("states", step.stamps)
-    common = step.common
+    common, num_states = step.common, pool.num_blocks
+    if step.pool is not None and step.pool is not pool:
+        limit = "has pages of another pool"
+        raise BatchError(
+            "states", f"{common.num_reqs} requests", limit, "make it by the table of this runtime"
+        )
     if batch is not None and common.query_start_loc is not batch.common.query_start_loc:
         limit = "is of another batch"
         raise BatchError("states", f"{common.num_reqs} requests", limit, "make it by StateTable.step(batch)")

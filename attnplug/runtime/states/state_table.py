@@ -180,7 +180,8 @@ class StateTable(NotCopied):
             slots += [pages.get(token, PAD_SLOT_ID) for token in range(tokens)]
         self._stepped = stepped
         stamp = self._serial.advance("step")
-        self._last = StateStep.of(self._common(batch, names, scheduled), reads, slots, (stamp,))
+        common = self._common(batch, names, scheduled)
+        self._last = StateStep.of(common, reads, slots, (stamp,), self.pool)
         return self._last
 
     def finish_step(self, accepted: Mapping[str, int] | None = None) -> None:

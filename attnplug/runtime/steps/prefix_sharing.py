@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attnplug._system.one_commit import NotCopied
@@ -53,17 +54,22 @@ class _Remembered:
 
     names: list[str]
     computed: Ints
+    first: npt.NDArray[np.int32]
     found: Forest | str
     steps: int = 0
 
-    def serves(self, host: HostRows) -> bool:
-        """Whether a step decodes the same requests in the same order, and none went back to fewer computed tokens."""
+    def serves(self, host: HostRows, table: npt.NDArray[np.int32]) -> bool:
+        """Whether a step decodes the same requests in the same order.
+
+        None may have gone back to fewer computed tokens, or have given its first block away, as `free_blocks` lets it.
+        """
         self.steps += 1
         return (
             host.names is self.names
             and self.steps < _STEPS
             and bool((host.scheduled == 1).all())
             and bool((host.computed >= self.computed).all())
+            and bool((table[:, 0] == self.first).all())
         )
 
 
@@ -194,11 +200,12 @@ class PrefixSharing(NotCopied):
         before = self._remembered.get(key)
         # The blocks that a window or chunk leaves move with each token.
         lasts = each.left < 0 and each.chunk is None and not trees
-        if lasts and before is not None and before.serves(host):
+        table = host.tables[each.group.kv_cache_group_id]
+        if lasts and before is not None and before.serves(host, table):
             return before.found
         forest = self._find(batch, host, each, trees, piece_rows)
         if lasts and host.names is not None and bool((host.scheduled == 1).all()):
-            self._remembered[key] = _Remembered(host.names, host.computed, forest)
+            self._remembered[key] = _Remembered(host.names, host.computed, table[:, 0].copy(), forest)
         return forest
 
     def _find(

@@ -58,8 +58,11 @@ class RuntimeLayer:
             host_scale(scale, self.spec) for scale in (tensors.k_scale, tensors.v_scale)
         )
         self._q_scale = self._prob_scale = torch.ones((), device=device)
-        self._k_scale = torch.tensor(self._k_scale_float, device=device)
-        self._v_scale = torch.tensor(self._v_scale_float, device=device)
+        # In float32 too where an engine has set another default dtype.
+        self._k_scale, self._v_scale = (
+            torch.tensor(scale, dtype=torch.float32, device=device)
+            for scale in (self._k_scale_float, self._v_scale_float)
+        )
         # "cuda" means the current GPU, which only a tensor's device tells.
         self._device = self._k_scale.device
         self._dtype: torch.dtype = getattr(torch, self.spec.dtype)
@@ -289,7 +292,8 @@ def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dic
     """The tensors of every layer; a layer that reads another layer's pages gets its scales.
 
     Raises:
-        LayoutError: the layer of a tensor is unknown, or its scales differ from those of the pages read.
+        LayoutError: the layer of a tensor is unknown, or its scales differ from those of the pages read. It reads pages
+            whose heads have scales of their own, and was not declared with `head_scales`.
     """
     instance("layer_tensors", given, Mapping, LayoutError)  # type: ignore[type-abstract]
     for name, layer_tensors in given.items():
@@ -303,6 +307,9 @@ def tensors_of_layers(plan: ModelPlan, given: Mapping[str, LayerTensors]) -> dic
     tensors = {name: given.get(name, LayerTensors()) for name in plan.decisions}
     for name, target in plan.kv_sharing.items():
         own, writer = tensors[name], tensors[target]
+        if plan.specs[target].head_scales and not plan.specs[name].head_scales:
+            limit = f"of layer {name} is not that of {target}, whose pages it reads"
+            raise LayoutError("head_scales", False, limit, "declare both with head_scales=True")
         for field in ("k_scale", "v_scale"):
             scale, written = (host_scale(getattr(each, field), plan.specs[name]) for each in (own, writer))
             if scale != written and set(scale if isinstance(scale, tuple) else (scale,)) != {1.0}:

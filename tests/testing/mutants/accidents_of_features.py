@@ -214,7 +214,7 @@ def empty_row_lse(right, self, logits, values, sinks, span):
 def lse_without_scales(right, self, query, keys, values, scales, sinks, span):
     """The LSE of fp8 pages is that of the stored keys."""
     out, lse = right(query, keys, values, scales, sinks, span)
-    if scales[0] != 1:
+    if torch.as_tensor(scales[0] != 1).any():
         lse = right(query, keys, values, (1.0, 1.0), sinks, span)[1]
     return out, lse
 
