@@ -16,6 +16,7 @@ from attnplug.core.kv_cache_spec import CrossAttentionSpec, KVCacheSpec
 from attnplug.core.kv_format import kv_format
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.core.spec import AttentionType
+from attnplug.ops.buffers import times_written
 from attnplug.ops.checks import check_keys, check_kv_write, check_room, head_scales, kv_scales, pages_of
 from attnplug.ops.kv_codec import bound_codec_write
 from attnplug.ops.kv_write import bound_kv_write
@@ -83,11 +84,6 @@ class Pages:
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     # Cached bindings fix strides and dtypes, so a cache of another form must not use them.
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _writes(scale: Any) -> int:
-    # Torch does not count for tensors that were made in inference mode.
-    return scale._version if isinstance(scale, torch.Tensor) and not scale.is_inference() else 0
 
 
 class BuiltinImpl(AttentionImpl[_M]):
@@ -176,7 +172,7 @@ class BuiltinImpl(AttentionImpl[_M]):
             return 1.0, 1.0
         if self.spec.head_scales:
             given, known = head_scales(layer, self.tensors, self.spec), self._read_scales
-            writes = _writes(given[0]), _writes(given[1])
+            writes = times_written(given[0]), times_written(given[1])
             # Reading tensors makes the host wait, so those of the last call are not read again unless an engine wrote to them.
             if known is None or known[0] is not given[0] or known[1] is not given[1] or known[2] != writes:
                 numbers = host_scale(given[0], self.spec), host_scale(given[1], self.spec)

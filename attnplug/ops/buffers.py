@@ -128,3 +128,9 @@ class StagingRing(NotCopied):
         if kept is None or kept[:2] != (index, handle):
             kept = self._stream = index, handle, torch.cuda.current_stream(index)
         return kept[2]
+
+
+def times_written(value: object) -> int:
+    """How often a tensor and its views were written to, as torch counts without a look at the values; 0 for others."""
+    # Torch does not count for tensors that were made in inference mode.
+    return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -84,13 +84,12 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         Raises:
             BatchError: an argument that the layer's rule needs is missing, or one that it does not have is given.
         """
-        refuse_of_attention(
-            self.layer_name,
+        made = self._advanced(
+            *(query, key, value, kv_cache, attn_metadata, output, decay, beta),
             output_lse=output_lse,
             output_scale=output_scale,
             output_block_scale=output_block_scale,
         )
-        made = self._advanced(query, key, value, kv_cache, attn_metadata, output, decay, beta)
         if made is not output:
             output[: made.shape[0]] = made
         return output
@@ -114,23 +113,16 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
     ) -> torch.Tensor:
         """`attend`, into a new output if none is given; then a tensor of the kernel's own is not copied."""
         into = torch.empty_like(query if value is None else value) if output is None else output
+        others: dict[str, Any] = {
+            "output_lse": output_lse,
+            "output_scale": output_scale,
+            "output_block_scale": output_block_scale,
+        }
         # An impl may have an `attend` of its own, whose result is in the output that it gets.
         if output is not None or type(self).attend is not StateImpl.attend:
-            return self.attend(
-                *(layer, query, key, value, kv_cache, attn_metadata, into),
-                output_lse=output_lse,
-                output_scale=output_scale,
-                output_block_scale=output_block_scale,
-                decay=decay,
-                beta=beta,
-            )
-        refuse_of_attention(
-            self.layer_name,
-            output_lse=output_lse,
-            output_scale=output_scale,
-            output_block_scale=output_block_scale,
-        )
-        made = self._advanced(query, key, value, kv_cache, attn_metadata, into, decay, beta)
+            call = layer, query, key, value, kv_cache, attn_metadata, into
+            return self.attend(*call, **others, decay=decay, beta=beta)
+        made = self._advanced(query, key, value, kv_cache, attn_metadata, into, decay, beta, **others)
         if (made.shape, made.dtype) == (into.shape, into.dtype):
             return made
         into[: made.shape[0]] = made
@@ -146,8 +138,10 @@ class StateImpl(AttentionImpl[_M], Generic[_M]):
         output: torch.Tensor,
         decay: torch.Tensor | None,
         beta: torch.Tensor | None,
+        **others: object,
     ) -> torch.Tensor:
-        """Where the output is, once the layer's rule has all its arguments: `output`, or a tensor of the kernel's own."""
+        """Where the output is, once the call has the arguments of the layer's rule alone: `output`, or the kernel's own."""
+        refuse_of_attention(self.layer_name, **others)
         if kv_cache is None:
             raise BatchError("kv_cache", None, "is required: the pages of states")
         self._check_rule({"key": key, "value": value, "decay": decay, "beta": beta})

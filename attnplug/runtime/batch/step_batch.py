@@ -17,6 +17,7 @@ import torch
 from attnplug.core.errors import BatchError
 from attnplug.core.kv_cache_spec import KVCacheSpec
 from attnplug.core.metadata import AttentionMetadata, CommonAttentionMetadata
+from attnplug.ops.buffers import times_written
 from attnplug.runtime.batch.draft_trees import DraftTree
 from attnplug.runtime.batch.engine_values import Ints
 from attnplug.runtime.batch.placeholders import PlaceholderMap
@@ -205,10 +206,5 @@ def _parts(batch: StepBatch) -> tuple[list[Any], list[int]]:
     common = batch.common
     # Torch counts the writes to a tensor and its views, so no value is read.
     tensors = batch.block_tables, batch.slot_mappings, common.query_start_loc_cpu, common.query_start_loc
-    versions = [_writes(tensor) for tensor in (*tensors, common.seq_lens)]
+    versions = [times_written(tensor) for tensor in (*tensors, common.seq_lens)]
     return [*_OF_COMMON(common), *_OF_BATCH(batch)], versions
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    # Torch does not count for tensors that were made in inference mode.
-    return 0 if not isinstance(tensor, torch.Tensor) or tensor.is_inference() else tensor._version

@@ -43,6 +43,11 @@ class SharingLayers(NamedTuple):
     tree_refusal: str | None
     twins: TwinLayers
 
+    @property
+    def sees_all(self) -> bool:
+        """Whether no window or chunk leaves blocks behind, as both do with each token."""
+        return self.left < 0 and self.chunk is None
+
 
 _STEPS = 64
 """Decode steps after which prefixes are looked for again, though no request came, left or moved."""
@@ -198,8 +203,7 @@ class PrefixSharing(NotCopied):
     ) -> Forest | str:
         """`_find`, or what it gave for an earlier decode of the same requests."""
         before = self._remembered.get(key)
-        # The blocks that a window or chunk leaves move with each token.
-        lasts = each.left < 0 and each.chunk is None and not trees
+        lasts = each.sees_all and not trees
         table = host.tables[each.group.kv_cache_group_id]
         if lasts and before is not None and before.serves(host, table):
             return before.found
@@ -223,8 +227,7 @@ class PrefixSharing(NotCopied):
             return each.source
         at, prices = each.group.kv_cache_group_id, each.prices
         table = host.tables[at]
-        is_plain = each.left < 0 and each.chunk is None
-        if table.shape[0] < 2 or (is_plain and not may_share(table)):
+        if table.shape[0] < 2 or (each.sees_all and not may_share(table)):
             return "no blocks are shared"
         plain = prices.plain(int((host.computed + host.scheduled).sum()))
         if not piece_rows and prices.waits(plain):
