@@ -339,8 +339,8 @@ def test_tables_of_another_group_share_no_prefix():
         (16_384, [1, 0, 0], 1, False),
         (16_384, [1, 900, 900], 1, False),
         (256, [1] * 256, 1, False),
-        (1024, [1] * 32, 1, False),
-        (1024, [1] * 33, 1, True),
+        (1024, [1] * 24, 1, False),
+        (1024, [1] * 25, 1, True),
         (16_384, [1] * 64, 2, False),
     ],
 )
@@ -500,6 +500,22 @@ def test_requests_that_are_nearly_alike_are_cut_like_the_longest(lengths, size, 
     assert tiles[count + 2] == size
     expected = [each] * count if each else [length // 16 for length in lengths]
     assert tiles[: count + 1] == [0, *itertools.accumulate(expected)]
+
+
+@pytest.mark.parametrize(("length", "each"), [(2048, 128), (2040, 128), (2000, 128), (1985, 128)])
+def test_equal_parts_have_equal_numbers_of_keys(length, each):
+    """The first part of a stream begins like the others, so it has no tiles without keys."""
+    count, programs, ahead = 4, 16, 3
+    step = SharesStep(
+        query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=DEVICE),
+        seq_lens=torch.tensor([2048] + [length] * (count - 1), dtype=torch.int32, device=DEVICE),
+        num_reqs=count,
+        max_query_len=1,
+        number=1,
+    )
+    tiles = Shares(64, torch.device(DEVICE)).tiles(step, SharesPlan(16, programs, 1, ahead)).tolist()
+    assert tiles[: count + 1] == [each * at for at in range(count + 1)]
+    assert tiles[count + 2] == 32
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 16])

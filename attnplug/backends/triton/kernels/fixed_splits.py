@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.scan import LN2, in_one_order
-from attnplug.backends.triton.kernels.shares import request_range, row_to_merge, wait_for_parts
+from attnplug.backends.triton.kernels.shares import first_key, request_range, row_to_merge, wait_for_parts
 from attnplug.backends.triton.kernels.split_places import (
     even_log,
     fold_weights,
@@ -93,7 +93,7 @@ def merge_splits_kernel(
         token, num_rows // GROUP, length, mm_spans, left, right, chunk,
         HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
     )  # fmt: skip
-    origin = base // TILE - ahead - stream
+    origin = first_key(base, past, count, ahead, 0, TILE) - stream
     cut = (share + 1) * size
     start = nearest_split((origin + cut) * TILE, base, even)
     is_other |= (row >= num_rows) | (cut >= stream + count) | (start >= past)

@@ -8,7 +8,7 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.formats import add_sinks, columns, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, finish, in_one_order, store_part
-from attnplug.backends.triton.kernels.shares import place_of, request_range
+from attnplug.backends.triton.kernels.shares import first_key, place_of, request_range
 from attnplug.backends.triton.kernels.split_places import even_log, nearest_split, split_number
 from attnplug.backends.triton.kernels.tiles import load_queries, of_head
 
@@ -179,7 +179,7 @@ def share_decode_kernel(
                 first, tokens, length, mm_spans, left, right, chunk,
                 HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_SPANS,
             )  # fmt: skip
-            origin = tl.where(is_prefix, 0, tl.maximum(base // BLOCK_N, shared) - ahead) - stream
+            origin = tl.where(is_prefix, 0, first_key(base, past, count, ahead, shared, BLOCK_N)) - stream
             lo, hi = key_range(
                 first_pos, last_pos, 0, limit, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
             )

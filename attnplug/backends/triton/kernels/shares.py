@@ -41,6 +41,17 @@ def request_range(
     return lo, hi
 
 
+@triton.jit
+def first_key(base, past, count, ahead, shared, TILE: tl.constexpr):
+    """The tile of keys at which a stream of `count` tiles begins, for a request that sees the keys `[base, past)`.
+
+    Tiles without keys come first: `ahead`, or as many as the plan gave the stream.
+    """
+    first = tl.maximum(base // TILE, shared)
+    own = tl.maximum(tl.cdiv(past, TILE) - first, 1)
+    return first - tl.maximum(tl.minimum(count - own, ahead), 0)
+
+
 @triton.jit(
     do_not_specialize=["num_reqs", "prefix", "left", "right", "chunk", "programs", "least", "ahead", "most"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "mm_spans"],
@@ -74,7 +85,7 @@ def plan_shares_kernel(
     A request has a stream of tiles for each BLOCK_M of its rows, which are its queries times GROUP; it has no fewer
     than one tile, none past `most` keys, and none without queries. A program needs time to begin a stream. Each stream
     has `ahead` tiles without keys for it, so that shares of many short requests take no longer than others. Streams
-    of almost equal length get tiles without keys at their ends, if shares become little longer and cut fewer of them.
+    of almost equal length all get as many tiles as the longest, if shares become little longer and cut fewer of them.
     Behind the requests comes the prefix that all of them share, in whole tiles, with a stream for each BLOCK_M of the
     rows of all requests.
 
@@ -104,7 +115,7 @@ def plan_shares_kernel(
             queries += tl.sum(tokens, 0)
             longest = tl.maximum(longest, tl.max(more, 0))
     others = shared * tl.cdiv(queries * GROUP, BLOCK_M)
-    size, padded = _share_size(own, others, blocks, longest, programs, least)
+    size, padded = _share_size(own, others, blocks, longest, programs, least, ahead)
     reqs = tl.arange(0, REQS)
     ends = tl.cumsum(tl.where(padded > 0, padded, streams) * each, 0)
     tl.store(tiles + 1 + reqs, ends, mask=reqs < num_reqs)
@@ -147,29 +158,33 @@ def plan_shares_kernel(
 
 
 @triton.jit
-def _share_size(own, others, blocks, longest, programs, least):
+def _share_size(own, others, blocks, longest, programs, least, ahead):
     """Tiles of a share, and tiles that each stream gets; 0 for as many as it has.
 
     A cut costs about as much as some tiles. Streams of almost equal length are not cut where a share has a whole number
     of them, and are cut in equal parts where each has a whole number of shares. Their lengths are almost equal if shares
     become little longer when all are as long as the longest. The prefix, `others` tiles, is only divided with equal parts.
+    Each equal part begins one stream, as others do, so tiles `ahead` would only make the first of them shorter.
     """
     size = tl.maximum(tl.cdiv(own + others, programs), least)
     slack = tl.maximum(size // 32, SLACK)
     whole = tl.maximum(tl.cdiv(blocks, programs), 1) * longest
-    part = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
+    bare = tl.maximum(longest - ahead, 1)
+    part = tl.maximum(tl.cdiv(blocks * bare + others, programs), least)
     # One part more makes all of them shorter, where there are programs for it.
-    parts = tl.cdiv(longest, part)
-    cut = tl.cdiv(longest, parts)
-    fewer = tl.cdiv(longest, tl.maximum(longest // part, 1))
+    parts = tl.cdiv(bare, part)
+    cut = tl.cdiv(bare, parts)
+    fewer = tl.cdiv(bare, tl.maximum(bare // part, 1))
     cut = tl.where(blocks * parts * cut + others <= cut * programs, cut, fewer)
-    part = tl.where(part < longest, cut, tl.cdiv(part, longest) * longest)
-    part = tl.where((others == 0) & (whole - size <= slack), whole, part)
-    stream = tl.where(part < longest, tl.cdiv(longest, part) * part, longest)
-    stream = tl.where(blocks * stream + others <= part * programs, stream, longest)
+    is_cut = part < bare
+    several = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
+    part = tl.where(is_cut, cut, tl.cdiv(several, longest) * longest)
+    is_whole = (others == 0) & (whole - size <= slack)
+    part = tl.where(is_whole, whole, part)
+    stream = tl.where(is_cut & (is_whole == 0), tl.cdiv(bare, part) * part, longest)
     # Divisions in 64 bits would take a part of a microsecond, so sums past 32 bits are divided as they are.
     fits = (blocks.to(tl.int64) + programs) * longest + others < 1 << 30
-    is_alike = fits & (part - size <= slack)
+    is_alike = fits & (part - size <= slack) & (blocks * stream + others <= part * programs)
     return tl.where(is_alike, part, size), tl.where(is_alike, stream, 0)
 
 

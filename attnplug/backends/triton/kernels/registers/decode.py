@@ -16,7 +16,7 @@ from attnplug.backends.triton.kernels.ranges import common_range, key_range
 from attnplug.backends.triton.kernels.registers.loop import scan_tiles
 from attnplug.backends.triton.kernels.registers.operands import load_query
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E
-from attnplug.backends.triton.kernels.shares import place_of, request_range
+from attnplug.backends.triton.kernels.shares import first_key, place_of, request_range
 
 
 # Values that differ between steps, or between a step and a graph's buffers, must not compile another kernel.
@@ -134,10 +134,10 @@ def register_decode_kernel(
             computed = length - tokens
             first_pos = computed + block * BLOCK_M // GROUP
             last_pos = computed + (gl.minimum((block + 1) * BLOCK_M, num_rows) - 1) // GROUP
-            base, _ = request_range(
+            base, past = request_range(
                 first, tokens, length, mm_spans, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, False
             )
-            origin = base // BLOCK_N - ahead - stream
+            origin = first_key(base, past, count, ahead, 0, BLOCK_N) - stream
             lo, hi = key_range(
                 first_pos, last_pos, 0, length, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
             )
