@@ -92,6 +92,8 @@ def rows_at(pages: torch.Tensor, slots: torch.Tensor, spec: LayerSpec, scale: An
     codec = codec_of(spec)
     if codec is None:
         rows = pages.float()[slots // size, slots % size].double()
+        if isinstance(scale, torch.Tensor):
+            scale = scale.to(rows.device)
         return rows * scale if spec.has_kv_scales else rows
     row = kv_format(spec.resolved_kv_cache_dtype)
     planes = page_planes(pages, row, spec.head_size)

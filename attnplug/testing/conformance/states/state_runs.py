@@ -198,8 +198,9 @@ class StateServing:
             found, right = out[at : at + good], request.right[rows]
             at += count
             inputs, state = request.inputs.rows(rows), request.states[request.done]
-            bound = _bound(self.spec, inputs, state, right)
-            if good and not is_close(found, right, bound):
+            terms = _terms(self.spec, inputs, request.states[request.done + 1 :][:good])
+            bound = _bound(self.spec, inputs, state, right, terms)
+            if good and not is_close(found, right, bound, terms):
                 self._fail(
                     name,
                     place,
@@ -207,6 +208,7 @@ class StateServing:
                     StateStepOf(self.spec, inputs, state, self._others(name, counts)),
                     found,
                     bound,
+                    terms,
                 )
 
     def _others(self, name: str, counts: Mapping[str, int]) -> dict[str, torch.Tensor]:
@@ -224,9 +226,10 @@ class StateServing:
         step: StateStepOf,
         found: torch.Tensor,
         bound: float,
+        terms: torch.Tensor | None,
     ) -> None:
         right = self.requests[name].right[self.requests[name].done :][: found.shape[0]]
-        errors = _errors(found, right)
+        errors = _errors(found, right, terms)
         worst = int(errors.flatten(1).amax(1).argmax())
         words = ", ".join(f"{each} {count}" for each, count in counts.items())
         text = (
@@ -243,26 +246,51 @@ def _drafts(spec: LayerSpec) -> int:
     return 0 if spec.state is None else spec.state.drafts
 
 
-def _errors(found: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _terms(spec: LayerSpec, inputs: StateInputs, states: list[torch.Tensor]) -> torch.Tensor | None:
+    """The size of each output row `[n, Hv]` if the terms of its sums had random signs; None for a convolution.
+
+    Args:
+        spec: the layer.
+        inputs: of n tokens.
+        states: after each of them, `[Hv, K, V]`.
+    """
+    if inputs.key is None or not states:
+        return None
+    queries = inputs.query.double().repeat_interleave(spec.num_heads // spec.num_kv_heads, 1)
+    squares = queries.square()[..., None] * torch.stack(states).square()
+    return squares.sum(-2).sqrt().amax(-1) * spec.scale
+
+
+def _errors(found: torch.Tensor, right: torch.Tensor, terms: torch.Tensor | None = None) -> torch.Tensor:
     """The error of each row relative to its size, `[n, heads]`; NaN counts as infinite.
 
-    Errors are of the size of the terms of a sum, so a row that is small by chance has that of other heads and tokens.
+    Errors are of the size of the `terms` of a sum, so a row that is small by chance has that of its terms, or of other
+    heads and tokens.
     """
     found, right = found.double(), right.double()
     if found.ndim == 2:
         found, right = found[:, None], right[:, None]
     size = right.abs().amax(-1)
+    size = size if terms is None else size.maximum(terms)
     size = size.maximum(_OF_HEADS * size.amax(1, keepdim=True))
     size = size.maximum(_OF_TOKENS * size.amax(0, keepdim=True)).clamp_min(1e-30)
     return ((found - right).abs().amax(-1) / size).nan_to_num(torch.inf)
 
 
-def is_close(found: torch.Tensor, right: torch.Tensor, bound: float) -> bool:
+def is_close(
+    found: torch.Tensor, right: torch.Tensor, bound: float, terms: torch.Tensor | None = None
+) -> bool:
     """Whether each row is within `bound` of the right one, relative to its size."""
-    return bool((_errors(found, right) <= bound).all())
+    return bool((_errors(found, right, terms) <= bound).all())
 
 
-def _bound(spec: LayerSpec, inputs: StateInputs, state: torch.Tensor, right: torch.Tensor) -> float:
+def _bound(
+    spec: LayerSpec,
+    inputs: StateInputs,
+    state: torch.Tensor,
+    right: torch.Tensor,
+    terms: torch.Tensor | None,
+) -> float:
     """The error that is allowed: a multiple of that of the recurrence with states rounded to their dtype at each token."""
     floor, stored = _FLOOR[spec.dtype], getattr(torch, spec.resolved_kv_cache_dtype)
     if stored is torch.float32 or not inputs.tokens:
@@ -272,6 +300,6 @@ def _bound(spec: LayerSpec, inputs: StateInputs, state: torch.Tensor, right: tor
         out, states = reference_states(spec, inputs.rows(slice(token, token + 1)), at.to(stored))
         at = states[-1]
         outputs.append(out)
-    own = float(_errors(torch.cat(outputs), right).max())
+    own = float(_errors(torch.cat(outputs), right, terms).max())
     # A state that was rounded in many steps before has the error of these too.
     return max(floor, _TIMES * max(own, torch.finfo(stored).eps))
