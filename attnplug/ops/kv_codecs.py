@@ -6,6 +6,8 @@ import functools
 
 import torch
 
+from attnplug.ops.storage import quotient
+
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BLOCK = 16
 """Elements of NVFP4 with one scale."""
@@ -22,7 +24,7 @@ class Int8TokenHeadCodec:
         # The largest float32 over 127, times 127, would round to infinity.
         rows = _finite(rows, 2.0**127)
         # A smaller scale would make the quotient infinite.
-        own = (rows.abs().amax(-1, keepdim=True) / 127).clamp_min(2.0**-120)
+        own = quotient(rows.abs().amax(-1, keepdim=True), 127).clamp_min(2.0**-120)
         return (rows / own).round_().clamp_(-127, 127).to(torch.int8), own
 
     def decode(self, planes: tuple[torch.Tensor, ...], scale: float) -> torch.Tensor:
@@ -41,9 +43,9 @@ class NVFP4Codec:
 
     def encode(self, rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
         """Two codes in a byte `[..., head_size / 2]`, and the scales `[..., head_size / 16]`."""
-        blocks = _blocks(_finite(rows) / scale, _BLOCK)
+        blocks = _blocks(quotient(_finite(rows), scale), _BLOCK)
         # E4M3 has no scale of less than 2**-9 but zero, and none above 448.
-        stored = (blocks.abs().amax(-1) / _E2M1[-1]).clamp_(2.0**-9, 448.0).to(torch.float8_e4m3fn)
+        stored = quotient(blocks.abs().amax(-1), _E2M1[-1]).clamp(2.0**-9, 448.0).to(torch.float8_e4m3fn)
         exact = (blocks / stored.float()[..., None]).flatten(-2)
         levels = _levels(rows.device)[:8]
         middles = (levels[1:] + levels[:-1]) / 2
@@ -109,7 +111,7 @@ class Rotated4Codec:
         """Two codes in a byte `[..., head_size / 2]`, and the scales `[..., 1]`, at most 65,504."""
         turned = self.rotate(_finite(rows, 2.0**60))
         squares = _in_order(turned.square())
-        rms = (squares / self.head_size).sqrt_().clamp_min_(2.0**-24)
+        rms = quotient(squares, self.head_size).sqrt().clamp_min_(2.0**-24)
         steps = (turned / (rms * self._STEP) + 7.5).round_().clamp_(0, 15)
         centred = steps - 7.5
         # The decoded row's product with the row is the row's square: a scale of least squares would shrink each logit.

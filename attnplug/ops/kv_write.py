@@ -10,7 +10,7 @@ import torch
 from attnplug.core.arguments import positive
 from attnplug.core.errors import BatchError
 from attnplug.ops.checks import check_kv_write, check_slots
-from attnplug.ops.storage import Rounding, round_to_float, rounding_to
+from attnplug.ops.storage import Rounding, quotient, round_to_float, rounding_to
 from attnplug.ops.triton import triton_ops
 
 
@@ -98,10 +98,11 @@ def _write(
     rounding: Rounding,
 ) -> None:
     if pages.dtype.itemsize == 1:
-        scale = scale[:, None] if isinstance(scale, torch.Tensor) else scale
         # The division runs in float32, so that only the conversion to 8 bits rounds.
-        stored = tokens.float().div_(scale) if tokens.dtype != torch.float32 else tokens / scale
-        tokens = rounding(stored, pages.dtype).view(torch.uint8)
+        wide = tokens.float()
+        stored = wide / scale[:, None] if isinstance(scale, torch.Tensor) else quotient(wide, scale)
+        # Rounding may write into what it is given.
+        tokens = rounding(stored.clone() if stored is tokens else stored, pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     block_size = pages.shape[1]
     try:

@@ -143,6 +143,11 @@ def check_output_scale(output: torch.Tensor, output_scale: torch.Tensor) -> None
             raise BatchError("output_scale", value, "must be finite and above 0: outputs are divided by it")
 
 
+def quotient(numbers: torch.Tensor, divisor: float) -> torch.Tensor:
+    """`numbers / divisor`, rounded once on each device: on a GPU torch multiplies by the reciprocal of a number."""
+    return numbers if divisor == 1 else numbers / numbers.new_full((), divisor)
+
+
 def quantise_output(wide: torch.Tensor, output_scale: torch.Tensor, output: torch.Tensor) -> None:
     """Write float32 `wide` / `output_scale`, clamped to the finite range of fp8, to `output` of the same shape."""
     output.copy_(round_to_float(wide / output_scale.reshape(()), output.dtype))

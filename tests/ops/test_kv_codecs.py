@@ -10,6 +10,8 @@ import torch
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.kv_format import kv_format, kv_formats
 from attnplug.ops.kv_codec import KVCodec, make_codec, page_planes
+from attnplug.ops.kv_write import _write, write_kv_cache
+from attnplug.ops.storage import round_to_float
 
 CODED = [row.name for row in kv_formats() if row.codec]
 
@@ -101,3 +103,29 @@ def test_a_codec_that_cannot_be_made_is_named() -> None:
         make_codec(row, 64)
     with pytest.raises(LayoutError, match="has no codec"):
         make_codec(kv_format("fp8_e4m3"), 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 0.7])
+@pytest.mark.parametrize("size", [64, 96])
+@pytest.mark.parametrize("name", CODED)
+def test_pages_of_a_gpu_have_the_bytes_of_the_host(name: str, size: int, scale: float) -> None:
+    # Numbers of few bits are often in the middle between two codes.
+    rows = torch.randn(4096, size, generator=torch.Generator().manual_seed(1)).bfloat16().float()
+    made = codec(name, size)
+    for on_host, on_gpu in zip(made.encode(rows, scale), made.encode(rows.cuda(), scale), strict=True):
+        assert torch.equal(on_host.view(torch.uint8), on_gpu.cpu().view(torch.uint8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bits_of_a_gpu_are_those_of_the_host(dtype: torch.dtype) -> None:
+    rows = torch.randn(1024, 2, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    pages = [torch.zeros(64, 16, 2, 64, dtype=dtype, device=device) for device in ("cpu", "cuda")]
+    for each in pages:
+        key, value = rows.to(each.device), (3 * rows).to(each.device)
+        slots = torch.arange(1024, device=each.device)
+        write_kv_cache(key, value, each, torch.zeros_like(each), slots, 0.7, 0.3)
+        # Half of the slots again in plain torch, which serves without triton.
+        _write(each, value[:512], slots[:512], 0.7, round_to_float)
+    assert torch.equal(*(each.cpu().view(torch.uint8) for each in pages))
