@@ -112,12 +112,13 @@ def share_decode_kernel(
     share = tl.program_id(1)
     kv_heads = tl.num_programs(0)
     size = tl.load(tiles + num_reqs + 2)
+    # Loads that need no other's result come before branches, so that memory answers all of them at the same time.
+    entry = tl.load(tiles + num_reqs + 3 + share)
     begin = share * size
     end = tl.minimum(begin + size, tl.load(tiles + num_reqs + 1))
     if begin >= end:
         return
     shared = prefix // BLOCK_N
-    entry = tl.load(tiles + num_reqs + 3 + share)
     scale = of_head(scale, kv_head)
     value_scale = of_head(value_scale, kv_head)
     lanes = tl.arange(0, BLOCK_M)
@@ -135,12 +136,13 @@ def share_decode_kernel(
     while tile < end:
         entry_begin = tl.load(tiles + entry)
         entry_end = tl.load(tiles + entry + 1)
+        is_prefix = entry == num_reqs
+        first_request = tl.where(is_prefix, 0, entry)
+        past_request = tl.where(is_prefix, num_reqs, entry + 1)
+        first = tl.load(query_start_loc + first_request)
+        tokens = tl.load(query_start_loc + past_request) - first
+        length = tl.load(seq_lens + first_request)
         if entry_end > tile:
-            is_prefix = entry == num_reqs
-            first_request = tl.where(is_prefix, 0, entry)
-            past_request = tl.where(is_prefix, num_reqs, entry + 1)
-            first = tl.load(query_start_loc + first_request)
-            tokens = tl.load(query_start_loc + past_request) - first
             num_rows = tokens * GROUP
             count = (entry_end - entry_begin) // tl.cdiv(num_rows, BLOCK_M)
             block = (tile - entry_begin) // count
@@ -150,7 +152,6 @@ def share_decode_kernel(
             own = first + tl.minimum(rows, num_rows - 1) // GROUP
 
             request = first_request
-            length = tl.load(seq_lens + request)
             computed = length - tokens
             positions = computed - first + own
             first_pos = computed + block * BLOCK_M // GROUP

@@ -107,11 +107,12 @@ def register_decode_kernel(
     share = gl.program_id(1)
     kv_heads = gl.num_programs(0)
     size = gl.load(tiles + num_reqs + 2)
+    # As in share_decode.py, loads come before the branches that wait for others.
+    entry = gl.load(tiles + num_reqs + 3 + share)
     begin = share * size
     end = gl.minimum(begin + size, gl.load(tiles + num_reqs + 1))
     if begin >= end:
         return
-    entry = gl.load(tiles + num_reqs + 3 + share)
     k_head = k_cache + kv_head.to(gl.int64) * PAGES[2]
     v_head = v_cache + kv_head.to(gl.int64) * PAGES[2]
     if scale.dtype.is_ptr():
@@ -122,15 +123,15 @@ def register_decode_kernel(
     while tile < end:
         entry_begin = gl.load(tiles + entry)
         entry_end = gl.load(tiles + entry + 1)
+        first = gl.load(query_start_loc + entry)
+        tokens = gl.load(query_start_loc + entry + 1) - first
+        length = gl.load(seq_lens + entry)
         if entry_end > tile:
-            first = gl.load(query_start_loc + entry)
-            tokens = gl.load(query_start_loc + entry + 1) - first
             num_rows = tokens * GROUP
             count = (entry_end - entry_begin) // gl.cdiv(num_rows, BLOCK_M)
             block = (tile - entry_begin) // count
             stream = entry_begin + block * count
             stop = gl.minimum(stream + count, end)
-            length = gl.load(seq_lens + entry)
             computed = length - tokens
             first_pos = computed + block * BLOCK_M // GROUP
             last_pos = computed + (gl.minimum((block + 1) * BLOCK_M, num_rows) - 1) // GROUP
