@@ -164,28 +164,39 @@ def _share_size(own, others, blocks, longest, programs, least, ahead):
     A cut costs about as much as some tiles. Streams of almost equal length are not cut where a share has a whole number
     of them, and are cut in equal parts where each has a whole number of shares. Their lengths are almost equal if shares
     become little longer when all are as long as the longest. The prefix, `others` tiles, is only divided with equal parts.
-    Each equal part begins one stream, as others do, so tiles `ahead` would only make the first of them shorter.
+    Each equal part begins one stream, as others do, so they are cut without the tiles `ahead` where that makes them shorter.
     """
     size = tl.maximum(tl.cdiv(own + others, programs), least)
     slack = tl.maximum(size // 32, SLACK)
     whole = tl.maximum(tl.cdiv(blocks, programs), 1) * longest
+    part = _equal_part(longest, others, blocks, programs, least)
+    # As long parts without `ahead` would only be fewer, and leave programs idle.
     bare = tl.maximum(longest - ahead, 1)
-    part = tl.maximum(tl.cdiv(blocks * bare + others, programs), least)
-    # One part more makes all of them shorter, where there are programs for it.
-    parts = tl.cdiv(bare, part)
-    cut = tl.cdiv(bare, parts)
-    fewer = tl.cdiv(bare, tl.maximum(bare // part, 1))
-    cut = tl.where(blocks * parts * cut + others <= cut * programs, cut, fewer)
-    is_cut = part < bare
+    bare_part = _equal_part(bare, others, blocks, programs, least)
+    length = tl.where(bare_part < part, bare, longest)
+    part = tl.minimum(part, bare_part)
     several = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
-    part = tl.where(is_cut, cut, tl.cdiv(several, longest) * longest)
+    is_cut = part < length
+    part = tl.where(is_cut, part, tl.cdiv(several, longest) * longest)
     is_whole = (others == 0) & (whole - size <= slack)
     part = tl.where(is_whole, whole, part)
-    stream = tl.where(is_cut & (is_whole == 0), tl.cdiv(bare, part) * part, longest)
+    stream = tl.where(is_cut & (is_whole == 0), tl.cdiv(length, part) * part, longest)
     # Divisions in 64 bits would take a part of a microsecond, so sums past 32 bits are divided as they are.
     fits = (blocks.to(tl.int64) + programs) * longest + others < 1 << 30
     is_alike = fits & (part - size <= slack) & (blocks * stream + others <= part * programs)
     return tl.where(is_alike, part, size), tl.where(is_alike, stream, 0)
+
+
+@triton.jit
+def _equal_part(length, others, blocks, programs, least):
+    """Tiles of each share if all streams have `length` and are cut in equal parts; no fewer than that if none is cut."""
+    part = tl.maximum(tl.cdiv(blocks * length + others, programs), least)
+    # One part more makes all of them shorter, where there are programs for it.
+    parts = tl.cdiv(length, part)
+    cut = tl.cdiv(length, parts)
+    fewer = tl.cdiv(length, tl.maximum(length // part, 1))
+    cut = tl.where(blocks * parts * cut + others <= cut * programs, cut, fewer)
+    return tl.where(part < length, cut, part)
 
 
 @triton.jit
