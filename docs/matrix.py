@@ -33,15 +33,16 @@ SHOWN = ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN_4", "FLASH_ATTN_3", "FLASH
 
 INTRODUCTION = """# Compatibility
 
-This page lists the features that each built-in backend serves on each device, and those of example packages where they ran,
-such as `FLA` of `attnplug-fla`. *Verified* cells ran on the device, and were
-right compared with the [oracle](../concepts/tolerances.md). *Sampled* answers are of several cells: those that were run are
+This page lists the features that each built-in backend serves on each device. It also has `FLA` of the
+[example package](../concepts/state-layers.md) `attnplug-fla`, on the device where it ran. *Verified* cells ran on the device, and
+were right compared with the [oracle](../concepts/tolerances.md). *Sampled* answers are of several cells: those that were run are
 right, and other combinations were not run. *Compiled* cells were not run, and their kernels fit the device. *Declared* cells are
 claims of the classes that nobody has run there yet.
 
-A backend may have several runs on a device: on other cards, on other days, or with other versions of libraries. The first row
-of a backend is its main run. Rows with "also" have the cells that other runs add, and an answer that comes from one of them names
-its card or its versions. Lists of sizes and types count the cells of all runs together.
+A backend may have several runs on a device, on other cards or with other versions of libraries. The first row of a backend is
+the run with the most cells. Each row with "also" is another run, with the cells that it adds. An answer that has cells of
+another run names its card or its versions. In lists of sizes and types, a value names them if all of its cells are of that run.
+
 [Kernel libraries](kernel-libraries.md) lists the versions of the libraries, with their features and GPUs.
 
 [Open the whole matrix](matrix.html){ .md-button } [Which backend for my model?](../which-backend.html){ .md-button }
@@ -164,8 +165,7 @@ def _weight(run: Run) -> tuple[int, int]:
 
 
 def _place(run: Run) -> tuple[bool, int, str]:
-    is_plugin = run.distribution != "attnplug"
-    return is_plugin, SHOWN.index(run.backend) if run.backend in SHOWN else len(SHOWN), run.backend
+    return bool(run.plugin), SHOWN.index(run.backend) if run.backend in SHOWN else len(SHOWN), run.backend
 
 
 def _device(run: Run) -> str:

@@ -86,7 +86,8 @@ def _with_sources(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     """The runs of one backend on one device, each of other subjects, as one."""
     _, same = _alike(runs, lambda run: (run.distribution, run.version), tell)
     main = max(same, key=lambda run: (_count(run, _EVIDENCE), _count(run, TRIED), _date(run)))
-    others = [run for run in same if run is not main]
+    # What was run comes before what was compiled, the newest first.
+    others = [run for run in reversed(same) if run is not main]
     # A claim is no evidence, so those of other runs say nothing here.
     tried = [
         dataclasses.replace(run, findings=tuple(each for each in run.findings if each.status in TRIED))
@@ -106,7 +107,7 @@ def _with_sources(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
 def _alike(
     runs: Sequence[Run], subject: Callable[[Run], object], tell: Callable[[str], None]
 ) -> tuple[Run, list[Run]]:
-    """The best run, and those of its subject, the best last."""
+    """The best run, and the runs with its subject, the best last."""
     # The sort is stable: with equal dates the later file wins.
     ordered = sorted(runs, key=lambda run: (_has_evidence(run), bool(run.kernels), _date(run)))
     best = ordered[-1]
@@ -143,7 +144,9 @@ def _better(
         return old
     if before is Status.REFUTED and now is not before and old[0].device_name != new[0].device_name:
         where = f"{new[0].backend} on {new[0].device}"
-        tell(f"{where}: {new[1].cell.id} was refuted on {old[0].device_name}, and is {now} on {new[0].device_name}")
+        tell(
+            f"{where}: {new[1].cell.id} was refuted on {old[0].device_name}, and is {now} on {new[0].device_name}"
+        )
         return old
     if before in _EVIDENCE and before is not now:
         where = f"{new[0].backend} on {new[0].device}"

@@ -108,6 +108,11 @@ class Run:
         """The distribution and its version; "-" for none."""
         return f"{self.distribution or '-'} {self.version or ''}".strip()
 
+    @property
+    def plugin(self) -> str | None:
+        """The distribution if it is not attnplug itself."""
+        return None if self.distribution == "attnplug" else self.distribution
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:

@@ -205,9 +205,7 @@ def _answer(
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
     places = {finding.source for finding in findings if finding.status is status}
-    others = tuple(
-        source_in_words(run, each) for number, each in enumerate(run.sources) if number in places
-    )
+    others = tuple(source_in_words(run, each) for number, each in enumerate(run.sources) if number in places)
     is_elsewhere = bool(others) and None not in places
     if status is Status.REFUSED:
         # The reasons common to all; if there are none, the shortest list.
@@ -313,8 +311,7 @@ def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[S
         marked = [
             (
                 value,
-                ("*" if answer.limits else "")
-                + (f" ({', '.join(told)})" if (told := _told(answer)) else ""),
+                ("*" if answer.limits else "") + (f" ({', '.join(told)})" if (told := _told(answer)) else ""),
             )
             for value, answer in answers.items()
             if answer.status is status and value is not None

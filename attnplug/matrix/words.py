@@ -151,8 +151,7 @@ def source_in_words(run: Run, source: Run) -> str:
 
 def backend_in_words(run: Run) -> str:
     """The backend of a run, with its distribution if that is a plugin's: "FLA (attnplug-fla)"."""
-    is_plugin = run.distribution not in (None, "attnplug")
-    return f"{run.backend} ({run.distribution})" if is_plugin else run.backend
+    return f"{run.backend} ({run.plugin})" if run.plugin else run.backend
 
 
 def one_line(text: str) -> str:

@@ -200,7 +200,8 @@ def test_runs_are_told_apart_by_device() -> None:
 
 def test_counts_name_what_is_there() -> None:
     assert (
-        counts_in_words(answer_of(Status.REFUSED, Status.VERIFIED, Status.REFUSED).counts) == "1 verified, 2 refused"
+        counts_in_words(answer_of(Status.REFUSED, Status.VERIFIED, Status.REFUSED).counts)
+        == "1 verified, 2 refused"
     )
     assert counts_in_words(summarise(run()).total.counts) == "none"
 
