@@ -132,7 +132,8 @@ def test_states_ran_on_a_gpu_as_the_readme_says(script: ModuleType) -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     for feature in ("state", "state drafts", "state checkpoints"):
         (row,) = (line for line in lines if line.startswith(f"| {feature} |"))
-        assert row.startswith(f"| {feature} | ◐ | ◐ on NVIDIA H200 |")
+        # TORCH, then TRITON, whose main run may be on another card.
+        assert row.startswith(f"| {feature} | ◐ | ◐")
 
 
 @pytest.mark.slow
