@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import runpy
 import sys
 from pathlib import Path
 
+from attnplug.core import AttentionBackend
 from attnplug.matrix import Matrix, Run, Status
 from attnplug.matrix.design import declare
 from attnplug.matrix.markdown import markdown_row, markdown_text, render_markdown
-from attnplug.matrix.merging import merge
+from attnplug.matrix.merging import TRIED, join
 from attnplug.matrix.results import read_matrix
 from attnplug.matrix.summary import CLAIMED, RunSummary, ValueSummary, summarise, values_of
 from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, list_in_words, value_in_words
@@ -21,8 +23,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "reference" / "compatibility.md"
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-TRIED = {Status.VERIFIED, Status.COMPILED, Status.REFUTED, Status.UNCLAIMED, Status.NOT_RUN}
-"""The statuses of the cells that a run has tried, or that are compiled."""
+EXAMPLES = ROOT / "examples" / "plugins"
 BEGIN, END = "<!-- The table is written by docs/matrix.py. -->", "<!-- End of the table. -->"
 
 DEVICES = ("cpu", "sm80", "sm90", "sm100", "rocm:9.4")
@@ -32,10 +33,16 @@ SHOWN = ("TORCH", "TRITON", "FLASHINFER", "FLASH_ATTN_4", "FLASH_ATTN_3", "FLASH
 
 INTRODUCTION = """# Compatibility
 
-This page lists the features that each built-in backend serves on each device. *Verified* cells ran on the device, and were
-right compared with the [oracle](../concepts/tolerances.md). *Sampled* answers are of several cells: those that were run are
+This page lists the features that each built-in backend serves on each device. It also has `FLA` of the
+[example package](../concepts/state-layers.md) `attnplug-fla`, on the device where it ran. *Verified* cells ran on the device, and
+were right compared with the [oracle](../concepts/tolerances.md). *Sampled* answers are of several cells: those that were run are
 right, and other combinations were not run. *Compiled* cells were not run, and their kernels fit the device. *Declared* cells are
 claims of the classes that nobody has run there yet.
+
+A backend may have several runs on a device, on other cards or with other versions of libraries. The first row of a backend is
+the run with the most cells. Each row with "also" is another run, with the cells that it adds. An answer that has cells of
+another run names its card or its versions. In lists of sizes and types, a value names them if all of its cells are of that run.
+
 [Kernel libraries](kernel-libraries.md) lists the versions of the libraries, with their features and GPUs.
 
 [Open the whole matrix](matrix.html){ .md-button } [Which backend for my model?](../which-backend.html){ .md-button }
@@ -64,8 +71,10 @@ def docs_matrix(results: Path = RESULTS) -> Matrix:
     # Only the backends of attnplug: other plugins may be installed where this runs.
     offers = [offer for offer in Registry().plugins.offers if offer.distribution == "attnplug"]
     by_name = {offer.name: offer for offer in offers}
-    merged = merge([read_matrix(path) for path in sorted(results.glob("matrix-*.json"))])
-    ran = Matrix(tuple(with_todays_claims(run, by_name.get(run.backend)) for run in merged.runs))
+    joined = join([read_matrix(path) for path in sorted(results.glob("matrix-*.json"))])
+    ran = Matrix(
+        tuple(with_todays_claims(run, by_name.get(run.backend) or example_of(run)) for run in joined.runs)
+    )
     known = {run.key for run in ran.runs}
     declared = [
         # Without a date and a commit: the page changes when a declaration does, and not each day.
@@ -76,15 +85,23 @@ def docs_matrix(results: Path = RESULTS) -> Matrix:
     ]
     # Where something was run comes first, then as in DEVICES.
     devices = list(dict.fromkeys([*(run.device for run in ran.runs), *DEVICES]))
-    runs = sorted([*ran.runs, *declared], key=lambda run: (devices.index(run.device), _place(run)))
+    runs = sorted([*ran.runs, *declared], key=lambda run: (devices.index(run.device), *_place(run)))
     return Matrix(tuple(runs))
 
 
-def with_todays_claims(run: Run, offer: Offer | None) -> Run:
+def example_of(run: Run) -> type[AttentionBackend] | None:
+    """The class of a run of an example package of this repository, which need not be installed; else None."""
+    name = str(run.distribution)
+    path = EXAMPLES / name / name.replace("-", "_") / "__init__.py"
+    found = runpy.run_path(str(path))["attnplug_backends"]() if path.is_file() else ()
+    return next((backend for backend in found if backend.get_name() == run.backend), None)
+
+
+def with_todays_claims(run: Run, backend: Offer | type[AttentionBackend] | None) -> Run:
     """The run with today's declaration of each cell that it has not tried, or that the class refuses today."""
-    if offer is None:
+    if backend is None:
         return run
-    today = {finding.cell: finding for finding in declare(offer, run.device).findings}
+    today = {finding.cell: finding for finding in declare(backend, run.device).findings}
     before = {finding.cell: finding for finding in run.findings}
     findings = []
     for cell in {**before, **today}:
@@ -127,6 +144,8 @@ def table(matrix: Matrix) -> str:
     few = ""
     if any(answer.restriction for summary in best for answer in summary.answers["feature"].values()):
         few = " The values beside a mark are the only ones that are served with this feature."
+    if any(answer.elsewhere for summary in best for answer in summary.answers["feature"].values()):
+        few += " A card or a version beside a mark is that of another run than the column's."
     return f"{''.join(lines)}\n{'; '.join(legend)}.{few}\n"
 
 
@@ -145,8 +164,8 @@ def _weight(run: Run) -> tuple[int, int]:
     return statuses.count(Status.VERIFIED), sum(status in CLAIMED for status in statuses)
 
 
-def _place(run: Run) -> tuple[int, str]:
-    return SHOWN.index(run.backend) if run.backend in SHOWN else len(SHOWN), run.backend
+def _place(run: Run) -> tuple[bool, int, str]:
+    return bool(run.plugin), SHOWN.index(run.backend) if run.backend in SHOWN else len(SHOWN), run.backend
 
 
 def _device(run: Run) -> str:
@@ -157,7 +176,8 @@ def _mark(answer: ValueSummary | None) -> str:
     if answer is None:
         return ""
     only = f" {markdown_text(str(answer.restriction))}" if answer.restriction else ""
-    return f"{MARKS[answer.status]}{only}"
+    where = f" {markdown_text(answer.elsewhere)}" if answer.elsewhere else ""
+    return f"{MARKS[answer.status]}{only}{where}"
 
 
 def _served(summary: RunSummary, axis: str) -> str:

@@ -12,7 +12,15 @@ from typing import Any
 
 from attnplug.matrix.model import CLAIMED, Cell, Matrix, Run, Status
 from attnplug.matrix.summary import STRONGEST_FIRST, RunSummary, ValueSummary, summarise
-from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, Value, in_order, value_in_words
+from attnplug.matrix.words import (
+    AXIS_NAMES,
+    MARKS,
+    MEANINGS,
+    Value,
+    in_order,
+    source_in_words,
+    value_in_words,
+)
 
 _SCRIPTS = (
     *("data", "state", "elements", "keys", "unsampled", "filters"),
@@ -79,7 +87,7 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
     of a run's `limits` is five numbers: an axis and its value, another and its value, and an index into `whys`. Its
     `restrictions` have an axis, its value, another axis, and the words for the few values of it that are served.
     `whole` has an axis and its value, or -1 twice for all cells, where every combination was run; `lacking` the
-    words for values that were not run.
+    words for values that were not run. The `cells` of each of its `sources` are those whose finding is of that run.
     """
     values = {
         axis: in_order(axis, {getattr(finding.cell, axis) for run in matrix.runs for finding in run.findings})
@@ -107,6 +115,15 @@ def page_data(matrix: Matrix) -> dict[str, Any]:
         "reasons": list(numbers.reasons),
         "whys": list(numbers.whys),
         "runs": runs,
+    }
+
+
+def _origin(run: Run) -> dict[str, Any]:
+    return {
+        "deviceName": run.device_name,
+        "versions": dict(run.versions),
+        "date": run.date,
+        "commit": run.commit,
     }
 
 
@@ -142,11 +159,17 @@ class _CellNumbers:
         return {
             "backend": run.backend,
             "source": run.source,
+            "plugin": run.plugin,
             "device": run.device,
-            "deviceName": run.device_name,
-            "versions": dict(run.versions),
-            "date": run.date,
-            "commit": run.commit,
+            **_origin(run),
+            "sources": [
+                {
+                    **_origin(source),
+                    "words": source_in_words(run, source),
+                    "cells": [self.cells[each.cell] for each in run.findings if each.source == number],
+                }
+                for number, source in enumerate(run.sources)
+            ],
             "findings": findings,
             "limits": self._limits(summary),
             "restrictions": [

@@ -5,22 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from attnplug.matrix.model import Matrix, Status
+from attnplug.matrix.model import Matrix, Run, Status
 from attnplug.matrix.summary import (
     BESIDE,
     RunSummary,
     ValueSummary,
     by_device,
-    counts_in_words,
     evidence_lines,
     refusal_lines,
     serving,
+    sources,
     spill_lines,
     summarise,
     values_by_status,
     values_of,
 )
-from attnplug.matrix.words import AXIS_NAMES, MARKS, MEANINGS, device_in_words, one_line, value_in_words
+from attnplug.matrix.words import (
+    AXIS_NAMES,
+    MARKS,
+    MEANINGS,
+    backend_in_words,
+    device_in_words,
+    device_names,
+    one_line,
+    value_in_words,
+)
 
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)|^[-+#]|(?<=^\d)[.)]")
 
@@ -64,29 +73,34 @@ def markdown_row(cells: Sequence[str]) -> str:
 
 def _device(summaries: Sequence[RunSummary], heading: str) -> Iterator[str]:
     head = ("backend", "from", "ran with", "date", "cells")
+    # The heading names the card if there is one.
+    has_cards = len(device_names(summary.run for summary in summaries)) > 1
     rows = [
         (
-            markdown_text(run.backend),
+            markdown_text(name),
             markdown_text(run.source),
-            markdown_text(
-                ", ".join(f"{name} {version}" for name, version in run.versions.items()) or "nothing"
-            ),
+            markdown_text(", ".join(_ran_with(run, has_cards)) or "nothing"),
             markdown_text(run.date[:10] or "-"),
-            counts_in_words(summary.total),
+            markdown_text(cells),
         )
-        for summary in summaries
-        for run in (summary.run,)
+        for name, run, cells in sources(summaries)
     ]
     yield _table(head, rows)
     served = serving(summaries)
     if served:
-        names = [markdown_text(summary.run.backend) for summary in served]
+        names = [markdown_text(backend_in_words(summary.run)) for summary in served]
         yield _table(("", *names), _answer_rows(served))
         yield _table(("", *names), _value_rows(served))
     yield from _bullets(f"{heading} Serves nothing there", refusal_lines(summaries))
     yield from _bullets(f"{heading} Refuted", evidence_lines(summaries, Status.REFUTED))
     yield from _bullets(f"{heading} Not run", evidence_lines(summaries, Status.NOT_RUN))
     yield from _bullets(f"{heading} Spills", spill_lines(summaries))
+
+
+def _ran_with(run: Run, has_cards: bool) -> list[str]:
+    """The versions of a run, behind its card if `has_cards`."""
+    card = [run.device_name] if has_cards and run.device_name else []
+    return [*card, *(f"{name} {version}" for name, version in run.versions.items())]
 
 
 def _answer_rows(summaries: Sequence[RunSummary]) -> list[tuple[str, ...]]:
@@ -126,7 +140,8 @@ def _answer(answer: ValueSummary | None) -> str:
     star = "\\*" if answer.is_starred else ""
     share = f" {answer.ran}" if answer.ran else ""
     only = f", {markdown_text(str(answer.restriction))}" if answer.restriction else ""
-    return f"{MARKS[answer.status]} {answer.status}{star}{share}{only}"
+    where = f", {markdown_text(answer.elsewhere)}" if answer.elsewhere else ""
+    return f"{MARKS[answer.status]} {answer.status}{star}{share}{only}{where}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
 
 _EVIDENCE = {Status.VERIFIED, Status.REFUTED, Status.UNCLAIMED}
 _RANK = {Status.COMPILED: 1, **dict.fromkeys(_EVIDENCE, 2)}
 """What is run counts more than what is compiled, and that more than a claim."""
+TRIED = frozenset({*_RANK, Status.NOT_RUN})
+"""The statuses of the cells that a run has tried, or that are compiled."""
 
 
 def merge(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) -> Matrix:
@@ -35,6 +37,28 @@ def merge(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) 
     return Matrix(tuple(_one(runs, tell) for runs in by_key.values()))
 
 
+def join(matrices: Sequence[Matrix], say: Callable[[str], None] | None = None) -> Matrix:
+    """As `merge`, with the cells of other cards and of other versions of libraries, each with its source.
+
+    For people only: `attnplug.select` and files have the evidence of one card with one set of versions. The run with
+    the most evidence gives the joined run its card, versions, date and claims. Cells that other runs of the
+    same version of the backend tried join it. The newer counts, but a cell that was wrong on one card stays wrong.
+
+    Args:
+        matrices: to join.
+        say: as for `merge`.
+    """
+    tell = say or (lambda sentence: None)
+    by_subject: dict[tuple[object, ...], list[Matrix]] = {}
+    for run in (run for matrix in matrices for run in matrix.runs):
+        by_subject.setdefault((run.key, *_subject(run)), []).append(Matrix((run,)))
+    by_key: dict[tuple[str, str], list[Run]] = {}
+    for alike in by_subject.values():
+        (one,) = merge(alike, say).runs
+        by_key.setdefault(one.key, []).append(one)
+    return Matrix(tuple(_with_sources(runs, tell) for runs in by_key.values()))
+
+
 def with_name(matrix: Matrix, name: str) -> Matrix:
     """The matrix with `name` added to its devices, such as "cpu (torch-2.9)".
 
@@ -46,38 +70,83 @@ def with_name(matrix: Matrix, name: str) -> Matrix:
 
 def _one(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
     """The runs of one backend on one device as one."""
-    # The sort is stable: with equal dates the later file wins.
-    ordered = sorted(runs, key=lambda run: (_has_evidence(run), bool(run.kernels), _date(run)))
-    best = ordered[-1]
-    same = [run for run in ordered if _subject(run) == _subject(best)]
-    for run in ordered:
-        if run not in same and (_has_evidence(run) or not _has_evidence(best)):
-            tell(f"{_name(run)} is left out for {_name(best)}{_difference(run, best)}")
+    best, same = _alike(runs, _subject, tell)
     commits = [run.commit[:12] if run.commit else "no commit" for run in same if _has_evidence(run)]
     if len(set(commits)) > 1:
         tell(f"{best.backend} on {best.device}: cells of {', '.join(dict.fromkeys(commits))} are joined")
+    newest = max(same, key=_date)
+    findings = tuple(finding for _, finding in _cells(best, same, tell))
+    kernels = {each.key: each for run in sorted(same, key=_date) for each in run.kernels}
+    return dataclasses.replace(
+        newest, findings=findings, axes=_newest_axes(same), kernels=tuple(kernels.values())
+    )
+
+
+def _with_sources(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
+    """The runs of one backend on one device, each of other subjects, as one."""
+    _, same = _alike(runs, lambda run: (run.distribution, run.version), tell)
+    main = max(same, key=lambda run: (_count(run, _EVIDENCE), _count(run, TRIED), _date(run)))
+    # What was run comes before what was compiled, the newest first.
+    others = [run for run in reversed(same) if run is not main]
+    # A claim is no evidence, so those of other runs say nothing here.
+    tried = [
+        dataclasses.replace(run, findings=tuple(each for each in run.findings if each.status in TRIED))
+        for run in others
+    ]
+    cells = _cells(main, [main, *tried], tell)
+    sources = [run for run in tried if any(source is run for source, _ in cells)]
+    place = {id(run): number for number, run in enumerate(sources)}
+    return dataclasses.replace(
+        main,
+        findings=tuple(dataclasses.replace(each, source=place.get(id(run))) for run, each in cells),
+        axes=_newest_axes(same),
+        sources=tuple(dataclasses.replace(run, findings=(), axes=None, kernels=()) for run in sources),
+    )
+
+
+def _alike(
+    runs: Sequence[Run], subject: Callable[[Run], object], tell: Callable[[str], None]
+) -> tuple[Run, list[Run]]:
+    """The best run, and the runs with its subject, the best last."""
+    # The sort is stable: with equal dates the later file wins.
+    ordered = sorted(runs, key=lambda run: (_has_evidence(run), bool(run.kernels), _date(run)))
+    best = ordered[-1]
+    same = [run for run in ordered if subject(run) == subject(best)]
+    for run in ordered:
+        if run not in same and (_has_evidence(run) or not _has_evidence(best)):
+            tell(f"{_name(run)} is left out for {_name(best)}{_difference(run, best)}")
+    return best, same
+
+
+def _cells(first: Run, runs: Sequence[Run], tell: Callable[[str], None]) -> list[tuple[Run, Finding]]:
+    """The finding that counts of each cell, with its run: the cells of `first`, then those that only others have."""
     found: dict[str, tuple[Run, Finding]] = {}
-    for run in sorted(same, key=_date):
+    for run in sorted(runs, key=_date):
         for finding in run.findings:
             before = found.get(finding.cell.id)
             found[finding.cell.id] = (
                 (run, finding) if before is None else _better(before, (run, finding), tell)
             )
-    # The cells of the best run come first, then those that only other runs have.
-    order = dict.fromkeys(each.cell.id for run in (best, *reversed(same)) for each in run.findings)
-    newest = max(same, key=_date)
-    findings = tuple(found[cell][1] for cell in order)
-    axes = next((run.axes for run in sorted(same, key=_date, reverse=True) if run.axes is not None), None)
-    kernels = {each.key: each for run in sorted(same, key=_date) for each in run.kernels}
-    return dataclasses.replace(newest, findings=findings, axes=axes, kernels=tuple(kernels.values()))
+    order = dict.fromkeys(each.cell.id for run in (first, *reversed(runs)) for each in run.findings)
+    return [found[cell] for cell in order]
+
+
+def _newest_axes(runs: Sequence[Run]) -> Mapping[str, tuple[str | int | None, ...]] | None:
+    return next((run.axes for run in sorted(runs, key=_date, reverse=True) if run.axes is not None), None)
 
 
 def _better(
     old: tuple[Run, Finding], new: tuple[Run, Finding], tell: Callable[[str], None]
 ) -> tuple[Run, Finding]:
-    """The newer of two findings on one cell, or the older if only that has evidence."""
+    """The newer of two findings on one cell, or the older if only that has evidence, or is wrong on another card."""
     before, now = old[1].status, new[1].status
     if _RANK.get(before, 0) > _RANK.get(now, 0):
+        return old
+    if before is Status.REFUTED and now is not before and old[0].device_name != new[0].device_name:
+        where = f"{new[0].backend} on {new[0].device}"
+        tell(
+            f"{where}: {new[1].cell.id} was refuted on {old[0].device_name}, and is {now} on {new[0].device_name}"
+        )
         return old
     if before in _EVIDENCE and before is not now:
         where = f"{new[0].backend} on {new[0].device}"
@@ -91,7 +160,11 @@ def _subject(run: Run) -> tuple[object, ...]:
 
 
 def _has_evidence(run: Run) -> bool:
-    return any(finding.status in _EVIDENCE for finding in run.findings)
+    return _count(run, _EVIDENCE) > 0
+
+
+def _count(run: Run, statuses: Collection[Status]) -> int:
+    return sum(finding.status in statuses for finding in run.findings)
 
 
 def _date(run: Run) -> dt.datetime:

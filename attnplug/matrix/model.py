@@ -53,11 +53,13 @@ class Finding:
         status: of the cell.
         why: the reasons of a refusal (also of an unclaimed cell), the evidence of a refutation, or the cause
             of a cell not run, or the kernels of a compiled cell that spill; empty otherwise.
+        source: the place of its run in the `sources` of a joined run; None for the run itself.
     """
 
     cell: Cell
     status: Status
     why: tuple[str, ...] = ()
+    source: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -79,6 +81,7 @@ class Run:
         kernels: those of the compiled cells, with what each takes of the device.
         prefixes: by feature that the backend serves, why requests cannot read shared prefixes of such a layer together; None
             if they can. Empty if that is not known.
+        sources: other runs that findings come from, themselves without findings; see `merging.join`.
     """
 
     backend: str
@@ -93,6 +96,7 @@ class Run:
     axes: Mapping[str, tuple[str | int | None, ...]] | None = None
     kernels: tuple[CompiledKernel, ...] = ()
     prefixes: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    sources: tuple[Run, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -103,6 +107,11 @@ class Run:
     def source(self) -> str:
         """The distribution and its version; "-" for none."""
         return f"{self.distribution or '-'} {self.version or ''}".strip()
+
+    @property
+    def plugin(self) -> str | None:
+        """The distribution if it is not attnplug itself."""
+        return None if self.distribution == "attnplug" else self.distribution
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

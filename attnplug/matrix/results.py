@@ -109,7 +109,15 @@ _CELL: dict[str, _Rule] = {
 
 
 def run_to_dict(run: Run) -> dict[str, Any]:
-    """The JSON object of a run, an entry of a file's `runs`."""
+    """The JSON object of a run, an entry of a file's `runs`.
+
+    Raises:
+        ValueError: the run has other sources, which a file would lose.
+    """
+    if run.sources:
+        raise ValueError(
+            f"{run.backend} on {run.device} has the cells of several cards or versions; write each run to a file of its own"
+        )
     about = {name: getattr(run, name) for name in _RUN if name != "cells"}
     cells = [
         {**dataclasses.asdict(each.cell), "status": str(each.status), "why": list(each.why)}

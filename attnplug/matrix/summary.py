@@ -17,6 +17,7 @@ from attnplug.matrix.words import (
     in_order,
     list_in_words,
     one_line,
+    source_in_words,
     value_in_words,
 )
 
@@ -102,6 +103,16 @@ class ValueSummary:
     restriction: Restriction | None = None
     lacking: str = ""
     """Of a sample: an axis of which values were not run, such as "3 of 31 head sizes"."""
+    sources: tuple[str, ...] = ()
+    """Of a joined run: the other sources of the cells with this status, such as "on NVIDIA H200"."""
+    is_elsewhere: bool = False
+    """Whether none of these cells is of the run itself."""
+
+    @property
+    def elsewhere(self) -> str:
+        """The other sources in words: "on NVIDIA H200", or "also on NVIDIA H200" beside the run itself."""
+        words = " and ".join(map(one_line, self.sources))
+        return words if self.is_elsewhere or not words else f"also {words}"
 
     @property
     def is_starred(self) -> bool:
@@ -178,33 +189,38 @@ def summarise(run: Run) -> RunSummary:
         values_of_axis = in_order(axis, (value for position, value in groups if position == index))
         answers[axis] = {
             value: dataclasses.replace(
-                _answer(groups[index, value], extent, axis, value),
+                _answer(run, groups[index, value], extent, axis, value),
                 limits=tuple(limits.get((index, value), ())),
                 restriction=restrictions.get((index, value)),
             )
             for value in values_of_axis
         }
-    return RunSummary(run, _answer(run.findings, extent), answers)
+    return RunSummary(run, _answer(run, run.findings, extent), answers)
 
 
 def _answer(
-    findings: Sequence[Finding], extent: Extent, axis: str | None = None, value: Value = None
+    run: Run, findings: Sequence[Finding], extent: Extent, axis: str | None = None, value: Value = None
 ) -> ValueSummary:
     counts = collections.Counter(finding.status for finding in findings)
     status = next((status for status in STRONGEST_FIRST if counts[status]), Status.NOT_RUN)
     same = [finding.why for finding in findings if finding.status is status]
+    places = {finding.source for finding in findings if finding.status is status}
+    others = tuple(source_in_words(run, each) for number, each in enumerate(run.sources) if number in places)
+    is_elsewhere = bool(others) and None not in places
     if status is Status.REFUSED:
         # The reasons common to all; if there are none, the shortest list.
-        others = [set(each) for each in set(same)]
+        distinct = [set(each) for each in set(same)]
         shortest = min(same, key=len)
-        why = tuple(reason for reason in shortest if all(reason in each for each in others)) or shortest
+        why = tuple(reason for reason in shortest if all(reason in each for each in distinct)) or shortest
     elif status in (Status.COMPILED, Status.REFUTED, Status.NOT_RUN):
         why = tuple(dict.fromkeys(itertools.chain.from_iterable(same)))
     else:
         why = ()
+    answer = ValueSummary(status, dict(counts), why, sources=others, is_elsewhere=is_elsewhere)
     if status is Status.VERIFIED and not extent.is_whole(findings, axis, value):
-        return ValueSummary(Status.SAMPLED, dict(counts), why, lacking=extent.lacking(findings, axis, value))
-    return ValueSummary(status, dict(counts), why)
+        lacking = extent.lacking(findings, axis, value)
+        return dataclasses.replace(answer, status=Status.SAMPLED, lacking=lacking)
+    return answer
 
 
 def _limits(rows: Sequence[tuple[tuple[Value, ...], Finding]]) -> dict[tuple[int, Value], list[Limit]]:
@@ -261,10 +277,29 @@ def values_of(summaries: Iterable[RunSummary], axis: str) -> list[Value]:
     return in_order(axis, (value for summary in summaries for value in summary.answers[axis]))
 
 
-def counts_in_words(answer: ValueSummary) -> str:
+def counts_in_words(counts: Mapping[Status, int]) -> str:
     """The number of cells with each status: "1,204 verified, 72 refused"."""
-    counts = [(answer.counts.get(status, 0), status) for status in MEANINGS]
-    return ", ".join(f"{count:,} {status}" for count, status in counts if count) or "none"
+    found = [(counts.get(status, 0), status) for status in MEANINGS]
+    return ", ".join(f"{count:,} {status}" for count, status in found if count) or "none"
+
+
+def sources(summaries: Iterable[RunSummary]) -> list[tuple[str, Run, str]]:
+    """A row for each run and for each other source of it: the backend, the run, and its cells in words.
+
+    The row of another source follows that of its run, and names the features of its cells.
+    """
+    rows = []
+    for run in (summary.run for summary in summaries):
+        for number, source in ((None, run), *enumerate(run.sources)):
+            found = [each for each in run.findings if each.source == number]
+            words = counts_in_words(collections.Counter(each.status for each in found))
+            if number is None:
+                rows.append((run.backend, source, words))
+            elif found:
+                features = in_order("feature", (each.cell.feature for each in found))
+                names = ", ".join(value_in_words("feature", each) for each in features)
+                rows.append((f"{run.backend}, also", source, f"{words}: {names}"))
+    return rows
 
 
 def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[Status, str]:
@@ -276,8 +311,7 @@ def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[S
         marked = [
             (
                 value,
-                ("*" if answer.limits else "")
-                + (f" ({part})" if (part := answer.fraction or answer.part) else ""),
+                ("*" if answer.limits else "") + (f" ({', '.join(told)})" if (told := _told(answer)) else ""),
             )
             for value, answer in answers.items()
             if answer.status is status and value is not None
@@ -285,6 +319,12 @@ def values_by_status(axis: str, answers: Mapping[Value, ValueSummary]) -> dict[S
         if marked:
             lists[status] = list_in_words(axis, marked)
     return lists
+
+
+def _told(answer: ValueSummary) -> list[str]:
+    """The words in brackets behind a value of a list."""
+    words = (answer.fraction or answer.part, answer.elsewhere if answer.is_elsewhere else "")
+    return [each for each in words if each]
 
 
 def serving(summaries: Iterable[RunSummary]) -> list[RunSummary]:

@@ -14,11 +14,11 @@ from attnplug.matrix.summary import (
     RunSummary,
     ValueSummary,
     by_device,
-    counts_in_words,
     evidence_lines,
     prefix_rows,
     refusal_lines,
     serving,
+    sources,
     spill_lines,
     summarise,
     values_by_status,
@@ -101,10 +101,9 @@ class _Page:
 
     def _runs(self, summaries: Sequence[RunSummary]) -> None:
         table = WrappedTable(("backend", "from", "date", "cells"))
-        for summary in summaries:
-            run = summary.run
-            self._shown.update(summary.total.counts)
-            row = (run.backend, run.source, run.date[:10] or "-", counts_in_words(summary.total))
+        self._shown.update(status for summary in summaries for status in summary.total.counts)
+        for name, run, cells in sources(summaries):
+            row = (name, run.source, run.date[:10] or "-", cells)
             table.add_row(*(Text(one_line(word)) for word in row))
         self._console.print(table)
         for line in refusal_lines(summaries):
@@ -186,7 +185,8 @@ class _Page:
         star = "*" if answer.is_starred else ""
         share = f" {answer.ran}" if answer.ran else ""
         only = f", {answer.restriction}" if answer.restriction else ""
-        return self._status(answer.status).append(star + share + only)
+        where = f", {answer.elsewhere}" if answer.elsewhere else ""
+        return self._status(answer.status).append(star + share + only + where)
 
     def _status(self, status: Status) -> Text:
         self._shown.add(status)

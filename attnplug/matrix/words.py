@@ -126,11 +126,32 @@ def _equal_steps(marked: Sequence[tuple[Value, str]], start: int) -> tuple[int, 
     return step, len(marked) - 1
 
 
+def device_names(runs: Iterable[Run]) -> list[str]:
+    """The names of the hardware of some runs and of their sources."""
+    each = (one.device_name for run in runs for one in (run, *run.sources))
+    return list(dict.fromkeys(name for name in each if name))
+
+
 def device_in_words(runs: Iterable[Run]) -> str:
     """The device of some runs with the name of the hardware: "sm90 (NVIDIA H200)"."""
     runs = list(runs)
-    names = dict.fromkeys(run.device_name for run in runs if run.device_name)
+    names = device_names(runs)
     return f"{runs[0].device} ({', '.join(names)})" if names else runs[0].device
+
+
+def source_in_words(run: Run, source: Run) -> str:
+    """A source of a joined run by its card and versions that the run lacks: "on NVIDIA H200 with torch 2.12.0"."""
+    card = [f"on {source.device_name}"] if source.device_name not in (None, run.device_name) else []
+    others = [
+        f"{name} {version}" for name, version in source.versions.items() if run.versions.get(name) != version
+    ]
+    differs = [*card, *([f"with {', '.join(others)}"] if others else [])]
+    return " ".join(differs or [f"of {source.date[:10]}"])
+
+
+def backend_in_words(run: Run) -> str:
+    """The backend of a run, with its distribution if that is a plugin's: "FLA (attnplug-fla)"."""
+    return f"{run.backend} ({run.plugin})" if run.plugin else run.backend
 
 
 def one_line(text: str) -> str:

@@ -109,6 +109,54 @@ def test_what_was_run_stands_before_what_is_only_declared(script: ModuleType, tm
 
 
 @pytest.mark.slow
+def test_cells_of_another_card_are_in_the_table_with_its_name(script: ModuleType, tmp_path: Path) -> None:
+    run = verified("TRITON", "sm90", "NVIDIA H100")
+    states = tuple(each for each in run.findings if each.cell.feature == "state")
+    assert any(each.status is Status.VERIFIED for each in states)
+    others = tuple(each for each in run.findings if each not in states)
+    later = dataclasses.replace(
+        run, device_name="NVIDIA H200", findings=states, date="2027-01-01T00:00:00+00:00"
+    )
+    write_matrix(Matrix((dataclasses.replace(run, findings=others),)), tmp_path / "matrix-1.json")
+    write_matrix(Matrix((later,)), tmp_path / "matrix-2.json")
+    matrix = script.docs_matrix(tmp_path)
+    table = script.table(matrix)
+    assert "| `TRITON`<br>on NVIDIA H100 |" in table
+    (row,) = (line for line in table.splitlines() if line.startswith("| state |"))
+    assert "| ◐ on NVIDIA H200 |" in row
+    assert "A card or a version beside a mark is that of another run than the column's." in table
+    assert "| state | ○ declared | ◐ sampled\\* 36 cells, on NVIDIA H200 |" in script.page(matrix)
+
+
+def test_states_ran_on_a_gpu_as_the_readme_says(script: ModuleType) -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for feature in ("state", "state drafts", "state checkpoints"):
+        (row,) = (line for line in lines if line.startswith(f"| {feature} |"))
+        # TORCH, then TRITON, whose main run may be on another card.
+        assert row.startswith(f"| {feature} | ◐ | ◐")
+
+
+@pytest.mark.slow
+def test_an_example_package_has_a_column_with_the_claims_of_its_class_today(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    (fla,) = (run for run in script.docs_matrix().runs if run.backend == "FLA")
+    assert "FLA (attnplug-fla)" in script.page(Matrix((fla,)))
+    by_status = {each.status: each for each in fla.findings}
+    assert by_status[Status.VERIFIED].cell.feature.startswith("state")
+    refused = by_status[Status.REFUSED]
+    # A cell that the class refuses today, or that nobody has run, is as today's class says.
+    wrong = dataclasses.replace(refused, status=Status.VERIFIED, why=())
+    lost = dataclasses.replace(by_status[Status.VERIFIED], status=Status.REFUSED, why=("no longer",))
+    write_matrix(Matrix((dataclasses.replace(fla, findings=(wrong, lost)),)), tmp_path / "matrix-1.json")
+    (shown,) = (run for run in script.docs_matrix(tmp_path).runs if run.backend == "FLA")
+    found = {each.cell: each for each in shown.findings}
+    assert (found[wrong.cell].status, found[wrong.cell].why) == (Status.REFUSED, refused.why)
+    assert found[lost.cell].status is Status.DECLARED
+    assert script.example_of(dataclasses.replace(fla, distribution="attnplug-other")) is None
+
+
+@pytest.mark.slow
 def test_a_cell_that_no_run_has_tried_is_as_the_class_declares_it_today(
     script: ModuleType, tmp_path: Path
 ) -> None:

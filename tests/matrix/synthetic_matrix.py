@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 
 from attnplug.core.features import Feature
+from attnplug.matrix.merging import join
 from attnplug.matrix.model import Cell, Finding, Matrix, Run, Status
 
-__all__ = ["HOSTILE", "cell", "finding", "hostile_matrix", "run", "synthetic_matrix"]
+__all__ = ["HOSTILE", "cell", "finding", "hostile_matrix", "joined_matrix", "run", "synthetic_matrix"]
 
 HOSTILE = "</script><img src=x onerror=alert(1)> | `a` *b* [c](javascript:d) \x1b[31m\u202e &amp; <!--"
 """A name or reason that ends what it stands in, wherever that is."""
@@ -114,6 +115,36 @@ def hostile_matrix() -> Matrix:
             ),
         )
     )
+
+
+def joined_matrix() -> Matrix:
+    """TRITON on an H100, with cells of an H200 and of a compiler beside them, and a plugin on the H200."""
+    h100 = [finding(Status.VERIFIED, head_size=size) for size in (64, 128, 256)]
+    sinks = finding(Status.VERIFIED, feature="sinks")
+    alike = {"device": "sm90", "backend": "TRITON"}
+    h200 = {"device_name": "NVIDIA H200", "versions": VERSIONS, "date": "2026-11-28T04:46:00+00:00"}
+    runs = (
+        run(
+            *h100,
+            finding(Status.DECLARED, feature="soft_cap"),
+            finding(Status.DECLARED, feature="alibi"),
+            **alike,
+            device_name="NVIDIA H100",
+            versions=VERSIONS,
+            date="2026-11-25T14:35:00+00:00",
+            commit="231deb761fe9",
+        ),
+        run(sinks, finding(Status.VERIFIED, head_size=64, phase="decode"), **alike, **h200),
+        run(
+            finding(Status.COMPILED, feature="soft_cap"),
+            finding(Status.COMPILED, feature="alibi", dtype="float16"),
+            **alike,
+            versions={"triton": "3.7.1"},
+            date="2026-11-27T08:11:00+00:00",
+        ),
+        run(sinks, device="sm90", backend="ACME", distribution="attnplug-acme", **h200),
+    )
+    return join([Matrix((each,)) for each in runs])
 
 
 def _run(backend: str, device: str, name: str) -> Run:

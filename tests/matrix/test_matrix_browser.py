@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from synthetic_matrix import HOSTILE, hostile_matrix, synthetic_matrix
+from synthetic_matrix import HOSTILE, hostile_matrix, joined_matrix, synthetic_matrix
 
 from attnplug.backends.flash_attn.backend import FlashAttn4Backend
 from attnplug.backends.flashinfer.backend import FlashInferBackend
@@ -57,8 +57,9 @@ def test_filtering_by_a_feature_and_opening_a_cell_shows_its_evidence(open_page:
 
 
 @pytest.mark.parametrize("axis", AXIS_NAMES)
-def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: str) -> None:
-    matrix = synthetic_matrix()
+@pytest.mark.parametrize("make", [synthetic_matrix, joined_matrix])
+def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: str, make: Any) -> None:
+    matrix = make()
     page = open_page(matrix, f"#by={axis}")
     expected = {
         (value_in_words(axis, value), f"{each.backend} on {each.device}", str(answer.status)): answer
@@ -74,6 +75,8 @@ def test_the_overview_says_what_the_other_renderers_say(open_page: Any, axis: st
         rest = [answer.ran.replace("/", " of ")] if answer.ran else []
         if answer.restriction:
             rest.append(str(answer.restriction))
+        if answer.elsewhere:
+            rest.append(answer.elsewhere)
         if answer.limits:
             rest.append(f"not with {len(answer.limits)} other value{'s' if len(answer.limits) > 1 else ''}")
         assert words[3:] == rest
@@ -90,6 +93,30 @@ def test_an_answer_of_the_overview_opens_its_reasons_and_lists_its_cells(open_pa
     assert page.hash == "#backend=TRITON&device=sm90&feature=alibi"
     assert page.title() == f"{number} cells"
     assert page.tab.evaluate("document.activeElement.id") == "cells-title"
+
+
+def test_an_answer_and_a_cell_of_another_run_have_its_card_versions_and_date(open_page: Any) -> None:
+    page = open_page(joined_matrix())
+    heads = page.tab.locator("#overview th[scope=col]").all_inner_texts()
+    assert heads == ["TRITON\nNVIDIA H100", "ACME\nattnplug-acme, NVIDIA H200"]
+    page.tab.get_by_role("button", name="sinks, TRITON on sm90, sampled, 1 cell, on NVIDIA H200").click()
+    text = page.tab.get_by_role("dialog", name="sinks").inner_text()
+    assert "sm90, NVIDIA H200" in text
+    assert "2026-11-28 04:46 UTC" in text
+    assert "NVIDIA H100" not in text
+    page.go("#show=answer|TRITON|sm90|feature|plain")
+    text = page.tab.get_by_role("dialog", name="plain").inner_text()
+    assert "sm90, NVIDIA H100" in text
+    assert "1 cell: NVIDIA H200, python 3.12.3, torch 2.11.0, triton 3.6.0, 2026-11-28 04:46 UTC" in text
+    page.go("#show=cell|TRITON|sm90|alibi/prefill/d128/float16/auto/b16/NHD")
+    text = page.tab.get_by_role("dialog", name="ALiBi").inner_text()
+    assert "triton 3.7.1" in text
+    assert "NVIDIA" not in text
+    page.go("#text=h200")
+    assert page.title() == "3 cells"
+    page.tab.get_by_text("Where it comes from").click()
+    words = "TRITON on sm90, another run with 2 cells: attnplug 0.1.0, NVIDIA H200, python 3.12.3"
+    assert words in page.tab.locator("#runs").inner_text()
 
 
 def test_the_browsers_back_button_closes_what_was_opened(open_page: Any) -> None:

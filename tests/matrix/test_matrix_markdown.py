@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from synthetic_matrix import finding, hostile_matrix, run, synthetic_matrix
+from synthetic_matrix import finding, hostile_matrix, joined_matrix, run, synthetic_matrix
 
 from attnplug.matrix import Matrix, Status
 from attnplug.matrix.markdown import markdown_text, render_markdown
@@ -26,6 +26,24 @@ def test_each_device_has_a_heading_and_what_it_was_run_with() -> None:
     assert re.findall(r"^#### (.*)$", text, re.MULTILINE) == ["Refuted", "Not run"]
     with_what = "python 3.12.3, torch 2.11.0, triton 3.6.0"
     assert f"| TORCH | attnplug 0.1.0 | {with_what} | 2026-11-21 | 519 verified, 72 refused |" in text
+
+
+def test_answers_of_another_run_name_its_card_or_its_versions() -> None:
+    text = render_markdown(joined_matrix())
+    assert "## sm90 (NVIDIA H100, NVIDIA H200)\n" in text
+    with_what = "python 3.12.3, torch 2.11.0, triton 3.6.0"
+    assert (
+        f"| TRITON | attnplug 0.1.0 | NVIDIA H100, {with_what} | 2026-11-25 | 3 verified, 1 declared |\n"
+        f"| TRITON, also | attnplug 0.1.0 | NVIDIA H200, {with_what} | 2026-11-28 | 2 verified: plain, sinks |\n"
+        "| TRITON, also | attnplug 0.1.0 | triton 3.7.1 | 2026-11-27 | 2 compiled: soft cap, ALiBi |\n"
+        f"| ACME | attnplug-acme 0.1.0 | NVIDIA H200, {with_what} | 2026-11-28 | 1 verified |\n"
+    ) in text
+    assert "|  | TRITON | ACME (attnplug-acme) |\n" in text
+    assert "| plain | ◐ sampled 4 cells, also on NVIDIA H200 | not asked |\n" in text
+    assert "| sinks | ◐ sampled 1 cell, on NVIDIA H200 | ◐ sampled 1 cell |\n" in text
+    assert "| soft cap | ◉ compiled, with triton 3.7.1 | not asked |\n" in text
+    # Of a list only a value that no cell of the run itself has.
+    assert "dtypes | ◐ sampled: bfloat16 (5/7)<br>◉ compiled: float16 (with triton 3.7.1) |" in text
 
 
 def test_values_of_the_other_axes_are_listed_by_status() -> None:
@@ -57,7 +75,11 @@ def test_an_empty_matrix_is_an_empty_text() -> None:
     assert render_markdown(Matrix(())) == ""
 
 
-@pytest.mark.parametrize("matrix", [synthetic_matrix(), hostile_matrix()], ids=["synthetic", "hostile"])
+@pytest.mark.parametrize(
+    "matrix",
+    [synthetic_matrix(), hostile_matrix(), joined_matrix()],
+    ids=["synthetic", "hostile", "joined"],
+)
 def test_every_row_of_a_table_has_as_many_cells_as_its_head(matrix: Matrix) -> None:
     tables = [part for part in render_markdown(matrix).split("\n\n") if part.startswith("|")]
     assert tables

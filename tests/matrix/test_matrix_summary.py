@@ -200,9 +200,10 @@ def test_runs_are_told_apart_by_device() -> None:
 
 def test_counts_name_what_is_there() -> None:
     assert (
-        counts_in_words(answer_of(Status.REFUSED, Status.VERIFIED, Status.REFUSED)) == "1 verified, 2 refused"
+        counts_in_words(answer_of(Status.REFUSED, Status.VERIFIED, Status.REFUSED).counts)
+        == "1 verified, 2 refused"
     )
-    assert counts_in_words(summarise(run()).total) == "none"
+    assert counts_in_words(summarise(run()).total.counts) == "none"
 
 
 def test_lists_of_values_have_a_star_for_limits_and_no_place_for_missing_pages() -> None:

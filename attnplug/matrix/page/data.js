@@ -10,15 +10,17 @@ const [VERIFIED, SAMPLED] = ["verified", "sampled"].map((word) => statuses.findI
 function readRows() {
   const all = [];
   runs.forEach((run, runNumber) => {
+    const sourceOf = new Map(run.sources.flatMap(({ cells }, source) => cells.map((cell) => [cell, source])));
     for (let at = 0; at < run.findings.length; at += 3) {
-      all.push([runNumber, run.findings[at], run.findings[at + 1], run.findings[at + 2]]);
+      const cell = run.findings[at];
+      all.push([runNumber, cell, run.findings[at + 1], run.findings[at + 2], sourceOf.get(cell) ?? -1]);
     }
   });
   const order = ["refuted", "not run", "unclaimed", "verified", "compiled", "declared", "refused"];
   const placeOf = statuses.map((status) => order.indexOf(status.word));
   all.sort((one, other) => placeOf[one[2]] - placeOf[other[2]]);
   const column = (place) => Int32Array.from(all, (row) => row[place]);
-  return { count: all.length, run: column(0), cell: column(1), status: column(2), why: column(3) };
+  return { count: all.length, run: column(0), cell: column(1), status: column(2), why: column(3), source: column(4) };
 }
 
 /** The number of a row's value on an axis. */
@@ -53,8 +55,9 @@ function together(found, { isWhole = false, lacking = "" } = {}) {
   const strongest = data.strongest.find((each) => counts[each]);
   const status = strongest === VERIFIED && !isWhole ? SAMPLED : strongest;
   const claimed = counts.reduce((sum, count, each) => sum + (statuses[each].claimed ? count : 0), 0);
-  const same = found.filter((row) => rows.status[row] === strongest).map((row) => data.whys[rows.why[row]]);
-  return { status, counts, claimed, lacking, reasons: reasonsTogether(statuses[status].word, same) };
+  const same = found.filter((row) => rows.status[row] === strongest);
+  const reasons = reasonsTogether(statuses[status].word, same.map((row) => data.whys[rows.why[row]]));
+  return { status, counts, claimed, lacking, reasons, elsewhere: elsewhereIn(same) };
 }
 
 /** Of refusals the reasons that all give, or the fewest; of anything else each that is given. */
@@ -65,14 +68,31 @@ function reasonsTogether(word, whys) {
   return (common.length ? common : shortest).map((number) => data.reasons[number]);
 }
 
-/** How many of the claimed cells were verified or refuted, where not all were: "3/40"; of a sample what was run. */
+/** How many of the claimed cells were verified, compiled or refuted, where not all were: "3/40"; of a sample what was run. */
 function partOf(answer) {
   const isSample = answer.status === SAMPLED;
   if (isSample && answer.lacking) return answer.lacking;
-  const ran = isSample || ["verified", "refuted"].includes(statuses[answer.status].word);
+  const ran = isSample || ["verified", "compiled", "refuted"].includes(statuses[answer.status].word);
   const number = answer.counts[isSample ? VERIFIED : answer.status];
   if (ran && number !== answer.claimed) return `${number}/${answer.claimed}`;
   return isSample ? plural(number, "cell") : "";
+}
+
+/** The other sources of some rows of a run: "on NVIDIA H200", or "also on NVIDIA H200" where the run itself has some. */
+function elsewhereIn(found) {
+  const places = new Set(found.map((row) => rows.source[row]));
+  const words = runs[rows.run[found[0]]].sources.filter((_, source) => places.has(source)).map((source) => source.words);
+  return words.length && places.has(-1) ? `also ${words.join(" and ")}` : words.join(" and ");
+}
+
+/** The run with the card, versions and date of one of its sources; the run itself for -1. */
+function withSource(run, source) {
+  return source < 0 ? run : { ...run, ...run.sources[source] };
+}
+
+/** A run's versions as texts: "torch 2.11.0". */
+function versionsOf(run) {
+  return Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
 }
 
 /** What a run tried of a value, or with -1 twice of everything; filters that leave one cell leave the whole of it. */

@@ -75,9 +75,22 @@ function answerContent(run, found, below, { title, few = null, limits, extent, l
     verdict(answer.status, partOf(answer), statuses[answer.status].claimed ? few : null),
     reasonList(answer),
     limitList(limits),
-    facts(runs[run], [["cells", counts.filter(Boolean).join(", ")]]),
+    answerFacts(run, found, counts.filter(Boolean).join(", ")),
     make("p", { className: "actions" }, button),
   ].filter(Boolean);
+}
+
+/** The facts of the only source of an answer, else those of its run with a line for each other. */
+function answerFacts(run, found, cells) {
+  const claims = ["declared", "refused"];
+  const tried = found.filter((row) => !claims.includes(statuses[rows.status[row]].word));
+  const places = [...new Set(tried.map((row) => rows.source[row]))].sort((one, other) => one - other);
+  const main = places[0] ?? -1;
+  const others = places.slice(1).map((source) => {
+    const number = tried.filter((row) => rows.source[row] === source).length;
+    return ["other run", `${plural(number, "cell")}: ${originOf(withSource(runs[run], source)).join(", ")}`];
+  });
+  return facts(withSource(runs[run], main), [["cells", cells]], { others });
 }
 
 function cellDetail([backend, device, id]) {
@@ -94,7 +107,7 @@ function cellContent(row, run, id) {
     heading(axes[0].words[valueOf(row, 0)], `${run.backend} on ${run.device}`),
     verdict(rows.status[row], ""),
     reasonList({ status: rows.status[row], reasons: reasonsOf(rows.why[row]) }),
-    facts(run, values, id, againWith(run, row)),
+    facts(withSource(run, rows.source[row]), values, { id, again: againWith(run, row) }),
   ].filter(Boolean);
 }
 
@@ -141,19 +154,24 @@ function againWith(run, row) {
 }
 
 /** The facts of a run, behind those of what was asked; whatever is not known is left out. */
-function facts(run, asked, id = null, again = null) {
-  const ran = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
+function facts(run, asked, { id = null, again = null, others = [] } = {}) {
   const known = [
     ...asked,
     ["from", run.source],
     ["device", run.deviceName ? `${run.device}, ${run.deviceName}` : run.device],
-    ["ran with", ran.join(", ")],
+    ["ran with", versionsOf(run).join(", ")],
     ["date", whenOf(run)],
     ["commit", run.commit?.slice(0, 12)],
+    ...others,
     ["cell", id],
     ["run again", again],
   ].filter(([, value]) => value);
   return make("dl", {}, ...known.flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]));
+}
+
+/** The card, versions and date of a run as texts. */
+function originOf(run) {
+  return [run.deviceName, ...versionsOf(run), whenOf(run)].filter(Boolean);
 }
 
 /** "2026-11-21 18:00 UTC". */

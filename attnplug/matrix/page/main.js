@@ -43,11 +43,13 @@ function drawAbout() {
   const backends = new Set(runs.map((run) => run.backend));
   const what = `${plural(rows.count, "cell")} of ${plural(backends.size, "backend")} on ${plural(devices.size, "device")}`;
   byId("about").textContent = `The layers that attention backends claim to serve, and the results of running them: ${what}.`;
-  const items = runs.map((run) => {
-    const ran = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`);
-    const words = [run.source, ...ran, whenOf(run)].filter(Boolean).join(", ");
-    return make("li", {}, make("b", {}, run.backend), ` on ${run.device}: ${words}`);
-  });
+  const items = runs.flatMap((run) =>
+    [run, ...run.sources.map((_, source) => withSource(run, source))].map((each, place) => {
+      const also = place ? `, another run with ${plural(each.cells.length, "cell")}` : "";
+      const words = [run.source, ...originOf(each)].join(", ");
+      return make("li", {}, make("b", {}, run.backend), ` on ${run.device}${also}: ${words}`);
+    }),
+  );
   byId("runs").append(...items);
 }
 

@@ -62,7 +62,8 @@ function drawOverview(open) {
   byId("overview-note").textContent =
     (narrowed ? "Only cells that pass the filters are counted. " : "") +
     "A sampled answer has the number of cells that were run: no other combination was. " +
-    "A fraction counts the verified or refuted cells among the claimed ones. " +
+    "A fraction counts the verified, compiled or refuted cells among the claimed ones. " +
+    (runs.some((run) => run.sources.length) ? "A card or a version in an answer is that of another run of its backend. " : "") +
     "A corner marks a value that is not served with all others. Open an answer for its reasons; arrow keys move.";
   setStop(overviewButtons(), null);
   setStop([[...byId("nothing").querySelectorAll("button")]], null);
@@ -82,7 +83,13 @@ function overviewHead(shownRuns) {
     make("th", { scope: "colgroup", colSpan, className: place ? "start" : "" }, make("span", {}, wordsOf(field, device))),
   );
   const corner = make("td", { rowSpan: 2 });
-  const names = shownRuns.map((run) => make("th", { scope: "col", className: startOf(run, shownRuns) }, runs[run].backend));
+  const names = shownRuns.map((run) => {
+    // A card is named where the device's name alone leaves it open.
+    const card = deviceNames(runs[run].device).length > 1 ? runs[run].deviceName : null;
+    const origin = [runs[run].plugin, card].filter(Boolean).join(", ");
+    const className = startOf(run, shownRuns);
+    return make("th", { scope: "col", className }, runs[run].backend, origin ? make("small", {}, origin) : null);
+  });
   return make("thead", {}, make("tr", {}, corner, ...above), make("tr", {}, ...names));
 }
 
@@ -101,6 +108,7 @@ function answerButton(run, value, answer, open) {
   const few = statuses[answer.status].claimed ? restrictionOf(run, state.by, value) : null;
   if (few) words.push(few.words);
   const isStarred = limits.some((limit) => !few || limit.axis !== few.axis);
+  if (answer.elsewhere) words.push(answer.elsewhere);
   if (limits.length) words.push(`not with ${plural(limits.length, "other value")}`);
   return make(
     "button",
@@ -114,6 +122,7 @@ function answerButton(run, value, answer, open) {
     make("span", { className: "word" }, statuses[answer.status].word),
     part ? make("small", {}, part) : null,
     few ? make("small", { className: "few" }, few.words) : null,
+    answer.elsewhere ? make("small", { className: "few" }, answer.elsewhere) : null,
   );
 }
 

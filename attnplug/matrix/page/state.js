@@ -26,8 +26,14 @@ function distinct(of) {
 function wordsOf(field, value) {
   if (field.axis !== undefined) return axes[field.axis].words[field.values.indexOf(value)];
   if (field.key !== "device") return value;
-  const names = new Set(runs.filter((run) => run.device === value && run.deviceName).map((run) => run.deviceName));
-  return names.size ? `${value} (${[...names].join(", ")})` : value;
+  const names = deviceNames(value);
+  return names.length ? `${value} (${names.join(", ")})` : value;
+}
+
+/** The names of a device's hardware in all runs and their sources. */
+function deviceNames(device) {
+  const all = runs.filter((run) => run.device === device).flatMap((run) => [run, ...run.sources]);
+  return [...new Set(all.map((run) => run.deviceName).filter(Boolean))];
 }
 
 /** Take the state from the address; unknown names and values there are left out. */
@@ -78,7 +84,7 @@ const searched = new Map();
 /** Everything about a row that a search finds, in lower case. */
 function textOf(row) {
   if (!searched.has(row)) {
-    const { backend, device, deviceName } = runs[rows.run[row]];
+    const { backend, device, deviceName } = withSource(runs[rows.run[row]], rows.source[row]);
     const words = axes.map((axis, number) => axis.words[valueOf(row, number)]);
     const parts = [backend, device, deviceName ?? "", cellId(rows.cell[row]), ...words, ...reasonsOf(rows.why[row])];
     searched.set(row, `${statuses[rows.status[row]].word} ${parts.join(" ")}`.toLowerCase());
