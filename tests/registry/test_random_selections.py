@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import attnplug
+from attnplug.core import LayerSpec
 
 pytestmark = pytest.mark.attack("declarations")
 
@@ -37,3 +41,20 @@ def test_random_selections_have_one_answer_or_a_documented_error() -> None:
 @pytest.mark.rare
 def test_ten_thousand_random_selections() -> None:
     check(10_000)
+
+
+def test_no_backend_fails_on_a_layer_of_odd_sizes() -> None:
+    draw, sizes = random.Random(2), [1, 3, 8, 16, 24, 64, 72, 100, 128, 200, 256, 512]
+    for _ in range(60):
+        spec = LayerSpec(
+            num_heads=4,
+            num_kv_heads=draw.choice([1, 2, 4]),
+            head_size=draw.choice(sizes),
+            head_size_v=draw.choice(sizes),
+            dtype=draw.choice(["float32", "bfloat16"]),
+            block_size=draw.choice([None, 1, 17, 256]),
+            window=draw.choice([(-1, 0), (0, 0), (4096, 0)]),
+        )
+        for device in ("cpu", "sm90", "sm100"):
+            for candidate in attnplug.explain(spec, device, assume_installed="all").candidates:
+                assert "raised" not in str([str(reason) for reason in candidate.reasons]), spec

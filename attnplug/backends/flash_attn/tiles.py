@@ -47,6 +47,8 @@ def why_not_over_pages(spec: LayerSpec, device: Device | None) -> str | None:
     # The loader reads heads in steps of 16 without a test for their end.
     if spec.head_size % 16:
         return f"{asked}: there it is a multiple of 16"
+    if spec.head_size_v % 8:
+        return f"head_size_v={spec.head_size_v} over pages: there it is a multiple of 8"
     row = math.gcd(spec.head_size, spec.head_size_v, 64) // 8
     rows = _PAGE_READERS // row
     for tile in key_tiles(spec, device):
