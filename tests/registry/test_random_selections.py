@@ -7,11 +7,13 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import attnplug
 from attnplug.core import LayerSpec
+from attnplug.core.state.dims import StateDims
 
 pytestmark = pytest.mark.attack("declarations")
 
@@ -46,6 +48,9 @@ def test_ten_thousand_random_selections() -> None:
 def test_no_backend_fails_on_a_layer_of_odd_sizes() -> None:
     draw, sizes = random.Random(2), [1, 3, 8, 16, 24, 64, 72, 100, 128, 200, 256, 512]
     for _ in range(60):
+        kind: dict[str, Any] = {"window": draw.choice([(-1, 0), (0, 0), (4096, 0)])}
+        if draw.random() < 0.5:
+            kind = {"state": StateDims(rule="linear", decay=draw.choice(["head", "row"]))}
         spec = LayerSpec(
             num_heads=4,
             num_kv_heads=draw.choice([1, 2, 4]),
@@ -53,7 +58,7 @@ def test_no_backend_fails_on_a_layer_of_odd_sizes() -> None:
             head_size_v=draw.choice(sizes),
             dtype=draw.choice(["float32", "bfloat16"]),
             block_size=draw.choice([None, 1, 17, 256]),
-            window=draw.choice([(-1, 0), (0, 0), (4096, 0)]),
+            **kind,
         )
         for device in ("cpu", "sm90", "sm100"):
             for candidate in attnplug.explain(spec, device, assume_installed="all").candidates:
