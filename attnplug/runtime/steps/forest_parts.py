@@ -217,7 +217,9 @@ def piece_rows(
             parts.append((np.array([request]), request, int(kept[request]), left))
     if not parts:
         return None
-    rows = [rows_of(readers, starts) for readers, *_ in parts]
+    # The rows of decodes are the requests themselves.
+    is_decode = bool((host.scheduled == 1).all())
+    rows = [readers if is_decode else rows_of(readers, starts) for readers, *_ in parts]
     # Builders with a threshold want short queries first.
     order = sorted(range(len(parts)), key=lambda part: rows[part].size)
     lengths = np.array([parts[part][3] for part in order])
