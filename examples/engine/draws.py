@@ -26,7 +26,9 @@ def draw_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
             warm += [(row + node, request.temperature, numbers[depth]) for node, depth in enumerate(depths)]
         row += len(depths)
     if warm:
-        given = torch.tensor(warm, dtype=torch.float64).to(logits.device)
+        # Pinned, so that the host sends it and the work on it while the model still runs.
+        given = torch.tensor(warm, dtype=torch.float64, pin_memory=logits.is_cuda)
+        given = given.to(logits.device, non_blocking=True)
         for part in given.chunk(-(-len(warm) * logits.shape[1] // _MOST)):
             rows = part[:, 0].long()
             tokens.index_copy_(0, rows, _drawn(logits[rows], *part[:, 1:, None].unbind(1)))
