@@ -20,11 +20,11 @@ def draw_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
     """
     tokens, row, warm = logits.argmax(-1), 0, list[tuple[float, float, float]]()
     for request in requests:
-        depths = request.depths()
         if request.temperature > 0:
+            depths = request.depths()
             numbers = request.numbers(max(depths) + 1)
             warm += [(row + node, request.temperature, numbers[depth]) for node, depth in enumerate(depths)]
-        row += len(depths)
+        row += len(request.drafts) + 1
     if warm:
         # Pinned, so that the host sends it and the work on it while the model still runs.
         given = torch.tensor(warm, dtype=torch.float64, pin_memory=logits.is_cuda)

@@ -191,7 +191,7 @@ class Engine:
             end = request.computed + counts.get(request.name, 0)
             tokens += (request.tokens[request.computed : end] + request.drafts)[: end - request.computed]
         ready = [self.running[name] for name in batch.req_ids if name in wanted]
-        inputs = torch.tensor([tokens, positions], device=self.model.device)
+        inputs = torch.tensor([tokens, positions], device=self.runtime.device)
         with self.ranks.step(batch.req_ids, tokens, positions):
             logits = self._logits(batch, inputs, counts)
         nodes = self._draw(ready, logits, counts)
