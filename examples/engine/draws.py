@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from request import Request
 
-_MOST = 1 << 24
-"""Chances at once, 128 MiB in float64: the rows of larger steps are drawn in several parts."""
+_MOST = {"cpu": 1 << 18, "gpu": 1 << 24}
+"""Chances at once, in float64: 128 MiB on a GPU, and on a CPU those of its cache. Larger steps are drawn in several parts."""
 
 
 def draw_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
@@ -29,7 +29,8 @@ def draw_tokens(requests: Sequence[Request], logits: torch.Tensor) -> list[int]:
         # Pinned, so that the host sends it and the work on it while the model still runs.
         given = torch.tensor(warm, dtype=torch.float64, pin_memory=logits.is_cuda)
         given = given.to(logits.device, non_blocking=True)
-        for part in given.chunk(-(-len(warm) * logits.shape[1] // _MOST)):
+        most = _MOST["cpu" if logits.device.type == "cpu" else "gpu"]
+        for part in given.chunk(-(-len(warm) * logits.shape[1] // most)):
             rows = part[:, 0].long()
             tokens.index_copy_(0, rows, _drawn(logits[rows], *part[:, 1:, None].unbind(1)))
     # One copy to the host, which waits for the model.

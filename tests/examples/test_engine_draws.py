@@ -57,7 +57,7 @@ def mixed() -> tuple[list[Request], torch.Tensor]:
 
 @pytest.mark.parametrize("most", [1 << 24, 3000, 1])
 def test_each_row_draws_with_the_number_of_its_depth(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draws, "_MOST", most)
+    monkeypatch.setitem(draws._MOST, "cpu", most)
     requests, logits = mixed()
     assert draw_tokens(requests, logits) == one_by_one(requests, logits)
 
