@@ -115,6 +115,7 @@ class GraphState(NotCopied):
             has_states=bool(runtime.state_layers),
             device=runtime.device,
         )
+        self._views: dict[tuple[int, int], GraphInputBuffers] = {}
         if runtime.plan.context_parallel is not None and runtime.plan.sharded_layers:
             self._buffers = self._with_sharding(runtime.plan.context_parallel)
 
@@ -194,7 +195,11 @@ class GraphState(NotCopied):
             sizes = ", ".join(map(str, self.batch_sizes))
             limit = f"must be one of config.cudagraph_batch_sizes: {sizes}"
             raise BatchError("batch_size", batch_size, limit)
-        return self._buffers.first(batch_size, query_len)
+        key = batch_size, integer("query_len", query_len)
+        if key not in self._views:
+            # Kept, because each step asks for them.
+            self._views[key] = self._buffers.first(*key)
+        return self._views[key]
 
     def prepare_graph_input_buffers(
         self,
@@ -359,10 +364,10 @@ class GraphState(NotCopied):
 
     def _padded(self, buffers: GraphInputBuffers, batch: StepBatch) -> StepBatch:
         common, padding = batch.common, buffers.batch_size - batch.common.num_reqs
-        ends = (
-            common.num_actual_tokens
-            + torch.arange(1, padding + 1, dtype=torch.int32, device="cpu") * buffers.query_len
-        )
+        starts = np.empty(buffers.batch_size + 1, dtype=np.int32)
+        starts[: common.num_reqs + 1] = common.query_start_loc_cpu.numpy()
+        ends = np.arange(1, padding + 1) * buffers.query_len + common.num_actual_tokens
+        starts[common.num_reqs + 1 :] = ends
         step, sharded = batch.sharded, None
         if buffers.sharded is not None and step is not None:
             local = np.concatenate([step.local_lens_host, np.ones(padding, dtype=np.int32)])
@@ -370,7 +375,7 @@ class GraphState(NotCopied):
             sharded = buffers.sharded.step(local, by_row, for_capture=False)
         return self._batch(
             buffers,
-            torch.cat([common.query_start_loc_cpu, ends.int()]),
+            torch.from_numpy(starts),
             _extended(common.seq_lens_host, padding),
             common.seq_lens_host_exact,
             _host_rows(buffers, common, common.num_reqs, common.num_actual_tokens),

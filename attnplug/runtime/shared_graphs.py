@@ -21,6 +21,7 @@ from attnplug.runtime.batch.step_batch import HostRows, StepBatch
 from attnplug.runtime.graph_state import GraphState
 from attnplug.runtime.states.state_step import StateStep
 from attnplug.runtime.steps.forest_parts import (
+    CutTable,
     Paths,
     Rows,
     begins_of,
@@ -31,7 +32,7 @@ from attnplug.runtime.steps.forest_parts import (
 )
 from attnplug.runtime.steps.graph_buffers import GraphInputBuffers
 from attnplug.runtime.steps.prefix_sharing import SharingLayers, note_of, parts_of
-from attnplug.runtime.steps.shared_step import Held, SharedStep, arrays_of, shared_step
+from attnplug.runtime.steps.shared_step import Held, HeldDecodes, SharedStep, arrays_of, shared_step
 from attnplug.runtime.steps.twin_layers import Twins
 
 
@@ -137,20 +138,34 @@ class SharedGraphs(NotCopied):
         ]
         if not batch.trees and all(isinstance(forest, str) for _, forest in forests):
             return None
-        found: list[tuple[SharingLayers, list[tuple[Twins, Rows]], Paths | None]] = []
+        found: list[tuple[SharingLayers, Forest | None, list[tuple[Twins, Rows]], Paths | None]] = []
         for each, forest in forests:
             notes.append(note_of(each, forest, len(batch.trees)))
             # Each tree has a piece of its own, so that the rows of all are in order.
             nodes = forest if isinstance(forest, Forest) and shape is None else None
+            decodes = held[each.names[0]].decodes
+            if decodes is not None and decodes.forest is nodes:
+                found.append((each, nodes, [], None))
+                continue
             calls, paths = self._parts(key, shape, each, buffers, batch, nodes)
             if not calls:
                 return None
-            found.append((each, calls, paths))
+            found.append((each, nodes, calls, paths))
         plain = dataclasses.replace(batch, trees={}) if batch.trees else batch
         self._state.prepare_graph_input_buffers(buffers, plain, states=states)
         steps: dict[str, SharedStep] = {}
-        for each, calls, paths in found:
-            step = self._step(calls, paths, each, buffers, held[each.names[0]], None)
+        for each, nodes, calls, paths in found:
+            own = held[each.names[0]]
+            if own.decodes is not None and not calls:
+                spec = each.group.kv_cache_spec
+                table = buffers.block_tables[each.group.kv_cache_group_id]
+                grown = host.computed, buffers.seq_lens, table, spec.block_size, own.cut
+                own.decodes = own.decodes.grown(*grown)
+                step = own.decodes.shared_step()
+            else:
+                own.clear()
+                step = self._step(calls, paths, each, buffers, own, None)
+                own.decodes = HeldDecodes.of(nodes, step) if shape is None else None
             steps.update(dict.fromkeys(each.names, step))
         self._runtime.share_step(steps)
         self._runtime.prefix_sharing.notes = tuple(notes)
@@ -249,7 +264,7 @@ class SharedGraphs(NotCopied):
         blocks = np.array([self._state.max_model_len])
         width = width_of(blocks, each.group.kv_cache_spec.block_size)
         cut = torch.zeros(buffers.batch_size, width, dtype=torch.int32, device=tables.device)
-        return Held(numbers, cut)
+        return Held(numbers, CutTable(cut))
 
     def _step(
         self,

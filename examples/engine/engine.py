@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from draws import draw_tokens
 from graphs import GraphSteps, batch_sizes
 from model import page_model
 from pages import Pages
@@ -190,8 +191,8 @@ class Engine:
             end = request.computed + counts.get(request.name, 0)
             tokens += (request.tokens[request.computed : end] + request.drafts)[: end - request.computed]
         ready = [self.running[name] for name in batch.req_ids if name in wanted]
-        inputs = torch.tensor([tokens, positions], device=self.model.device)
-        with self.ranks.step(str((batch.req_ids, tokens, positions))):
+        inputs = torch.tensor([tokens, positions], device=self.runtime.device)
+        with self.ranks.step(batch.req_ids, tokens, positions):
             logits = self._logits(batch, inputs, counts)
         nodes = self._draw(ready, logits, counts)
         kept = {name: nodes[name] for name in trees}
@@ -201,11 +202,8 @@ class Engine:
             self.states.finish(counts)
         self.steps += 1
         for name, count in counts.items():
-            request, before = self.running[name], self.running[name].computed // self.pages.size
-            request.computed += count
-            self.pages.add_keys(request.keys, request.tokens)
-            for page in range(before, request.computed // self.pages.size):
-                self.pages.store(request.keys[page], request.pages[page])
+            request = self.running[name]
+            self._advance(request, count)
             if self.states is not None and not request.error:
                 self.states.store(name, request.keys)
         for request in ready:
@@ -242,30 +240,35 @@ class Engine:
 
         Gives the last accepted node of each request: 0 is its last token.
         """
-        row, likeliest, is_finite = 0, logits.argmax(-1).tolist(), logits.amax(-1).isfinite().tolist()
-        nodes = dict.fromkeys(counts, 0)
+        drawn, row, nodes = draw_tokens(ready, logits), 0, dict.fromkeys(counts, 0)
         for request in ready:
-            end = row + len(request.drafts) + 1
-            if not all(is_finite[row:end]):
+            tokens = drawn[row : row + len(request.drafts) + 1]
+            row += len(tokens)
+            if -1 in tokens:
                 request.error = "the model gave logits of NaN or infinity"
                 counts[request.name] -= len(request.drafts)
-                row = end
                 continue
             # A draft is kept if it is the token that would be drawn without drafts, from the same random numbers.
             node, kept = 0, 0
-            while (token := request.draw(likeliest[row + node], logits[row + node])) in request.children(
-                node
-            ):
-                if request.is_done:
-                    break
-                node, kept = request.children(node)[token], kept + 1
+            request.append(tokens[node])
+            while not request.is_done and tokens[node] in (children := request.children(node)):
+                node, kept = children[tokens[node]], kept + 1
+                request.append(tokens[node])
             nodes[request.name] = node
             counts[request.name] -= len(request.drafts) - kept
-            row = end
             self.drawn += kept + 1
             self.accepted += kept
             self.drafted += len(request.drafts)
         return nodes
+
+    def _advance(self, request: Request, count: int) -> None:
+        """Count tokens as computed, and store the pages that they filled."""
+        before, request.computed = request.computed, request.computed + count
+        full = range(before // self.pages.size, request.computed // self.pages.size)
+        if full:
+            self.pages.add_keys(request.keys, request.tokens)
+        for page in full:
+            self.pages.store(request.keys[page], request.pages[page])
 
     def _schedule(self) -> dict[str, int]:
         """The number of tokens of each request to run: first for those running, then for those that still fit."""
@@ -344,7 +347,8 @@ class Engine:
 
     def _grow(self, request: Request, length: int) -> bool:
         """Give a request the pages that `length` tokens need, if they are free."""
-        pages = self.pages.allocate(max(0, -(-length // self.pages.size) - len(request.pages)))
+        missing = -(-length // self.pages.size) - len(request.pages)
+        pages = self.pages.allocate(missing) if missing > 0 else []
         if pages:
             request.pages += pages
             if request.name in self.running:

@@ -88,7 +88,7 @@ class GraphSteps:
         length = common.max_query_len
         if size is None or length not in (1, len(self.parents)) or size * length > self._most:
             return None
-        if (common.query_start_loc_cpu.diff() != length).any():
+        if common.num_actual_tokens != length * common.num_reqs:
             return None
         is_tree = length > 1 and self.is_tree
         if is_tree is not bool(batch.trees):

@@ -28,9 +28,9 @@ class Ranks:
     tokens: ContextParallel | None = None
     watch: RankWatch | None = None
 
-    def step(self, digest: str) -> contextlib.AbstractContextManager[None]:
-        """Run the block as one step of all ranks; see RankWatch."""
-        return contextlib.nullcontext() if self.watch is None else self.watch.step(digest)
+    def step(self, *parts: object) -> contextlib.AbstractContextManager[None]:
+        """Run the block as one step of all ranks, of which each has the same `parts`; see RankWatch."""
+        return contextlib.nullcontext() if self.watch is None else self.watch.step(str(parts))
 
     def own_part(self, spec: LayerSpec) -> LayerSpec:
         """The layer with the heads of this rank."""

@@ -1,9 +1,10 @@
-"""A request of the engine: its tokens and pages, the drafts of its next tokens, and how one is drawn."""
+"""A request of the engine: its tokens and pages, the drafts of its next tokens, and the numbers that draw them."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,7 @@ class Request:
     """`tokens` are prompt and output, which a token of `stop` ends, or an `error`; `pages` hold K and V of `computed`.
 
     A step verifies `drafts`, guesses of the next tokens: a chain, or with `parents` a tree. `places` says where each pair
-    of tokens was.
+    of tokens was. `ahead` are numbers of the `generator` that no token has used yet.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Request:
     pages: list[Page] = dataclasses.field(default_factory=list)
     keys: list[bytes] = dataclasses.field(default_factory=list)
     generator: torch.Generator = dataclasses.field(default_factory=torch.Generator)
+    ahead: deque[float] = dataclasses.field(default_factory=deque)
 
     @property
     def output(self) -> list[int]:
@@ -43,11 +45,8 @@ class Request:
     @property
     def is_done(self) -> bool:
         """Whether the last token drawn, or an error, ends the output."""
-        return (
-            bool(self.error)
-            or len(self.output) >= self.max_tokens
-            or not self.stop.isdisjoint(self.output[-1:])
-        )
+        count = len(self.tokens) - self.prompt_len
+        return bool(self.error) or count >= self.max_tokens or (count > 0 and self.tokens[-1] in self.stop)
 
     def look_up(self, count: int) -> list[int]:
         """`count` tokens that followed the last two tokens before, over and over; none if these are new."""
@@ -94,12 +93,23 @@ class Request:
         self.placed = max(self.placed, len(self.tokens))
         return self.places.get(tuple(self.tokens[-2:]), [])
 
-    def draw(self, likeliest: int, logits: torch.Tensor) -> int:
-        """The next token, appended: the likeliest, or one drawn by the request's own generator."""
+    def depths(self) -> list[int]:
+        """How many drafts are on the path to each row: 0 for the last token, and for each draft its own counts."""
+        found = [0]
+        for parent in self.parents[1:] or range(len(self.drafts)):
+            found.append(found[parent] + 1)
+        return found
+
+    def numbers(self, count: int) -> list[float]:
+        """The next numbers in 0 .. 1 of the request's own generator; each token that is appended uses one."""
+        if len(self.ahead) < count:
+            # One call gives more numbers in the same time, and always in the same order.
+            more = torch.rand(count + 32, dtype=torch.float64, generator=self.generator)
+            self.ahead.extend(more.tolist())
+        return list(itertools.islice(self.ahead, count))
+
+    def append(self, token: int) -> None:
+        """Add a token that was drawn."""
+        self.tokens.append(token)
         if self.temperature > 0:
-            # One number comes to the host, and not the chances of all tokens.
-            ends = (logits.double() / self.temperature).softmax(-1).cumsum(-1)
-            place = torch.rand((), dtype=torch.float64, generator=self.generator).to(ends.device) * ends[-1]
-            likeliest = int(torch.searchsorted(ends, place, right=True))
-        self.tokens.append(likeliest)
-        return likeliest
+            self.ahead.popleft()

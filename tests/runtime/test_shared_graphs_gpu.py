@@ -115,3 +115,46 @@ def test_replays_of_one_graph_verify_trees(kind: str) -> None:
         shares.begin_step(batch)
         expected = shares.forward("0", *given)
         torch.testing.assert_close(found, expected[:count], rtol=2e-2, atol=4e-3)
+
+
+def test_replays_follow_decodes_of_the_same_requests() -> None:
+    """The graph's memory is right after new blocks, steps without the graph, and a request that ends."""
+    spec = LAYERS["full"]
+    shares, plain = runtimes(spec)
+    graphs = SharedGraphs(shares, GraphState(shares))
+    given, graph = drawn(spec, REQUESTS), torch.cuda.CUDAGraph()
+    with graphs.capture(REQUESTS):
+        shares.forward("0", *given)
+        with torch.cuda.graph(graph):
+            output = shares.forward("0", *given)
+    both, blocks = [runtime.step_batch_builder() for runtime in (shares, plain)], iter(range(1, 4096))
+    stem = [next(blocks) for _ in range(20)]
+    computed = {str(number): 20 * SIZE + number for number in range(REQUESTS)}
+    for name, tokens in computed.items():
+        held = [*stem, next(blocks)]
+        for builder in both:
+            builder.add_request(name, [held], tokens)
+    for step in range(40):
+        if step == 25:
+            del computed["3"]
+            for builder in both:
+                builder.remove_request("3")
+        for name in [name for name, tokens in computed.items() if tokens % SIZE == 0 and step]:
+            new = [next(blocks)]
+            for builder in both:
+                builder.append_blocks(name, [new])
+        for each in given:
+            each.normal_()
+        batch, other = (builder.step(1) for builder in both)
+        plain.begin_step(other)
+        expected = plain.forward("0", *given)
+        if step % 7 == 3:
+            shares.begin_step(batch)
+            shares.forward("0", *given)
+        assert graphs.prepare(batch) == SharedGraph(REQUESTS)
+        graph.replay()
+        count = batch.common.num_actual_tokens
+        torch.testing.assert_close(output[:count], expected[:count], rtol=2e-2, atol=4e-3)
+        for builder in both:
+            builder.finish_step()
+        computed = {name: tokens + 1 for name, tokens in computed.items()}

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.runtime.batch.draft_trees import DraftTree, TreeShape
 from attnplug.runtime.batch.engine_values import Ints
@@ -53,7 +54,7 @@ class Rows(NamedTuple):
         size: int,
         step_table: torch.Tensor,
         causal: bool,
-        cut: torch.Tensor | None = None,
+        cut: CutTable | None = None,
         longest: int | None = None,
     ) -> CommonAttentionMetadata:
         """The batch for a builder, which writes nothing.
@@ -64,7 +65,7 @@ class Rows(NamedTuple):
             size: tokens of a block.
             step_table: int32 `[R, max_blocks]`, of the step on the device.
             causal: of the layers.
-            cut: where the table of the rest is written; None for a new tensor.
+            cut: where the table of the rest is written, of all requests in order; None for a new tensor.
             longest: tokens of the longest request that a graph serves, for its capture; None for a step.
         """
         starts, lens, table, _ = sent
@@ -73,8 +74,11 @@ class Rows(NamedTuple):
             # Values that builders derive from lengths must fit each replay.
             lengths = np.full_like(lengths, longest)
         if self.is_rest:
-            width = width_of(self.lengths, size) if cut is None else cut.shape[1]
-            table = _cut(step_table, table, width, cut)
+            width, rows = width_of(self.lengths, size), table[:, :1]
+            if cut is None:
+                table = step_table[rows, _columns(table, width, step_table.shape[1])]
+            else:
+                table = cut.filled(step_table, table, width)
         keys: dict[str, Any] = {}
         if not causal:
             keys = {"encoder_seq_lens": lens, "encoder_seq_lens_cpu": lengths}
@@ -101,14 +105,39 @@ def width_of(lengths: Ints, size: int) -> int:
     return max(1 << (blocks - 1).bit_length(), 16) if blocks else 16
 
 
-def _cut(
-    table: torch.Tensor, places: torch.Tensor, width: int, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The blocks `[r, width]` of rows of a table from a column on; those past the table are any."""
-    rows, first = places[:, :1], places[:, 1:]
-    columns = (first + torch.arange(width, device=table.device)).clamp_(max=table.shape[1] - 1)
-    found = table[rows, columns]
-    return found if out is None else out.copy_(found)
+def _columns(places: torch.Tensor, width: int, most: int) -> torch.Tensor:
+    """The columns `[r, width]` of a table of `most` columns, for rests `places` as in `Rows`; the last for those past it."""
+    return (places[:, 1:] + torch.arange(width, device=places.device)).clamp_(max=most - 1)
+
+
+class CutTable(NotCopied):
+    """The table of the rest of requests in memory that a graph reads, of which a step fills the columns that it needs.
+
+    Args:
+        table: int32 `[R, max_blocks]`; columns past the blocks of all requests have any numbers of blocks.
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+        self._columns: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """Let the next step have other `places`."""
+        self._columns = None
+
+    def filled(self, step_table: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+        """The table of a step.
+
+        Args:
+            step_table: int32 `[R, max_blocks]`, of all blocks of the requests.
+            places: int64 `[R, 2]` as in `Rows`, always the same between two calls of `forget`.
+            width: the columns of the longest rest.
+        """
+        width = min(width, self._table.shape[1])
+        if self._columns is None or self._columns.shape[1] < width:
+            self._columns = _columns(places, width, step_table.shape[1])
+        torch.gather(step_table, 1, self._columns, out=self._table[:, : self._columns.shape[1]])
+        return self._table
 
 
 def to_device(
@@ -188,7 +217,9 @@ def piece_rows(
             parts.append((np.array([request]), request, int(kept[request]), left))
     if not parts:
         return None
-    rows = [rows_of(readers, starts) for readers, *_ in parts]
+    # The rows of decodes are the requests themselves.
+    is_decode = bool((host.scheduled == 1).all())
+    rows = [readers if is_decode else rows_of(readers, starts) for readers, *_ in parts]
     # Builders with a threshold want short queries first.
     order = sorted(range(len(parts)), key=lambda part: rows[part].size)
     lengths = np.array([parts[part][3] for part in order])

@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attnplug._system.one_commit import NotCopied
 from attnplug.core.metadata import AttentionMetadata
 from attnplug.ops.checks import pages_of
 from attnplug.ops.merging import rows_into
 from attnplug.ops.paths import paths_into
 from attnplug.runtime.batch.engine_values import Ints
-from attnplug.runtime.steps.forest_parts import ARRAYS_OF_ROWS, Paths, Rows, merge_lists, to_device
+from attnplug.runtime.batch.forest import Forest
+from attnplug.runtime.steps.forest_parts import ARRAYS_OF_ROWS, CutTable, Paths, Rows, merge_lists, to_device
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 from attnplug.runtime.steps.step_checks import refuse_output_scales
 from attnplug.runtime.steps.twin_layers import Twins
@@ -30,6 +32,9 @@ class CallPart(NamedTuple):
     rows: torch.Tensor | None
     """int64 `[n]`; None for the first rows of the step in their order."""
     num_rows: int
+    batch: Rows
+    sent: list[torch.Tensor]
+    """`batch.arrays()` on the device."""
 
     def attend(
         self, layer: RuntimeLayer, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
@@ -113,16 +118,77 @@ class SharedStep:
         output[:tokens] = whole[:tokens]
 
 
-class Held(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class Held(NotCopied):
     """What the graph of a shared step reads, in memory that stays.
 
     Args:
         numbers: uint8, of all lists and lengths.
-        cut: int32 `[R, max_blocks]`, the table of the rest.
+        cut: the table of the rest.
+        decodes: those that the memory has; None for trees, or for none yet.
     """
 
     numbers: torch.Tensor
-    cut: torch.Tensor
+    cut: CutTable
+    decodes: HeldDecodes | None = None
+
+    def clear(self) -> None:
+        """Let the next step fill all of the memory."""
+        self.decodes = None
+        self.cut.forget()
+
+
+class HeldDecodes(NamedTuple):
+    """Decodes in the memory of a graph. While the same requests share the same blocks, only lengths and blocks of the rest change.
+
+    Args:
+        forest: what the requests share; None for nothing.
+        step: as it was filled first.
+        rest: the call of the rest of all requests, in order.
+        pieces: the call of shared blocks.
+        builds: those of the twins of the pieces, up to the one for this step.
+    """
+
+    forest: Forest | None
+    step: SharedStep
+    rest: CallPart
+    pieces: CallPart
+    builds: int
+
+    @classmethod
+    def of(cls, forest: Forest | None, step: SharedStep) -> HeldDecodes:
+        """Decodes that were just built, of a rest and pieces."""
+        rest, pieces = (part for part in step.parts if isinstance(part, CallPart))
+        return cls(forest, step, rest, pieces, pieces.twins.builds)
+
+    def grown(
+        self, computed: Ints, seq_lens: torch.Tensor, table: torch.Tensor, size: int, cut: CutTable
+    ) -> HeldDecodes:
+        """The next decodes of the same requests, in the same memory.
+
+        Args:
+            computed: int64, the computed tokens of the requests; those of padding come after them and have none.
+            seq_lens: int32 `[R]`, the tokens of all on the device.
+            table: as that of `shared_step`.
+            size: tokens of a block.
+            cut: of the graph.
+        """
+        (rest, pieces), sent = (self.rest, self.pieces), self.rest.sent
+        lengths, reqs = np.ones_like(rest.batch.lengths), computed.size
+        lengths[:reqs] += computed - rest.batch.table[:reqs, 1] * size
+        _, lens, places, _ = sent
+        torch.sub(seq_lens, places[:, 1], alpha=size, out=lens)
+        batch = rest.batch._replace(lengths=lengths)
+        rest = rest._replace(metadata=rest.twins.build(batch, sent, table, cut))
+        if pieces.twins.builds != self.builds:
+            # Another step has used the builder's memory since.
+            metadata = pieces.twins.build(pieces.batch, pieces.sent, table)
+            pieces = pieces._replace(metadata=metadata)
+        return self._replace(rest=rest, pieces=pieces, builds=pieces.twins.builds)
+
+    def shared_step(self) -> SharedStep:
+        """The step of these decodes."""
+        return dataclasses.replace(self.step, parts=(self.rest, self.pieces))
 
 
 def shared_step(
@@ -157,7 +223,8 @@ def shared_step(
     for twins, rows in calls:
         given = list(itertools.islice(sent, ARRAYS_OF_ROWS))
         metadata = twins.build(rows, given, table, None if held is None else held.cut, longest)
-        parts.append(CallPart(twins, metadata, _unless_first(rows.rows, given[-1]), rows.rows.size))
+        at = _unless_first(rows.rows, given[-1])
+        parts.append(CallPart(twins, metadata, at, rows.rows.size, rows, given))
     return SharedStep((*parts, *last), slots, starts, entries)
 
 

@@ -18,7 +18,7 @@ from attnplug.core.prefix_sharing import piece_spec, rest_spec
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.registry.selection.decision import Decision
 from attnplug.runtime.steps.attention_groups import AttentionGroup, share_workspace
-from attnplug.runtime.steps.forest_parts import Rows
+from attnplug.runtime.steps.forest_parts import CutTable, Rows
 from attnplug.runtime.steps.runtime_layer import RuntimeLayer
 
 
@@ -48,6 +48,8 @@ class Twins:
         device: torch.device,
     ) -> None:
         self.backend = group.backend
+        self.builds = 0
+        """Calls of the builder, each of which may write to memory that graphs read."""
         self.impls: dict[str, AttentionImpl[Any]] = {}
         for name in names:
             layer, spec = layers[name], spec_of(layers[name].spec)
@@ -72,10 +74,12 @@ class Twins:
         rows: Rows,
         sent: Sequence[torch.Tensor],
         step_table: torch.Tensor,
-        cut: torch.Tensor | None = None,
+        cut: CutTable | None = None,
         longest: int | None = None,
     ) -> AttentionMetadata:
         """The metadata of one part of a step, or with `longest` of its capture; arguments as `Rows.common`."""
+        # Counted first, because a builder that raises may have written to its memory.
+        self.builds += 1
         form = self._size, step_table, self.is_causal, cut, longest
         common = rows.common(sent, self._no_slots, *form)
         method = "build" if longest is None else "build_for_cudagraph_capture"
