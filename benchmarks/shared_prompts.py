@@ -1,7 +1,8 @@
 """The example engine, with graphs on a GPU, where requests share prompts or draft trees; ratios are of one run.
 
-`python benchmarks/shared_prompts.py --json FILE` on a GPU: Qwen3-8B's shape with made-up weights, or `--tiny` anywhere. Three loads:
-128 requests on 8 system prompts, 16 rollouts of each of 2 prompts, and 16 requests with drafts.
+`python benchmarks/shared_prompts.py --json FILE` on a GPU: Qwen3-8B's shape with made-up weights, or `--tiny` anywhere. The loads:
+128 requests on 8 system prompts, 16 rollouts of each of 2 prompts, the same with as many KV heads as OLMo 2 7B, and 16
+requests with drafts. `--only TEXT` runs those with this text in their names.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +49,8 @@ TINY: dict[str, Any] = {
     "head_dim": 16,
     "vocab_size": 512,
 }
+OLMO: dict[str, Any] = {"intermediate_size": 11008, "num_key_value_heads": 32, "vocab_size": 100352}
+"""What OLMo 2 7B has otherwise: four times the keys and values, so that attention is most of a step."""
 OFTEN = 256
 """The vocabulary of the load with drafts: a model with so few tokens and made-up weights repeats itself."""
 
@@ -216,6 +220,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--layers", type=int, help="of the model (default: 36, tiny 2)")
     parser.add_argument("--dtype", help="of the weights (default: bfloat16, tiny float32)")
     parser.add_argument("--tokens", type=int, help="to draw for each request (default: 128, tiny 12)")
+    parser.add_argument("--only", default="", help="loads whose names have this text")
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--json", type=pathlib.Path, help="write the figures here")
     options = parser.parse_args(arguments)
@@ -231,20 +236,28 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "tokens of a request": scale.tokens,
         "graphs": scale.graphs and scale.device != "cpu",
     }
+    rollouts = "16 rollouts of each of 2 prompts of 4k tokens"
+    loads: dict[str, tuple[dict[str, Any], Callable[[Qwen3ForCausalLM], dict[str, Any]]]] = {
+        "128 requests on 8 system prompts of 4k tokens": (
+            {},
+            lambda model: shared_reads(model, scale, 128, 8, scale.length(128)),
+        ),
+        # Rollouts are drawn, so that they differ.
+        rollouts: ({}, lambda model: shared_reads(model, scale, 32, 2, 0, 1.0)),
+        f"{rollouts}, 32 KV heads": (
+            {} if scale.is_tiny else OLMO,
+            lambda model: shared_reads(model, scale, 32, 2, 0, 1.0),
+        ),
+        f"drafts for 16 requests, a vocabulary of {OFTEN}": (
+            {"vocab_size": OFTEN},
+            lambda model: drafts(model, scale),
+        ),
+    }
     with torch.inference_mode():
-        model = model_of(scale)
-        loads = {
-            "128 requests on 8 system prompts of 4k tokens": (128, 8, scale.length(128)),
-            "16 rollouts of each of 2 prompts of 4k tokens": (32, 2, 0),
-        }
-        for name, (count, prompts, own) in loads.items():
-            # Rollouts are drawn, so that they differ.
-            found[name] = shared_reads(model, scale, count, prompts, own, 0.0 if own else 1.0)
-            print(name, json.dumps(found[name], indent=1), flush=True)
-        del model
-        name = f"drafts for 16 requests, a vocabulary of {OFTEN}"
-        found[name] = drafts(model_of(scale, vocab_size=OFTEN), scale)
-        print(name, json.dumps(found[name], indent=1), flush=True)
+        for name, (changes, run) in loads.items():
+            if options.only in name:
+                found[name] = run(model_of(scale, **changes))
+                print(name, json.dumps(found[name], indent=1), flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     return found
