@@ -10,11 +10,13 @@ import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import attnplug
 from attnplug.backends.triton.ahead.chips import Chip, chip_of
 from attnplug.backends.triton.ahead.compiling import compile_all
 from attnplug.backends.triton.ahead.pretended import pretended
+from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.core.compiled import CompiledKernel
 from attnplug.core.config import BuilderConfig
 from attnplug.core.features import Feature
@@ -87,6 +89,11 @@ def launches(
         for layer, backend, _ in distinct_layers(runtime):
             for shape in _shapes(runtime, phase):
                 run_step(runtime, layer, backend, shape)
+            # Extends divide their keys in steps of so few tokens, and do not in larger ones.
+            with mock.patch.object(BoundLayer, "fills_gpu", return_value=True):
+                for shape in _shapes(runtime, phase):
+                    if shape.phase is Phase.PREFILL and shape.computed:
+                        run_step(runtime, layer, backend, shape)
     return found | forms
 
 
