@@ -1,14 +1,14 @@
 """Attention on a GPU: attnplug's backends and the kernel libraries called directly, in one process.
 
     python benchmarks/attention.py --suite core --backends TRITON,peers --json core.json
-    python benchmarks/attention.py --suite serving --backends TRITON,TRITON.decode_split=requests,peers --json serving.json
+    python benchmarks/attention.py --suite serving --backends TRITON,FLASHINFER.prefill_backend=fa3,peers --json serving.json
     python benchmarks/attention.py --suite serving --kinds extend --backends "TRITON,FlashAttention 4" --json serving.json
     python benchmarks/attention.py --suite serving --smoke      # without a GPU and without times: small cells are right
 
 Ceilings first (copy, matrix product on random data), then every cell: correctness, then times of all
 contenders in turn, decodes by graph replay and prefills as calls, behind a sleeping GPU and over more KV than the L2
 holds. The environment variable FLASHINFER_PREFILL says which template the peer FlashInfer prefills on. A contender
-may be a backend with one option, such as TRITON.decode_split=requests.
+may be a backend with one option, such as FLASHINFER.prefill_backend=fa3.
 
 A run of several minutes can be cut into calls: `--kinds ragged,speculative` measures parts of a suite, `--cells TEXT`
 cells whose names contain the text. The file of `--json` is written after each part. It keeps the cells that an earlier
@@ -169,7 +169,7 @@ def goals_of(suite: str, cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         # Further contenders have only the cells that were measured.
         return [goal for name, goal in judged if name == own[0] or goal["met"] is not None]
     goals = judge(cells) if "TRITON" in own else []
-    return [*goals, *judge_even(cells), *judge_libraries(cells, own)]
+    return [*goals, *judge_libraries(cells, own)]
 
 
 def goal_in_words(goal: dict[str, Any]) -> str:
@@ -335,21 +335,6 @@ def judge(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[st
         value = by_name["both"]["us"][name] / parts
         goal("mixed batch against its parts", value, "<= 1.05", value <= 1.05)
     return found
-
-
-def judge_even(cells: Sequence[dict[str, Any]], name: str = "TRITON") -> list[dict[str, Any]]:
-    """The factor by which even decodes take longer than with keys divided per request, where both are measured."""
-    before, kinds = f"{name}.decode_split=requests", ("decode", "skew", "window", "fp8", "feature")
-    ratios = {
-        cell["cell"]: cell["us"][name] / cell["us"][before]
-        for cell in cells
-        if cell["kind"] in kinds and {name, before} <= cell["us"].keys()
-    }
-    if not ratios:
-        return []
-    worst = max(ratios, key=ratios.__getitem__)
-    title = f"even decodes against {before}, most ({worst})"
-    return [{"name": title, "value": ratios[worst], "goal": "<= 1.01", "met": ratios[worst] <= 1.01}]
 
 
 THROUGH = {"FLASHINFER": "FlashInfer", "FLASH_ATTN_4": "FlashAttention 4", "FLASH_ATTN_2": "FlashAttention 2"}

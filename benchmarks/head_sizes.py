@@ -97,23 +97,22 @@ def cell_checks(target: Target) -> Iterator[Check]:
 
 
 def check_cell(target: Target, cell: Cell) -> None:
-    """Run the steps of the cell's phase, with every number of heads and every way to divide decodes.
+    """Run the steps of the cell's phase, with every number of heads.
 
     Raises:
         ConformanceError: a number is wrong; the text names the step.
     """
-    for step, (heads, kv_heads), options in forms(target.backend, cell):
+    for step, (heads, kv_heads) in forms(cell):
         spec = spec_of(cell).replace(num_heads=heads, num_kv_heads=kv_heads)
         if target.reasons(spec):
             continue
-        words = f"{step.name} with {heads} heads over {kv_heads}{'' if options is None else f', {options}'}"
         try:
-            check_step(target, spec, step, options)
+            check_step(target, spec, step)
         except Exception as problem:
-            raise ConformanceError(f"{words}: {problem}") from problem
+            raise ConformanceError(f"{step.name} with {heads} heads over {kv_heads}: {problem}") from problem
 
 
-def check_step(target: Target, spec: Any, step: Step, options: Any) -> None:
+def check_step(target: Target, spec: Any, step: Step) -> None:
     """Compare one step with the oracle."""
     from attnplug.testing import paged_batch, run_batch
     from attnplug.testing.conformance.harness import Output
@@ -124,21 +123,17 @@ def check_step(target: Target, spec: Any, step: Step, options: Any) -> None:
     batch = paged_batch(
         spec, step.new, step.tokens, device=target.torch_device, backend=serving, padding=3, **scales
     )
-    if wrong := difference(batch, Output(*run_batch(serving, batch, options=options))):
+    if wrong := difference(batch, Output(*run_batch(serving, batch))):
         raise ConformanceError(wrong)
 
 
-def forms(backend: type[AttentionBackend], cell: Cell) -> Iterator[tuple[Step, tuple[int, int], Any]]:
-    """Steps of a cell, each with numbers of heads and options."""
+def forms(cell: Cell) -> Iterator[tuple[Step, tuple[int, int]]]:
+    """Steps of a cell, each with numbers of heads."""
     usual = OTHER_HEADS[0] if cell.block_size == 8 else USUAL_HEADS
     for step in STEPS[cell.phase]:
-        yield step, usual, None
+        yield step, usual
         if cell.kv_cache_dtype != "auto" and cell.phase == "prefill" and step.is_large:
-            yield from ((step, heads, None) for heads in OTHER_HEADS)
-    if backend.get_name() == "TRITON" and cell.dtype == "bfloat16" and cell.block_size == 16:
-        # Another kernel decodes then.
-        options = backend.Options(decode_split="requests") if backend.Options else None
-        yield STEPS[cell.phase][0], usual, options
+            yield from ((step, heads) for heads in OTHER_HEADS)
 
 
 class Progress:

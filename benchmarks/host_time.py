@@ -40,13 +40,13 @@ Launch = tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]
 @contextlib.contextmanager
 def kernels(do: Callable[..., None]) -> Iterator[None]:
     """Inside, `do(kernel, grid, arguments, options)` replaces every launch."""
-    from attnplug.backends.triton.kernels.decode import decode_kernel
+    from attnplug.backends.triton.kernels.prefill import prefill_kernel
 
     def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **options: do(kernel, grid, arguments, options)
 
     # Triton's methods are inherited: what is set here is removed again.
-    kind: Any = type(decode_kernel)
+    kind: Any = type(prefill_kernel)
     kind.__getitem__, before = getitem, kind.__getitem__
     try:
         yield

@@ -1,10 +1,10 @@
 """Launch parameters of TRITON's kernels on this GPU: every candidate of every cell, checked, then timed.
 
-    python benchmarks/tune_triton.py --json tuned.json
+    python benchmarks/tune_triton.py --json tuned.json                # both of the next
     python benchmarks/tune_triton.py --shares --json shares.json      # the launches of equal shares, on real batches
     python benchmarks/tune_triton.py --prefill --json prefill.json    # prompts and extends, in about three minutes
 
-Each cell prints its best candidates, and what `attnplug.backends.triton.launch` gives today.
+Each cell prints its best candidates, and what `launch.py` or `share_launch.py` gives today.
 """
 
 from __future__ import annotations
@@ -28,13 +28,10 @@ from paged_layers import Cell, PagedLayer, graph_us
 from serving import SERVING
 
 from attnplug.backends.triton import TritonBackend, bindings
-from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import (
-    DecodeLaunch,
     Gpu,
     PrefillLaunch,
     Specialized,
-    decode_launch,
     prefill_launch,
     tile_parts,
     tile_side,
@@ -45,57 +42,28 @@ from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 SHARED_MEMORY = 230_000
 H200 = Gpu(132, SHARED_MEMORY, has_warp_groups=True)
 REGISTERS = 65_536
-FP8 = (("kv_cache_dtype", "fp8"),)
 
 
-def decodes(heads: tuple[int, int, int], batch: int, length: int, fields: Any = ()) -> Cell:
-    name = f"decode {heads} {batch} x {length}{' fp8' if fields else ''}"
-    return Cell(name, "decode", heads, (1,) * batch, (length,) * batch, fields)
+def decodes(heads: tuple[int, int, int], batch: int, length: int) -> Cell:
+    return Cell(f"decode {heads} {batch} x {length}", "decode", heads, (1,) * batch, (length,) * batch)
 
 
-def prefills(heads: tuple[int, int, int], batch: int, length: int, fields: Any = ()) -> Cell:
+def prefills(heads: tuple[int, int, int], batch: int, length: int) -> Cell:
     name = f"prefill {heads} {batch} x {length}"
-    return Cell(name, "prefill", heads, (length,) * batch, (length,) * batch, fields)
-
-
-CELLS = [
-    decodes((32, 8, 128), 64, 8192),
-    decodes((32, 8, 128), 8, 32768),
-    decodes((32, 8, 128), 1, 8192),
-    decodes((32, 8, 128), 256, 1024),
-    decodes((32, 8, 128), 48, 8192),
-    decodes((32, 8, 128), 100, 8192),
-    decodes((64, 8, 128), 64, 8192),
-    decodes((32, 4, 128), 64, 8192),
-    decodes((8, 1, 128), 8, 32768),
-    decodes((8, 1, 128), 64, 8192),
-    decodes((16, 8, 256), 64, 8192),
-    decodes((16, 8, 256), 1, 8192),
-    decodes((64, 8, 64), 64, 8192),
-    decodes((64, 8, 64), 100, 8192),
-    decodes((64, 8, 64), 1, 8192),
-    decodes((32, 8, 128), 64, 8192, FP8),
-    decodes((32, 8, 128), 1, 8192, FP8),
-    prefills((32, 8, 128), 1, 16384),
-    prefills((32, 8, 128), 4, 4096),
-    prefills((64, 8, 64), 1, 16384),
-    prefills((16, 8, 256), 1, 16384),
-]
+    return Cell(name, "prefill", heads, (length,) * batch, (length,) * batch)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Tune the launches of TRITON on this GPU.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cells", type=int, nargs="+", help="numbers of the cells")
-    parser.add_argument("--shares", action="store_true", help="equal shares, on the cells of serving.py")
-    parser.add_argument(
-        "--prefill", action="store_true", help="prompts and extends of serving.py, few candidates"
-    )
+    parser.add_argument("--shares", action="store_true", help="only equal shares")
+    parser.add_argument("--prefill", action="store_true", help="only prompts and extends")
     parser.add_argument("--given", action="store_true", help="prefill of the keys given, not of pages")
     parser.add_argument("--jobs", type=int, default=14, help="processes that compile")
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
-    cells = SHARED if options.shares else PREFILLED if options.prefill else CELLS
+    cells = SHARED if options.shares else PREFILLED if options.prefill else SHARED + PREFILLED
     chosen = [cell for number, cell in enumerate(cells) if not options.cells or number in options.cells]
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         # Other processes fill Triton's cache on disk: compiling is most of the work.
@@ -131,27 +99,8 @@ PREFILLED = [
 
 
 def candidates(cell: Cell) -> list[Any]:
-    """The choice of launch.py today, then all others that fit the GPU."""
-    heads, kv_heads, size = cell.heads
-    if cell in SHARED:
-        return share_candidates(cell)
-    if cell.is_prefill:
-        return prefill_candidates(cell)
-    itemsize = 1 if cell.spec.has_quantized_kv_cache else 2
-    programs = len(cell.seq_lens) * kv_heads
-    few = programs < 2 * H200.multiprocessors
-    now = decode_launch(size, itemsize, heads // kv_heads, programs, H200)
-    found = [
-        DecodeLaunch(n, warps, stages, waves, max(n, 128), registers(warps, resident))
-        for n, warps, stages, resident, waves in itertools.product(
-            (32, 64, 128), (4, 8), (2, 3), (None, 2, 3, 4), (1, 2, 3) if few else (1, 4, 8)
-        )
-        if n * size * itemsize * 2 * (stages - 1) * (resident or 1) <= SHARED_MEMORY
-        and (resident is None or resident >= waves or not few)
-        and n // warps >= 8
-        and n * size // warps <= 8192
-    ]
-    return [now, *found]
+    """Today's choice, then all others that fit the GPU."""
+    return share_candidates(cell) if cell in SHARED else prefill_candidates(cell)
 
 
 def prefill_candidates(cell: Cell) -> list[Any]:
@@ -253,7 +202,7 @@ def compiled_as(cell: Cell) -> Cell:
 
 @contextlib.contextmanager
 def launching(candidate: Any) -> Iterator[None]:
-    names = {DecodeLaunch: "decode_launch", PrefillLaunch: "prefill_launch", ShareLaunch: "share_launch"}
+    names = {PrefillLaunch: "prefill_launch", ShareLaunch: "share_launch"}
     # A launch of shares is measured where prefill's would be chosen too.
     is_whole = not isinstance(candidate, ShareLaunch)
     with (
@@ -263,13 +212,9 @@ def launching(candidate: Any) -> Iterator[None]:
         yield
 
 
-def options_for(candidate: Any) -> Options:
-    return Options("shares" if isinstance(candidate, ShareLaunch) else "requests")
-
-
 def compile_one(cell: Cell, candidate: Any, given: bool) -> None:
     with launching(candidate), contextlib.suppress(Exception):
-        PagedLayer(cell).attend(TritonBackend, give_new=given, options=options_for(candidate))(0)
+        PagedLayer(cell).attend(TritonBackend, give_new=given)(0)
         torch.cuda.synchronize()
 
 
@@ -281,7 +226,7 @@ def tune(cell: Cell, given: bool) -> list[dict[str, Any]]:
         with launching(candidate):
             try:
                 layer.output.fill_(torch.nan)
-                call = layer.attend(TritonBackend, give_new=given, options=options_for(candidate))
+                call = layer.attend(TritonBackend, give_new=given)
                 error = layer.error(call(0))
                 if not error < bound:
                     print("WRONG", candidate, error)

@@ -10,11 +10,13 @@ import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import attnplug
 from attnplug.backends.triton.ahead.chips import Chip, chip_of
 from attnplug.backends.triton.ahead.compiling import compile_all
 from attnplug.backends.triton.ahead.pretended import pretended
+from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.core.compiled import CompiledKernel
 from attnplug.core.config import BuilderConfig
 from attnplug.core.features import Feature
@@ -79,19 +81,20 @@ def launches(
         for other in _other_rules(spec):
             found |= launches(other, phase, device, layout)
     pool: dict[str, Any] = {"num_blocks": _BLOCKS} if spec.state is None else {"num_states": _BLOCKS}
-    for options in _options(spec, phase):
-        plan = attnplug.plan(
-            {"layer": spec}, device, backend={"layer": "TRITON"}, options=options, per_phase=False, **pool
-        )
-        if layout not in (None, str(plan.decisions["layer"].kv_cache_layout)):
-            return {}
-        with pretended(chip) as forms:
-            runtime = AttentionRuntime(plan, {"layer": zeros_for(spec)}, config=_CONFIG)
-            for layer, backend, _ in distinct_layers(runtime):
+    plan = attnplug.plan({"layer": spec}, device, backend={"layer": "TRITON"}, per_phase=False, **pool)
+    if layout not in (None, str(plan.decisions["layer"].kv_cache_layout)):
+        return {}
+    with pretended(chip) as forms:
+        runtime = AttentionRuntime(plan, {"layer": zeros_for(spec)}, config=_CONFIG)
+        for layer, backend, _ in distinct_layers(runtime):
+            for shape in _shapes(runtime, phase):
+                run_step(runtime, layer, backend, shape)
+            # Extends divide their keys in steps of so few tokens, and do not in larger ones.
+            with mock.patch.object(BoundLayer, "fills_gpu", return_value=True):
                 for shape in _shapes(runtime, phase):
-                    run_step(runtime, layer, backend, shape)
-            found |= forms
-    return found
+                    if shape.phase is Phase.PREFILL and shape.computed:
+                        run_step(runtime, layer, backend, shape)
+    return found | forms
 
 
 def _other_rules(spec: LayerSpec) -> Iterator[LayerSpec]:
@@ -102,14 +105,6 @@ def _other_rules(spec: LayerSpec) -> Iterator[LayerSpec]:
             yield LayerSpec(**sizes, dtype=spec.dtype, block_size=spec.block_size, state=state)
         else:
             yield dataclasses.replace(spec, state=state)
-
-
-def _options(spec: LayerSpec, phase: Phase | None) -> Iterator[dict[str, Any] | None]:
-    yield None
-    # Layers of latents or states, without pages or with equal bits have one division of keys.
-    has_one = spec.mla is not None or spec.state is not None or spec.direct_kv or spec.invariance
-    if not has_one and phase is not Phase.PREFILL:
-        yield {"decode_split": "requests"}
 
 
 def _shapes(runtime: AttentionRuntime, phase: Phase | None) -> Iterator[DummyShape]:

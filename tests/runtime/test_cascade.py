@@ -103,9 +103,8 @@ def test_triton_attends_a_shared_prefix_once_too(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(TritonImpl, "attend", noted)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    shares = {"decode_split": "shares"}
     model = {"0": layer(dtype="float32", head_size=16)}
-    serve(ServedModel(model, backend="TRITON", device=device, options=shares))
+    serve(ServedModel(model, backend="TRITON", device=device))
     assert attended == [0, 32, 32, 32, 32, 0, 0]
 
 

@@ -168,13 +168,9 @@ def test_triton_plans_a_step_once_for_each_reach_also_with_padding(monkeypatch: 
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(("split", "most"), [("requests", 1), ("shares", 16)])
-def test_the_order_of_a_batch_follows_the_queries_that_triton_takes_for_decodes(
-    split: str, most: int
-) -> None:
-    plan = attnplug.plan(
-        LAYERS, device="cpu", backend="TRITON", num_blocks=400, options={"decode_split": split}
-    )
+def test_the_order_of_a_batch_follows_the_queries_that_triton_takes_for_decodes() -> None:
+    most = 16
+    plan = attnplug.plan(LAYERS, device="cpu", backend="TRITON", num_blocks=400)
     runtime = AttentionRuntime(plan, config=BuilderConfig(max_num_seqs=4, max_model_len=LONGEST))
     new = [17, most, 20, 1]
     batch = requests_of(runtime, [(9, count) for count in new]).step(new)

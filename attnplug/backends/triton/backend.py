@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.backends.triton.layout import (
     WIDEST_WHOLE,
@@ -14,7 +14,6 @@ from attnplug.backends.triton.layout import (
     least_memory,
     tile_side,
 )
-from attnplug.backends.triton.options import Options
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
 from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
@@ -86,7 +85,6 @@ class TritonBackend(AttentionBackend):
     )
     supported_invariances: ClassVar[Sequence[str]] = ("batch", "rows", "heads")
     step_safe: ClassVar[bool] = True
-    Options: ClassVar[type[Any] | None] = Options
 
     @staticmethod
     def get_name() -> str:

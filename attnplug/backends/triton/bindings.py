@@ -10,17 +10,13 @@ import triton.language as tl
 
 from attnplug.backends.impl import Pages
 from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of, scale_step
-from attnplug.backends.triton.kernels.decode import decode_kernel, merge_kernel
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
     SHORT_PROMPT_LAUNCH,
     Specialized,
     compile_options,
-    decode_launch,
     gpu_of,
-    is_one_range,
     limit_switches,
-    merging,
     most_rows,
     opened_launch,
     partial_sums,
@@ -39,15 +35,12 @@ from attnplug.backends.triton.specialized import (
     serves,
     specialized_kernel,
 )
-from attnplug.backends.triton.workspace import SplitPlan
 from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import compute_dtype
 from attnplug.ops.triton.launch import BoundKernel, can_overlap
 
-_DECODE: Any = decode_kernel
-_MERGE: Any = merge_kernel
 _PREFILL: Any = prefill_kernel
 _MOST_LAUNCHES = 8
 """Launches of prefill, and of equal shares, that a layer keeps bound: steps of other lengths, and of another cache."""
@@ -69,27 +62,6 @@ class Prefill(NamedTuple):
     """Whether the kernel has specialised warps, and asks for its tiles."""
     parts: int = 1
     """Programs that share the values of a KV head."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Decode:
-    """The decode kernels for one number and length of decodes.
-
-    Args:
-        kernel: takes queries, K, V, outputs, LSE, items, lengths, pages, sinks, slopes, spans and partial results.
-        merge: takes partial results, outputs, LSE, items and spans; None if `kernel` merges.
-        grid: of `kernel`.
-        merge_grid: of `merge`.
-        plan: the split of the keys.
-        sizes: the arguments of `Workspace.partials`.
-    """
-
-    kernel: BoundKernel
-    merge: BoundKernel | None
-    grid: tuple[int, int, int]
-    merge_grid: tuple[int, int, int]
-    plan: SplitPlan
-    sizes: tuple[int, int, int, int, int, int]
 
 
 class BoundLayer:
@@ -173,9 +145,7 @@ class BoundLayer:
         }
         self._shares: dict[object, ShareDecode] = {}
         self._register_launches: dict[object, RegisterLaunch | None] = {}
-        self._decode_key: object = None
         self._prefills: dict[object, Prefill] = {}
-        self._decode: Decode
 
     def over_opened(
         self, opened: Opened, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
@@ -190,14 +160,6 @@ class BoundLayer:
             made = BoundLayer(spec, self._tensors, self._reach, *given, scales, form=opened.form)
             self._over_opened = key, made
         return self._over_opened[1]
-
-    def decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
-        """The kernels for `reqs` decodes of at most `longest` queries."""
-        key = pages.form, stride_table, reqs, longest
-        if key != self._decode_key:
-            self._decode = self._bind_decode(pages, stride_table, reqs, longest)
-            self._decode_key = key
-        return self._decode
 
     def shares(self, pages: Pages, stride_table: int, longest: int, sharing: int = 0) -> ShareDecode:
         """The kernels over equal shares of keys, for requests of at most `longest` queries.
@@ -373,50 +335,6 @@ class BoundLayer:
         """Most rows of a tile of decodes."""
         stored = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
         return most_rows(self._widest, stored, self._gpu, self.fixed)
-
-    def _bind_decode(self, pages: Pages, stride_table: int, reqs: int, longest: int) -> Decode:
-        spec = self._spec
-        rows = longest * self.group
-        block_m = min(tile_side(rows), self._most_rows(pages), 64)
-        row_blocks = -(-rows // block_m)
-        each = spec.num_kv_heads * row_blocks
-        itemsize = self._read_itemsize(pages)
-        launch = decode_launch(self._widest, itemsize, rows, reqs * each, self._gpu)
-        target = max(self._gpu.multiprocessors * launch.waves // each, 1)
-        merge = merging(rows, reqs * each, self._gpu)
-        values = {
-            **self._values,
-            **self._whole_tiles(pages.k),
-            **_strides(pages.k.stride(), pages.v.stride()),
-            **_paired(pages.v, block_m),
-            **format_values(self._spec, pages.k, pages.v),
-            "BLOCK_SIZE": pages.k.shape[1],
-            "max_rows": rows,
-            "stride_table": stride_table,
-            "BLOCK_M": block_m,
-            "BLOCK_N": launch.block_n,
-            "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps),
-            "MERGE": merge,
-        }
-        values["ONE"] = is_one_range(block_m, launch.block_n, self._reach.left, values["PAIRS"])
-        return Decode(
-            kernel=BoundKernel(_DECODE, 14, values, **compile_options(launch)),
-            # A merge kernel of its own took Qwen3 1 x 8k from 28.2 to 16.2 us on an H200.
-            merge=BoundKernel(_MERGE, 6, values) if merge == "later" else None,
-            # The grid depends on no length, so a captured graph serves any lengths.
-            grid=(spec.num_kv_heads, row_blocks, reqs + target),
-            merge_grid=(reqs, spec.num_kv_heads, rows),
-            plan=SplitPlan(
-                self._reach.left,
-                self._reach.right,
-                self._reach.chunk,
-                target,
-                launch.block_n,
-                launch.min_keys,
-                self._reach.spans,
-            ),
-            sizes=(target, reqs, spec.num_kv_heads, rows, row_blocks, spec.head_size_v),
-        )
 
 
 def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:

@@ -11,14 +11,13 @@ import numpy.typing as npt
 import torch
 
 from attnplug.backends.impl import check_prefix, own_slots
-from attnplug.backends.triton.impl import TritonImpl
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.ops.checks import check_indices, check_spans, check_step_tensors, check_table_width
 
-# Queries up to which a request is a decode if shares divide its keys: reading them takes longer than the products.
+# Queries up to which a request is a decode, whose keys are divided: reading them takes longer than the products.
 _FEW_QUERIES = 16
 # The shortest prefix worth a cascade. It is estimated and not measured yet.
 _SHARED_KEYS = 512
@@ -36,16 +35,13 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        impls = (getattr(self.config.layers.get(name), "impl", None) for name in self.layer_names)
-        self._by_shares = any(isinstance(impl, TritonImpl) and impl.by_shares for impl in impls)
-        few = _FEW_QUERIES if self._by_shares else 1
-        self._init_reorder_batch_threshold(few, supports_spec_as_decode=True)
+        self._init_reorder_batch_threshold(_FEW_QUERIES, supports_spec_as_decode=True)
         self._workspace = Workspace(self.config.max_num_seqs, self.device)
 
     @property
     def build_key(self) -> Hashable:
         """Groups with equal keys share plans too: the workspace has one for each reach and launch."""
-        return self._by_shares, self.reorder_batch_threshold
+        return self.reorder_batch_threshold
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -85,7 +81,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         # Reading lengths from the device would make the host wait, so only lengths on the host count.
         known = exact if decodes < reqs else None
         # A row of the prefix has no span: its tile has rows of several requests.
-        has_prefix = self._by_shares and decodes > 1 and common.mm_prefix_spans is None
+        has_prefix = decodes > 1 and common.mm_prefix_spans is None
         metadata = TritonMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             block_table=common.block_table_tensor,
@@ -143,8 +139,6 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
     ) -> bool:
         """Whether the decodes share so many keys that reading them once spares more than the merge costs."""
         # Under context parallelism a rank has a part of the prefix only.
-        if not self._by_shares:
-            return False
         decodes, _, _ = _decodes(query_lens, self.reorder_batch_threshold or 1)
         sharing = int((query_lens[:decodes] > 0).sum())
         spared = common_prefix_len * (sharing - 1) * num_kv_heads

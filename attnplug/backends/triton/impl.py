@@ -13,10 +13,9 @@ from attnplug.backends.triton.bindings import BoundLayer
 from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
 from attnplug.backends.triton.opened import Opened, PageOpener, gains, may_open
-from attnplug.backends.triton.options import Options
 from attnplug.backends.triton.shares import SharesStep
 from attnplug.backends.triton.specialized import tiles
-from attnplug.core.errors import BatchError, PolicyError
+from attnplug.core.errors import BatchError
 from attnplug.core.impl import AttentionLayer
 from attnplug.ops.checks import (
     check_cache_given,
@@ -52,11 +51,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.spec.invariance and (self.options or Options()).decode_split != "shares":
-            limit = (
-                f"must be shares for a layer with invariance={self.spec.invariance}, or the layer without it"
-            )
-            raise PolicyError("options['decode_split']", self.options.decode_split, limit)
         self._bound: dict[object, BoundLayer] = {}
 
     def attend(
@@ -132,18 +126,15 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         longest = max(meta.max_query_len, meta.max_decode_len)
         pages = self._pages_with_room(kv_cache, meta.block_table, longest)
         if meta.max_decode_len:
-            if self.by_shares:
-                tokens, table = meta.num_decode_tokens, meta.block_table
-                _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
-            else:
-                _decode(bound, meta, call, pages)
+            tokens, table = meta.num_decode_tokens, meta.block_table
+            _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
         if meta.max_query_len:
             starts, lens, table, _ = meta.others
             first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
             tokens = meta.num_actual_tokens - first
             # Prompts see few keys, and their tiles have unlike numbers of them.
             whole = meta.all_new or bound.fills_gpu(tokens, reqs)
-            if self.by_shares and not (whole and not bound.one_kernel):
+            if bound.one_kernel or not whole:
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
                 return
             keys = self._given(key, value, meta) or (pages.k, pages.v)
@@ -166,11 +157,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if form != self._opener_form:
             self._opener, self._opener_form = PageOpener(self.spec, pages, *form[1:]), form
         return self._opener(meta, pages)
-
-    @functools.cached_property
-    def by_shares(self) -> bool:
-        """Whether all programs take equal shares of a step's keys, instead of items of single requests."""
-        return (self.options or Options()).decode_split == "shares"
 
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata
@@ -225,18 +211,6 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         own = self._on_device(logits, query.device)
         bound = self._bound[form] = BoundLayer(self.spec, tensors, reach, *given, own, paged)
         return bound
-
-
-def _decode(bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages) -> None:
-    query, output, lse, sinks, slopes, mm_spans = call
-    table, workspace = meta.block_table, meta.workspace
-    decode = bound.decode(pages, table.stride(0), meta.num_decodes, meta.max_decode_len)
-    items, spans = workspace.items(decode.plan, meta)
-    partials = workspace.partials(*decode.sizes)
-    tensors = query, pages.k, pages.v, output, lse, items, meta.seq_lens, table, sinks, slopes, mm_spans
-    decode.kernel(decode.grid, *tensors, *partials)
-    if decode.merge is not None:
-        decode.merge(decode.merge_grid, *partials[:2], output, lse, items, spans)
 
 
 def _by_shares(

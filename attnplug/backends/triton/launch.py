@@ -1,33 +1,22 @@
-"""Tile sizes, warps and stages of the kernels for single requests and of prefill, by what they are launched for."""
+"""Tile sizes, warps and stages of prefill, and the properties of GPUs that decide launches."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from triton.runtime import driver
 
-from attnplug.backends.triton.layout import WIDE_COLUMNS, WIDEST_WHOLE, head_bytes, head_tiles, tile_memory
+from attnplug.backends.triton.layout import WIDE_COLUMNS, WIDEST_WHOLE, head_tiles, tile_memory
 from attnplug.backends.triton.layout import tile_parts as tile_parts
 from attnplug.backends.triton.layout import tile_side as tile_side
 from attnplug.ops.reach import Reach
 
 if TYPE_CHECKING:
     from attnplug.backends.triton.share_launch import ShareLaunch
-
-
-def merging(rows: int, programs: int, gpu: Gpu) -> str:
-    """The way in which decode_kernel merges partial results of `rows` rows per request and KV head."""
-    # The last program to finish merges up to 4 rows, one by one. A kernel of its
-    # own merges more rows in parallel: 28.2 to 16.2 us for 1 x 8k on an H200. If
-    # requests fill the GPU without splits, there is hardly any to merge.
-    # Merging rows one by one was faster with 4 rows, and slower with 8 (1 x 8k on an H200).
-    if rows <= 4:
-        return "by row"
-    return "tile" if programs >= 2 * gpu.multiprocessors else "later"
 
 
 class Gpu(NamedTuple):
@@ -58,27 +47,6 @@ def gpu_of(device: torch.device) -> Gpu:
     nvidia = torch.version.hip is None
     major = torch.cuda.get_device_capability(device)[0] if nvidia else 0
     return Gpu(found["multiprocessor_count"], found["max_shared_mem"], major in (10, 11), major == 9)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class DecodeLaunch:
-    """Launch parameters of decode.
-
-    Args:
-        block_n: keys per tile.
-        num_warps: warps of a program.
-        num_stages: tiles in flight.
-        waves: programs per multiprocessor; keys are split for so many.
-        min_keys: fewest keys of a split, a multiple of `block_n`.
-        max_registers: limit per thread, so that `waves` programs fit at once; None without limit.
-    """
-
-    block_n: int
-    num_warps: int
-    num_stages: int
-    waves: int
-    min_keys: int
-    max_registers: int | None = None
 
 
 def runs_gluon(device: torch.device) -> bool:
@@ -184,25 +152,6 @@ def most_rows(head_size: int, stored: int, gpu: Gpu, fixed: bool = False) -> int
     return 64 if stored == 2 and gpu.has_async_products else 32
 
 
-def decode_launch(head_size: int, itemsize: int, rows: int, programs: int, gpu: Gpu) -> DecodeLaunch:
-    """The launch for heads of `head_size` (the larger of K and V), stored in elements of `itemsize` bytes.
-
-    Args:
-        head_size: elements of a head.
-        itemsize: bytes of a stored element.
-        rows: queries of the longest request times heads of a group.
-        programs: their number without splitting: requests times KV heads times blocks of rows.
-        gpu: the device.
-    """
-    if itemsize == 4 and head_size > 128:
-        launches = _FLOAT32 if head_size <= 256 else _FLOAT32_WIDE
-    else:
-        launches = (_DECODE_8_BIT if itemsize == 1 else _DECODE)[head_bytes(head_size, max(itemsize, 2))]
-    few, few_wide, many = launches
-    launch = many if programs >= 2 * gpu.multiprocessors else few if rows <= 4 else few_wide
-    return _fitting(launch, min(tile_side(rows), 64), tile_side(head_size) * itemsize, gpu)
-
-
 @functools.cache
 def prefill_launch(
     head_size: int,
@@ -240,7 +189,7 @@ def prefill_launch(
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
     wide_v = wide if launch.columns is None else launch.columns * itemsize
     if tile is None:
-        return _fitting(launch, launch.block_m, wide, gpu, wide_v)
+        return _fitting(launch, wide, gpu, wide_v)
     # What is held of the splits before takes as many registers as the sums of a split.
     special = Specialized(tile, 3, False) if launch.specialized is not None and wide <= 256 else None
     block_m = min(launch.block_m, 128 if wide <= 256 else 64)
@@ -276,12 +225,9 @@ def opened_launch(launch: PrefillLaunch, gpu: Gpu) -> PrefillLaunch:
     return dataclasses.replace(launch, block_n=keys, num_warps=warps, specialized=None)
 
 
-_Launch = TypeVar("_Launch", DecodeLaunch, PrefillLaunch)
-
-
-def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu, width_v: int | None = None) -> _Launch:
+def _fitting(launch: PrefillLaunch, width: int, gpu: Gpu, width_v: int) -> PrefillLaunch:
     """`launch` with smaller and fewer tiles, so that queries, keys and values fit the GPU: see tile_memory."""
-    while tile_memory(block_m, launch.block_n, launch.num_stages, width, width_v) > gpu.shared_memory:
+    while tile_memory(launch.block_m, launch.block_n, launch.num_stages, width, width_v) > gpu.shared_memory:
         if launch.block_n > 32 or (launch.num_stages < 3 and launch.block_n > 16):
             launch = dataclasses.replace(launch, block_n=launch.block_n // 2)
         elif launch.num_stages > 1:
@@ -291,40 +237,15 @@ def _fitting(launch: _Launch, block_m: int, width: int, gpu: Gpu, width_v: int |
     return launch
 
 
-# Measured on an H200 by benchmarks/tune_triton.py; `_fitting` adapts them to other GPUs. Keys are bytes: heads of 64 in
-# bfloat16 have 128, of 128 have 256, of 256 have 512. Decodes have three launches: few programs with at most 4 rows, few with more, and many programs.
-_FLOAT32 = (DecodeLaunch(32, 4, 2, 2, 256),) * 3
-_FLOAT32_WIDE = (DecodeLaunch(16, 8, 2, 1, 256),) * 3
-# Not measured yet: nothing spills within the loop over keys, as Triton 3.7 compiles it.
-_WIDE = (DecodeLaunch(32, 8, 3, 1, 128),) * 3
-_DECODE = {
-    128: (
-        DecodeLaunch(64, 4, 3, 2, 128, 168),
-        DecodeLaunch(64, 4, 3, 2, 128, 168),
-        DecodeLaunch(64, 4, 3, 1, 128, 128),
-    ),
-    256: (
-        DecodeLaunch(128, 4, 3, 1, 128),
-        DecodeLaunch(64, 4, 3, 2, 128, 255),
-        DecodeLaunch(64, 4, 2, 1, 128, 128),
-    ),
-    512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
-    1024: _WIDE,
-}
-_FEW_8_BIT = DecodeLaunch(64, 4, 3, 2, 128, 128)
-_DECODE_8_BIT = {
-    128: (_FEW_8_BIT, _FEW_8_BIT, DecodeLaunch(128, 4, 3, 1, 128, 255)),
-    256: (_FEW_8_BIT, _FEW_8_BIT, DecodeLaunch(128, 4, 3, 1, 128, 255)),
-    512: (DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 3, 1, 128), DecodeLaunch(64, 4, 2, 1, 128)),
-    1024: _WIDE,
-}
+# Measured on an H200 by benchmarks/tune_triton.py; `_fitting` adapts them to other GPUs.
+
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
 # tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
 _SHORT_PROMPT = 256
 SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
-# Prefill's are for at most so many bytes: heads of 80 have 160, of 96 have 192, of 192 have 384. The kernel with specialised
-# warps took 4341 to 3865 us for heads of 128 (1 x 16k), and 4579 to 3591 us for heads of 256. It is slower for heads of 64.
-# Its tiles have a power of two of columns, so the other kernel multiplies less from 129 to 192 elements.
+# Keys are the most bytes of a head: in bfloat16, heads of 64 have 128, of 80 have 160, of 96 have 192, of 192 have 384. The
+# kernel with specialised warps took 4341 to 3865 us for heads of 128 (1 x 16k), and 4579 to 3591 us for heads of 256. It is slower
+# for heads of 64. Its tiles have a power of two of columns, so the other kernel multiplies less from 129 to 192 elements.
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3),
     256: PrefillLaunch(128, 64, 8, 3, Specialized(128, 2, True)),
@@ -335,7 +256,7 @@ _PREFILL = {
 }
 
 
-def compile_options(launch: DecodeLaunch | PrefillLaunch | ShareLaunch) -> dict[str, int]:
+def compile_options(launch: PrefillLaunch | ShareLaunch) -> dict[str, int]:
     """The compiler's options for a launch."""
     options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
     limit: int | None = getattr(launch, "max_registers", None)

@@ -28,13 +28,13 @@ class TritonMetadata(AttentionMetadata):
         key_start_loc: int32 `[R + 1]` on the device, with direct KV.
         num_reqs: the number of requests R.
         num_actual_tokens: query rows of the batch.
-        num_decodes: requests that the decode kernel attends.
+        num_decodes: requests of few queries, which come first.
         num_decode_tokens: their queries.
         max_decode_len: queries of the longest decode.
         max_query_len: queries of the longest other request.
         all_new: whether no other request has computed tokens, as far as the host knows.
         causal: of the batch; None is as each layer's spec says.
-        workspace: buffers and split plans, shared by the builder's steps.
+        workspace: buffers and plans, shared by the builder's steps.
         spans: int32 `[at least T, 2]`, the multimodal span of each query; None if the batch has none.
         key_rows: rows of keys that a call must give, with direct KV; 0 if only the device knows them.
         prefix_len: computed keys that all decodes share, to be attended once for all of them; 0 without.

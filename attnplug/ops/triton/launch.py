@@ -109,7 +109,7 @@ def power_of_two(size: int) -> int:
 def watch_compiling() -> Iterator[list[str]]:
     """Inside, the list grows by every kernel that is compiled, or loaded from Triton's cache on disk.
 
-    An entry has the kernel's name and its constants except None and False: "decode_kernel(GROUP=4, BLOCK_M=16)".
+    An entry has the kernel's name and its constants except None and False: "prefill_kernel(GROUP=4, BLOCK_M=16)".
     """
     watch = _Watch(knobs.runtime.jit_post_compile_hook)
     knobs.runtime.jit_post_compile_hook = watch

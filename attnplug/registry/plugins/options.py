@@ -129,7 +129,7 @@ def build_options(backend: type[AttentionBackend], given: Any) -> Any:
     kind = declared(backend, "Options")
     if kind is None:
         if given:
-            raise PolicyError("options", given, f"cannot be set: {name} has no options")
+            raise PolicyError("options", given, f"cannot be set: {name} has no options", "leave them out")
         return None
     fields, error = guarded_call(fields_of, kind)
     if error is not None or fields is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from triton.runtime import driver
 
 from attnplug.backends.triton.ahead.chips import CHIPS
 from attnplug.backends.triton.ahead.compiling import compile_all, is_cached, target_of
+from attnplug.backends.triton.ahead.forms import Form
 from attnplug.backends.triton.ahead.pretended import pretended
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.compiled import launches
@@ -72,8 +74,8 @@ def found_by_a_launch(arch: str) -> dict[str, list[bool]]:
     return {"cached": [before, is_cached(form, chip)], "hits": hits}
 
 
-def launched(arch: str, *ids: str) -> dict[str, list[str]]:
-    """The kernels that each claimed cell launches: "prefill.prefill_kernel"."""
+def forms_of(arch: str, ids: Sequence[str]) -> dict[str, dict[Form, None]]:
+    """The forms of kernels that each claimed cell launches."""
     (offer,) = (offer for offer in get_registry().plugins.offers if offer.name == "TRITON")
     chip = CHIPS[arch]
     claimed = {
@@ -85,12 +87,27 @@ def launched(arch: str, *ids: str) -> dict[str, list[str]]:
     for each in ids:
         cell: Cell | None = claimed.get(each)
         if cell is not None:
-            forms = launches(spec_of(cell), phase_of(cell), chip.device, cell.layout)
-            names = {(form.function.module.rpartition(".")[2], form.name) for form in forms}
-            found[each] = sorted(map(".".join, names))
+            found[each] = launches(spec_of(cell), phase_of(cell), chip.device, cell.layout)
     return found
+
+
+def launched(arch: str, *ids: str) -> dict[str, list[str]]:
+    """The kernels that each claimed cell launches: "prefill.prefill_kernel"."""
+    return {
+        each: sorted({f"{form.function.module.rpartition('.')[2]}.{form.name}" for form in forms})
+        for each, forms in forms_of(arch, ids).items()
+    }
+
+
+def paged(arch: str, *ids: str) -> dict[str, list[bool]]:
+    """Whether the forms of prefill that each claimed cell launches read pages."""
+    return {
+        each: sorted({form.constants.get("PAGED", False) for form in forms if "prefill" in form.name})
+        for each, forms in forms_of(arch, ids).items()
+    }
 
 
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
-    print(json.dumps({"planted": planted, "found": found_by_a_launch, "launched": launched}[kind](*rest)))
+    kinds = {"planted": planted, "found": found_by_a_launch, "launched": launched, "paged": paged}
+    print(json.dumps(kinds[kind](*rest)))

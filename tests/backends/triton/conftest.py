@@ -31,7 +31,6 @@ _LEFT_OUT = (
         "correct/farther",
         "correct/longer-prompt",
         "correct/audio",
-        "options/decode_split=requests",
     ),
     "declared/",
 )

@@ -34,9 +34,8 @@ LIMITS = BuilderConfig(
 )
 
 
-def runtime_on(device: str, split: str = "requests") -> AttentionRuntime:
-    options = {"decode_split": split}
-    plan = attnplug.plan(SPECS, device=device, backend="TRITON", options=options, num_blocks=400)
+def runtime_on(device: str) -> AttentionRuntime:
+    plan = attnplug.plan(SPECS, device=device, backend="TRITON", num_blocks=400)
     sinks = {"window": LayerTensors(sinks=torch.zeros(8))}
     return AttentionRuntime(plan, sinks, config=LIMITS)
 
@@ -128,7 +127,7 @@ def main() -> None:
         return idle
 
     JITFunction._do_compile = compile_nothing
-    runtime = runtime_on("cpu", sys.argv[1])
+    runtime = runtime_on("cpu")
     report = runtime.warm_up()
     with TritonBackend.watch_compiling() as compiled:
         steps = run_steps(runtime)

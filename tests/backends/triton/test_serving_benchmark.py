@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from fake_backends import backend, offered, with_impl
+
+from attnplug.backends.torch_native import TorchBackend
 
 pytest.importorskip("triton")
 
@@ -21,14 +26,29 @@ def modules(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="its small cells are for the interpreter")
-def test_small_cells_are_right_with_both_values_of_an_option(modules, capsys):
+def test_small_cells_are_right_with_an_option_of_a_backend(modules, capsys):
     attention, _ = modules
-    backends = "TRITON,TRITON.decode_split=requests"
-    assert attention.main(["--suite", "serving", "--smoke", "--kinds", "prefix", "--backends", backends]) == 0
+
+    @dataclasses.dataclass(frozen=True)
+    class Options:
+        keys: int = 64
+
+    asked = []
+
+    class Tiled(TorchBackend.get_impl_cls()):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            asked.append(self.options)
+
+    backends = "TRITON,TILED.keys=32"
+    with offered(backend("TILED", Options=Options, **with_impl(Tiled))):
+        arguments = ["--suite", "serving", "--smoke", "--kinds", "prefix", "--backends", backends]
+        assert attention.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 * 4
     assert sum("no cascade" in line for line in lines) == 6
-    assert sum("decode_split=requests" in line for line in lines) == 6
+    assert sum("TILED.keys=32" in line for line in lines) == 6
+    assert asked == [Options(32)] * 6
 
 
 @pytest.mark.slow
@@ -111,11 +131,3 @@ def test_calls_add_up_in_one_file(modules):
     again = attention.with_part(first, [{**each, "date": "2"} for each in CELLS[:3]])
     assert [each["cell"] for each in again] == [each["cell"] for each in CELLS]
     assert [each["date"] for each in again] == ["2"] * 3 + ["1"] * (len(CELLS) - 3)
-
-
-def test_even_decodes_are_compared_with_keys_divided_per_request(modules):
-    attention, _ = modules
-    both = {"TRITON": 10.2, "TRITON.decode_split=requests": 10.0}
-    (goal,) = attention.judge_even([cell("decode", "x", **both), cell("ragged", "y", **both)])
-    assert not goal["met"]
-    assert attention.judge_even([cell("decode", "x", TRITON=1.0)]) == []

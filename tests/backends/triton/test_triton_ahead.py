@@ -80,6 +80,13 @@ def test_ci_compiles_each_kernel_that_a_chip_has(arch):
     assert kernels_of("") - names == lacking
 
 
+@pytest.mark.parametrize("arch", ["sm90", "gfx942"])
+def test_prompts_and_extends_that_divide_no_keys_are_compiled(arch):
+    """Dummy steps have few tokens, whose extends are divided: only the kernel of prompts would be compiled."""
+    cells = [f"plain/{phase}/d128/bfloat16/auto/b16/NHD" for phase in ("mixed", "prefill")]
+    assert child("paged", arch, *cells) == {each: [False, True] for each in cells}
+
+
 def test_a_chip_is_found_by_its_device():
     assert chip_of(Device.parse("gfx950")) is CHIPS["gfx950"]
     assert chip_of(Device.parse("A40")).shared_memory == 99 << 10

@@ -14,6 +14,7 @@ from attnplug.backends.flashinfer import FlashInferBackend
 from attnplug.backends.torch_native import TorchBackend
 from attnplug.backends.triton import TritonBackend
 from attnplug.core import Device, Feature, LayerSpec, MLADims, Phase
+from attnplug.errors import PolicyError
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 H200 = Device.parse("sm90")
@@ -21,6 +22,14 @@ H200 = Device.parse("sm90")
 
 def codes(spec: LayerSpec, device: Device = H200) -> list[str]:
     return [reason.code for reason in TritonBackend.validate_configuration(spec, device)]
+
+
+@pytest.mark.parametrize("value", ["shares", "requests"])
+def test_the_option_of_earlier_versions_is_refused(value):
+    asked = {"TRITON": {"decode_split": value}}
+    says = rf"options=\{{'decode_split': '{value}'\}} cannot be set: TRITON has no options; leave them out"
+    with pytest.raises(PolicyError, match=says):
+        attnplug.select(SPEC, "sm90", assume_installed="all", options=asked)
 
 
 @pytest.mark.parametrize("device", ["sm80", "sm89", "sm90", "sm100", "sm120", "rocm:9.4"])

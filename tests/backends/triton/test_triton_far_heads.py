@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton import TritonBackend, specialized
-from attnplug.backends.triton.backend import Options
+from attnplug.backends.triton import TritonBackend, bindings, specialized
 from attnplug.backends.triton.launch import Gpu, Specialized
 from attnplug.core import Device, LayerSpec
 from attnplug.testing import direct_batch, paged_batch
@@ -40,16 +39,16 @@ def spread(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("new", "tokens", "split"),
+    ("new", "tokens", "is_whole"),
     [
-        ([1, 1], [40, 7], "shares"),
-        ([1, 1], [40, 7], "requests"),
-        ([18, 1], [40, 7], "requests"),
-        ([18, 2], None, "shares"),
+        ([1, 1], [40, 7], False),
+        ([18, 1], [40, 7], True),
+        ([18, 2], None, True),
     ],
-    ids=["shares", "requests", "extend", "keys-given"],
+    ids=["shares", "extend", "keys-given"],
 )
-def test_heads_past_32_bits(new, tokens, split, spread):
+def test_heads_past_32_bits(new, tokens, is_whole, spread, monkeypatch):
+    monkeypatch.setattr(bindings.BoundLayer, "fills_gpu", lambda *_: is_whole)
     batch = (
         direct_batch(SPEC.replace(direct_kv=True), new, new)
         if tokens is None
@@ -64,7 +63,7 @@ def test_heads_past_32_bits(new, tokens, split, spread):
         far["kv_cache"] = spread(batch.kv_cache)
     batch = dataclasses.replace(batch, **far)
     target = Target(TritonBackend, Device("cpu"))
-    harness = Harness.of(target, batch, options=Options(split))
+    harness = Harness.of(target, batch)
     assert difference(batch, harness.forward(batch, into)) is None
 
 

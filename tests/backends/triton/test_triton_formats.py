@@ -33,10 +33,8 @@ def layer(name: str, **fields: Any) -> LayerSpec:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("split", ["shares", "requests"])
-def test_mixed_steps(name: str, split: str) -> None:
-    lens = MIXED if split == "shares" else ([1, 1, 1], [33, 130, 64])
-    assert_step_correct(TritonBackend, layer(name), *lens, options={"decode_split": split}, padding=2)
+def test_mixed_steps(name: str) -> None:
+    assert_step_correct(TritonBackend, layer(name), *MIXED, padding=2)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -1,4 +1,4 @@
-"""TRITON over pages whose KV heads have scales of their own: each way to decode, prompts, and equal bits."""
+"""TRITON over pages whose KV heads have scales of their own: decodes, prompts, and equal bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend
-from attnplug.backends.triton.options import Options
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.harness import Output
@@ -28,7 +27,6 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("split", ["shares", "requests"])
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)
 @pytest.mark.parametrize(
     "own",
@@ -40,11 +38,10 @@ STEPS = {
     ],
     ids=str,
 )
-def test_each_head_is_read_with_its_scale(split: str, lengths: Any, own: dict[str, Any]) -> None:
+def test_each_head_is_read_with_its_scale(lengths: Any, own: dict[str, Any]) -> None:
     spec = SPEC.replace(**own)
     batch = paged_batch(spec, *lengths, k_scale=0.37, v_scale=1.9, device=DEVICE, backend=TritonBackend)
-    found = run_batch(TritonBackend, batch, options=Options(decode_split=split))
-    assert difference(batch, Output(*found)) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
 
 
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS)

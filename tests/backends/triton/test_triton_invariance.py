@@ -24,9 +24,7 @@ from attnplug.backends.triton.kernels.split_places import (
     split_size,
     split_start,
 )
-from attnplug.backends.triton.options import Options
 from attnplug.core import Device, LayerSpec
-from attnplug.core.errors import PolicyError
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.check import Check, CheckSkipped, ConformanceError
 from attnplug.testing.conformance.harness import Harness, Output
@@ -201,10 +199,3 @@ def test_equal_bits_are_refused_where_tiles_have_other_products(device: Device, 
     found = TritonBackend.supports_combination(SPEC, device)
     assert found is None if reason is None else reason in str(found)
     assert TritonBackend.supports_combination(SPEC.replace(invariance=()), device) is None
-
-
-def test_items_of_single_requests_are_refused() -> None:
-    with pytest.raises(PolicyError, match=r"decode_split.*requests.*must be shares.*invariance"):
-        TritonBackend.get_impl_cls().from_spec(
-            SPEC, backend=TritonBackend, layer_name="layer", options=Options(decode_split="requests")
-        )

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings, latent, share_bindings
-from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.latent import latent_tiles
 from attnplug.backends.triton.layout import WIDE_COLUMNS, head_tiles, tile_parts, tile_side, value_parts
 from attnplug.core import LayerSpec, MLADims
@@ -112,26 +111,18 @@ FORMS = [
     ((96, 96), "float32"),
     *((pair, "float16") for pair in ((288, 288), (320, 512))),
 ]
-QUICK = {
-    (FORMS[0], "requests"),
-    (FORMS[1], "shares"),
-    (FORMS[2], "requests"),
-    (FORMS[4], "shares"),
-    (FORMS[7], "shares"),
-}
+QUICK = [FORMS[number] for number in (0, 1, 4, 7)]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "dtype", "split"),
+    ("sizes", "dtype"),
     [
-        pytest.param(
-            *form, split, marks=() if (form, split) in QUICK or DEVICE == "cuda" else pytest.mark.slow
-        )
-        for form, split in itertools.product(FORMS, ("shares", "requests"))
+        pytest.param(*form, marks=() if form in QUICK or DEVICE == "cuda" else pytest.mark.slow)
+        for form in FORMS
     ],
     ids=str,
 )
-def test_every_launch_over_bytes_has_safe_tiles_and_right_numbers(monkeypatch, sizes, dtype, split):
+def test_every_launch_over_bytes_has_safe_tiles_and_right_numbers(monkeypatch, sizes, dtype):
     launches = bound_kernels(monkeypatch)
     size, size_v = sizes
     spec = LayerSpec(
@@ -140,8 +131,7 @@ def test_every_launch_over_bytes_has_safe_tiles_and_right_numbers(monkeypatch, s
     )  # fmt: skip
     for name in STEPS if (size, dtype) == (96, "float16") else ("mixed",):
         batch = paged_batch(spec, *STEPS[name], device=DEVICE)
-        found = Output(*run_batch(TritonBackend, batch, options=Options(decode_split=split)))
-        assert difference(batch, found) is None, name
+        assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None, name
     assert launches
     for launch in launches:
         assert are_safe(*launch.values()), launch

@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings
-from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
 from attnplug.backends.triton.layout import value_parts
 from attnplug.core import LayerSpec
@@ -39,14 +38,15 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float16", blo
     ids=lambda fields: ", ".join(f"{name}={value}" for name, value in fields.items()),
 )
 def test_prompts_and_extends_are_right_for_heads_of_one_and_two_tiles(monkeypatch, fields):
-    launch = PrefillLaunch(64, 16, 4, 2)
-    monkeypatch.setattr(bindings, "prefill_launch", lambda *_: launch)
+    launch, asked = PrefillLaunch(64, 16, 4, 2), []
+    monkeypatch.setattr(bindings, "prefill_launch", lambda *sizes: asked.append(sizes) or launch)
+    # Few requests do not fill a GPU, so their keys would be divided.
+    monkeypatch.setattr(bindings.BoundLayer, "fills_gpu", lambda *_: True)
     spec = SPEC.replace(**fields)
     # A prompt of several full tiles, an extend without any at its window's left edge, and one of a single token.
     batch = paged_batch(spec, [70, 40, 1, 20], [70, 150, 90, 20], device=DEVICE)
-    # Undivided, because few requests do not fill a GPU.
-    options = Options(decode_split="requests")
-    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert asked
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,7 @@ def test_prompts_and_extends_are_right_for_heads_of_one_and_two_tiles(monkeypatc
 def test_programs_share_the_values_of_wide_heads(monkeypatch, fields, columns):
     launch = PrefillLaunch(64, 16, 4, 2, columns=columns)
     monkeypatch.setattr(bindings, "prefill_launch", lambda *_: launch)
+    monkeypatch.setattr(bindings.BoundLayer, "fills_gpu", lambda *_: True)
     found = []
     monkeypatch.setattr(
         bindings, "value_parts", lambda *sizes: found.append(value_parts(*sizes)) or found[-1]
@@ -76,8 +77,7 @@ def test_programs_share_the_values_of_wide_heads(monkeypatch, fields, columns):
         batch = direct_batch(spec, [35, 3], [35, 3], device=DEVICE)
     else:
         batch = paged_batch(spec, [35, 1, 20], [35, 60, 55], device=DEVICE)
-    options = Options(decode_split="requests")
-    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert {*found} == {512 // columns}
 
 

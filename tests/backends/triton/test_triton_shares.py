@@ -18,14 +18,13 @@ pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings, share_bindings, shares
 from attnplug.backends.triton import impl as triton_impl
-from attnplug.backends.triton.backend import Options
 from attnplug.backends.triton.builder import TritonMetadataBuilder
 from attnplug.backends.triton.launch import Gpu, most_rows, tile_side
 from attnplug.backends.triton.share_launch import ShareLaunch, share_launch
 from attnplug.backends.triton.shares import Shares, SharesPlan, SharesStep
 from attnplug.core import BuilderConfig, LayerSpec, LayerTensors
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
-from attnplug.errors import BatchError, PolicyError
+from attnplug.errors import BatchError
 from attnplug.ops.reach import Reach
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.testing import Batch, paged_batch, run_batch
@@ -36,7 +35,6 @@ from attnplug.testing.conformance.numbers.common_prefix import share_prefix
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16, needs_lse=True)
-SHARES = Options("shares")
 
 
 @pytest.fixture
@@ -51,20 +49,18 @@ def small(monkeypatch):
     return shrink
 
 
-def builder_of(
-    spec: LayerSpec = SPEC, options: Options | None = SHARES, **limits: int
-) -> TritonMetadataBuilder:
-    """A builder of one layer with these options."""
+def builder_of(spec: LayerSpec = SPEC, **limits: int) -> TritonMetadataBuilder:
+    """A builder of one layer."""
     plain = spec.replace(has_sinks=False, has_alibi=False)
-    impl = make_impl(TritonBackend, plain, LayerTensors(), options=options)
+    impl = make_impl(TritonBackend, plain, LayerTensors())
     config = BuilderConfig(layers={"layer": SimpleNamespace(impl=impl)}, **limits)
     cache = kv_cache_spec_for(spec, spec.block_size)
     return TritonBackend.get_builder_cls()(cache, ["layer"], config, torch.device(DEVICE))
 
 
-def check(spec: LayerSpec, new: list[int], tokens: list[int], options: Options = SHARES, **fields) -> None:
+def check(spec: LayerSpec, new: list[int], tokens: list[int], **fields) -> None:
     batch = paged_batch(spec, new, tokens, device=DEVICE, **fields)
-    assert difference(batch, Output(*run_batch(TritonBackend, batch, options=options))) is None
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
 
 
 def slow_here(is_quick: bool, in_ci: bool) -> Sequence[pytest.MarkDecorator]:
@@ -142,10 +138,10 @@ def test_launches_of_every_size(layout):
 LENGTHS = ([2, 60, 3, 119], [90, 2, 2, 2], [90, 60, 33, 120], [44, 45, 17, 16])
 
 
-def attend_of(batch: Batch, options: Options):
+def attend_of(batch: Batch):
     """A builder, and a function that attends its metadata on the batch's tensors."""
-    impl = make_impl(TritonBackend, batch.spec, batch.tensors, options=options)
-    builder = builder_of(batch.spec, options, max_num_seqs=4, num_speculative_tokens=1)
+    impl = make_impl(TritonBackend, batch.spec, batch.tensors)
+    builder = builder_of(batch.spec, max_num_seqs=4, num_speculative_tokens=1)
 
     def attend(metadata, into: Output) -> Output:
         given = batch.query, batch.key, batch.value, batch.kv_cache
@@ -156,7 +152,7 @@ def attend_of(batch: Batch, options: Options):
 
 
 def equal_to_eager(batch: Batch, found: Output) -> bool:
-    builder, attend = attend_of(batch, SHARES)
+    builder, attend = attend_of(batch)
     eager = attend(builder.build(0, batch.common), blank_output(batch))
     return torch.equal(found.output, eager.output) and torch.equal(found.lse, eager.lse)
 
@@ -172,7 +168,7 @@ def test_the_launches_of_a_step_serve_later_steps_of_any_lengths(small, monkeypa
 
     monkeypatch.setattr(BoundKernel, "__call__", recorded)
     batch = paged_batch(SPEC, [2] * 4, [90, 60, 33, 120], device=DEVICE)
-    builder, attend = attend_of(batch, SHARES)
+    builder, attend = attend_of(batch)
     attend(builder.build(0, batch.common), blank_output(batch))
     metadata, found = builder.build(0, batch.common), blank_output(batch)
     launches.clear()
@@ -201,7 +197,7 @@ def test_the_first_call_compiles_all_forms_of_the_merge_and_later_ones_run_one(s
 
     monkeypatch.setattr(BoundKernel, "__call__", recorded)
     batch = paged_batch(SPEC, [1], [300], device=DEVICE)
-    builder, attend = attend_of(batch, SHARES)
+    builder, attend = attend_of(batch)
     metadata = builder.build(0, batch.common)
     attend(metadata, blank_output(batch))
     (merge, _), *empty = launches[-4:]
@@ -233,7 +229,7 @@ def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, monkeypatch
 def test_a_captured_graph_serves_any_lengths(new):
     spec = SPEC.replace(head_size=128, dtype="bfloat16")
     batch = paged_batch(spec, [new] * 4, [9000, 6000, 3300, 12_000], device=DEVICE)
-    builder, attend = attend_of(batch, SHARES)
+    builder, attend = attend_of(batch)
     found = attend(builder.build(0, batch.common), blank_output(batch))
     graph, metadata = torch.cuda.CUDAGraph(), builder.build(0, batch.common)
     torch.cuda.synchronize()
@@ -262,7 +258,7 @@ class Cascade:
         return share_prefix(batch, shared // size, size)
 
     def run(self, batch: Batch, prefix: int, impl=None) -> Output:
-        impl = impl or make_impl(TritonBackend, batch.spec, batch.tensors, options=SHARES)
+        impl = impl or make_impl(TritonBackend, batch.spec, batch.tensors)
         builder = builder_of(self.spec)
         into = blank_output(batch)
         given = batch.query, batch.key, batch.value, batch.kv_cache
@@ -323,7 +319,7 @@ def test_tables_of_another_group_share_no_prefix():
     made = builder.build(128, batch.common)
     swapped = builder.update_block_table(made, other.common.block_table_tensor, other.common.slot_mapping)
     for step, metadata in ((batch, made), (other, swapped), (batch, made)):
-        impl, into = make_impl(TritonBackend, SPEC, step.tensors, options=SHARES), blank_output(step)
+        impl, into = make_impl(TritonBackend, SPEC, step.tensors), blank_output(step)
         given = step.query, step.key, step.value, step.kv_cache
         impl.forward(None, *given, metadata, into.output, output_lse=into.lse)
         assert difference(step, into) is None
@@ -356,18 +352,18 @@ def test_a_prefix_is_wanted_where_it_spares_many_keys(prefix, lens, ranks, wante
 
 @pytest.fixture
 def served(monkeypatch):
-    """The kernels that serve a step: "items", "shares" and "prefill"."""
+    """The kernels that serve a step: "shares" and "prefill"."""
     found: list[str] = []
-    for name, kind in (("_decode", "items"), ("_by_shares", "shares"), ("_prefill", "prefill")):
+    for name, kind in (("_by_shares", "shares"), ("_prefill", "prefill")):
         monkeypatch.setattr(triton_impl, name, lambda *_, kind=kind: found.append(kind))
     monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(132, 227 << 10))
 
-    def run(new, tokens, options=None, prefix=0, spec=SPEC, **limits):
+    def run(new, tokens, prefix=0, spec=SPEC, **limits):
         found.clear()
         batch = paged_batch(spec, new, tokens, device=DEVICE)
-        impl = make_impl(TritonBackend, spec, batch.tensors, options=options)
+        impl = make_impl(TritonBackend, spec, batch.tensors)
         into = blank_output(batch)
-        builder = builder_of(spec, options, **limits)
+        builder = builder_of(spec, **limits)
         given = batch.query, batch.key, batch.value, batch.kv_cache
         impl.forward(None, *given, builder.build(prefix, batch.common), into.output, output_lse=into.lse)
         return list(found)
@@ -375,42 +371,27 @@ def served(monkeypatch):
     return run
 
 
-REQUESTS = Options("requests")
+@pytest.mark.parametrize("queries", [1, 3, 16])
+def test_keys_of_few_queries_are_divided_whether_they_are_drafts_or_not(served, queries):
+    assert served([queries, 1], [40, 90]) == ["shares"]
+    assert served([queries, 1], [40, 90], num_speculative_tokens=2) == ["shares"]
 
 
-def test_decodes_are_divided_as_the_option_says(served):
-    assert served([1, 1], [40, 90]) == ["shares"]
-    assert served([1, 1], [40, 90], Options()) == ["shares"]
-    assert served([1, 1], [40, 90], REQUESTS) == ["items"]
-    assert served([3, 1], [40, 90], REQUESTS, num_speculative_tokens=2) == ["items"]
-
-
-@pytest.mark.parametrize("queries", [3, 16])
-def test_queries_that_are_no_drafts_are_divided_in_shares_only(served, queries):
-    assert served([queries, 1], [40, 90], SHARES) == ["shares"]
-    assert served([1, queries], [90, 40], REQUESTS) == ["items", "prefill"]
-
-
-def test_a_shared_prefix_is_divided_in_shares_only(served):
-    assert served([1, 1], [40, 90], SHARES, prefix=32) == ["shares"]
-    assert served([1, 60], [40, 90], SHARES, prefix=16) == ["shares", "shares"]
-    assert served([1, 1], [40, 90], REQUESTS, prefix=32) == ["items"]
-    assert not builder_of(options=REQUESTS).use_cascade_attention(
-        16_384, np.ones(64, dtype=np.int32), 32, 8, False, False, False, 132, 1
-    )
+def test_steps_with_a_shared_prefix_are_divided(served):
+    assert served([1, 1], [40, 90], prefix=32) == ["shares"]
+    assert served([1, 60], [40, 90], prefix=16) == ["shares", "shares"]
 
 
 def test_longer_queries_are_divided_where_their_tiles_would_leave_most_of_the_gpu_idle(served):
-    assert served([60], [90], SHARES) == ["shares"]
-    assert served([1, 60], [90, 90], SHARES) == ["shares", "shares"]
-    assert served([60] * 70, [90] * 70, SHARES) == ["prefill"]
+    assert served([60], [90]) == ["shares"]
+    assert served([1, 60], [90, 90]) == ["shares", "shares"]
+    assert served([60] * 70, [90] * 70) == ["prefill"]
     # Prompts see each other's keys only: there are few keys to divide.
-    assert served([60], [60], SHARES) == ["prefill"]
-    assert served([60], [90], REQUESTS) == ["prefill"]
+    assert served([60], [60]) == ["prefill"]
 
 
 def test_steps_of_both_kinds_are_right():
-    check(SPEC, [1, 20, 33], [70, 90, 33], SHARES)
+    check(SPEC, [1, 20, 33], [70, 90, 33])
 
 
 @settings(max_examples=25)
@@ -552,11 +533,6 @@ def test_a_plan_has_few_requests_in_a_tile_however_many_a_sparse_prefill_has(mon
     assert [(each["REQS"], each["MANY"]) for each in sizes] == [
         (1, False), (1024, False), (1024, True), (1024, True),
     ]  # fmt: skip
-
-
-def test_other_values_of_the_option_are_refused():
-    with pytest.raises(PolicyError, match=r"decode_split.*must be one of requests, shares"):
-        Options("evenly")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("gpu", [Gpu(132, 227 << 10, False, True), Gpu(108, 163 << 10), Gpu(128, 99 << 10)])

@@ -19,17 +19,12 @@ from attnplug.backends.triton import TritonBackend
 SCRIPT = Path(__file__).with_name("real_steps.py")
 
 
-OF_DECODES = {
-    "requests": {"decode_kernel", "merge_kernel", "plan_splits_kernel"},
-    "shares": {"share_decode_kernel", "merge_shares_kernel", "plan_shares_kernel"},
-}
-splits = pytest.mark.parametrize("split", OF_DECODES)
+OF_DECODES = {"share_decode_kernel", "merge_shares_kernel", "plan_shares_kernel"}
 
 
-@splits
-def test_the_warm_up_asks_for_every_kernel_that_steps_need(split):
+def test_the_warm_up_asks_for_every_kernel_that_steps_need():
     found = subprocess.run(
-        [sys.executable, SCRIPT, split],
+        [sys.executable, SCRIPT],
         env=dict(os.environ, TRITON_INTERPRET="0"),
         capture_output=True,
         text=True,
@@ -40,14 +35,13 @@ def test_the_warm_up_asks_for_every_kernel_that_steps_need(split):
     assert said["steps"] >= 10
     assert said["after"] == []
     names = {entry.partition("(")[0] for entry in said["warmed"]}
-    assert names == OF_DECODES[split] | {"prefill_kernel", "kv_write_kernel"}
+    assert names == OF_DECODES | {"prefill_kernel", "kv_write_kernel"}
     assert any("HAS_LEFT=True" in entry and "HAS_SINKS=True" in entry for entry in said["warmed"])
 
 
 @pytest.mark.gpu
-@splits
-def test_steps_compile_nothing_after_a_warm_up_on_a_gpu(split):
-    runtime = runtime_on("cuda", split)
+def test_steps_compile_nothing_after_a_warm_up_on_a_gpu():
+    runtime = runtime_on("cuda")
     with TritonBackend.watch_compiling() as warmed:
         report = runtime.warm_up()
     assert list(report.compiled) == warmed

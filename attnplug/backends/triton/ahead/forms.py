@@ -70,5 +70,5 @@ class Form:
         return hash(self.key)
 
     def __str__(self) -> str:
-        """Such as "decode_kernel(GROUP=4, BLOCK_M=16)"."""
+        """Such as "prefill_kernel(GROUP=4, BLOCK_M=16)"."""
         return f"{self.name}({', '.join(f'{name}={value}' for name, value in self.constants.items())})"

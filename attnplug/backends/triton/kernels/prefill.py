@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.attend import attend_parts
 from attnplug.backends.triton.kernels.formats import SHIFT, STEP, add_sinks, columns_from, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend_parts, finish, in_one_order
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, finish, in_one_order
 from attnplug.backends.triton.kernels.split_places import even_log
 from attnplug.backends.triton.kernels.tiles import load_queries, of_head
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug.backends.triton.kernels.attend import attend
 from attnplug.backends.triton.kernels.formats import add_sinks, columns, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
-from attnplug.backends.triton.kernels.scan import LN2, LOG2E, attend, finish, in_one_order, store_part
+from attnplug.backends.triton.kernels.scan import LN2, LOG2E, finish, in_one_order, store_part
 from attnplug.backends.triton.kernels.shares import first_key, place_of, request_range
 from attnplug.backends.triton.kernels.split_places import even_log, nearest_split, split_number
 from attnplug.backends.triton.kernels.tiles import load_queries, of_head
