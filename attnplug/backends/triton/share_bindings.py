@@ -118,10 +118,9 @@ class ShareDecode:
         merge = few
         if self.plan.programs > _MANY_PARTS * reqs * max_blocks:
             merge = of_many_parts
-        elif (
-            (not self.fixed and self.plan.programs <= _FEW_PARTS * reqs * max_blocks)
-            or merged[0] * merged[1] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors
-        ):
+        elif (not self.fixed and self.plan.programs <= _FEW_PARTS * reqs * max_blocks) or merged[0] * merged[
+            1
+        ] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors:
             merge = many
         given: tuple[Any, ...] = *partials, output, lse, starts, tiles, *numbers, block_m, by_share
         if self.fixed:
