@@ -170,10 +170,11 @@ def _share_size(own, others, blocks, longest, programs, least, ahead):
     slack = tl.maximum(size // 32, SLACK)
     whole = tl.maximum(tl.cdiv(blocks, programs), 1) * longest
     part = _equal_part(longest, others, blocks, programs, least)
-    # As long parts without `ahead` would only be fewer, and leave programs idle.
+    # If parts are as long without `ahead`, they may be fewer. On an H200 that took 41.1 us in place of 42.2 for 8 x 32k with one
+    # KV head, which have less to merge. One request has more programs idle then: 11.3 us in place of 11.0 for 1 x 8k.
     bare = tl.maximum(longest - ahead, 1)
     bare_part = _equal_part(bare, others, blocks, programs, least)
-    length = tl.where(bare_part < part, bare, longest)
+    length = tl.where((bare_part < part) | ((blocks > 1) & (bare_part == part)), bare, longest)
     part = tl.minimum(part, bare_part)
     several = tl.maximum(tl.cdiv(blocks * longest + others, programs), least)
     is_cut = part < length
