@@ -40,6 +40,24 @@ def test_kernels_use_only_names_that_each_version_has() -> None:
     assert found == {}
 
 
+def constants_of_turns(text: str) -> Iterator[str]:
+    """The names of constants that a loop gives a value in each of its turns."""
+    for loop in ast.walk(ast.parse(text)):
+        if isinstance(loop, ast.For | ast.While):
+            for node in ast.walk(loop):
+                if isinstance(node, ast.AnnAssign) and "constexpr" in ast.unparse(node.annotation):
+                    yield ast.unparse(node.target)
+
+
+def test_no_loop_gives_a_constant_several_values() -> None:
+    """The interpreter takes it, and the compiler refuses the second turn."""
+    planted = "for at in tl.static_range(8):\n    STEP: tl.constexpr = 1 << at\n"
+    assert list(constants_of_turns(planted)) == ["STEP"]
+    files = Path(attnplug.__file__).parent.rglob("*.py")
+    found = {file.name: names for file in files if (names := list(constants_of_turns(file.read_text())))}
+    assert found == {}
+
+
 @pytest.mark.parametrize("version", ["3.4", "3.5 and later", "none"])
 def test_kernels_overlap_if_the_compiler_takes_the_functions_for_it(
     version: str, monkeypatch: pytest.MonkeyPatch

@@ -42,10 +42,10 @@ def turned_in_order(rows, matrix, stride_in, factor, D: tl.constexpr, BLOCK: tl.
     signs = tl.load(matrix + dims * stride_in + dims // BLOCK * BLOCK).to(tl.float32)
     rows = rows * signs[None, :] * factor
     for log in tl.static_range(_MOST_LOG):
-        # Elements at a distance of STEP are added, and subtracted.
-        STEP: tl.constexpr = 1 << log
-        if STEP < BLOCK:
-            one, other = tl.split(rows.reshape(R, D // (2 * STEP), 2, STEP).permute(0, 1, 3, 2))
+        # Elements at a distance of a power of two are added, and subtracted. A constant of each turn has no name, because
+        # the compiler gives a name one value.
+        if (1 << log) < BLOCK:
+            one, other = tl.split(rows.reshape(R, D >> (log + 1), 2, 1 << log).permute(0, 1, 3, 2))
             rows = tl.join(one + other, one - other).permute(0, 1, 3, 2).reshape(R, D)
     return rows
 
