@@ -192,3 +192,14 @@ def test_a_backend_without_the_feature_has_no_such_checks() -> None:
         features: ClassVar[Feature] = TorchBackend.features & ~Feature.INVARIANCE
 
     assert checks(Plain) == {}
+
+
+@pytest.mark.parametrize("part", [0, 1])
+def test_half_of_the_heads_have_the_scales_of_these_heads(part: int) -> None:
+    target = Target(TorchBackend, resolve_device("cpu"))
+    spec = target.paged_spec(kv_cache_dtype="fp8_e4m3", head_scales=True)
+    half = spec.replace(num_heads=spec.num_heads // 2, num_kv_heads=spec.num_kv_heads // 2)
+    whole = invariance._batch(target, spec, [33], [33], None)
+    own = invariance._half(invariance._batch(target, half, [33], [33], None), whole, part)
+    found, expected = (invariance._run(target, batch).rows(0)[0] for batch in (own, whole))
+    assert torch.equal(found, expected.chunk(2, 1)[part])

@@ -245,9 +245,10 @@ def _half(half: Batch, whole: Batch, part: int) -> Batch:
         between(each.chunk(2, 1)[part].contiguous()) for each in (whole.query, whole.key, whole.value)
     )
     tensors = whole.tensors
+    names = ["sinks", "alibi_slopes", *(["k_scale", "v_scale"] if half.spec.head_scales else [])]
     numbers: dict[str, Any] = {
         name: None if (found := getattr(tensors, name)) is None else found.chunk(2)[part].contiguous()
-        for name in ("sinks", "alibi_slopes")
+        for name in names
     }
     return dataclasses.replace(
         half,
