@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from attnplug.integrations.reader.trace import Trace
@@ -95,8 +96,10 @@ _FUNCTIONS: dict[str, Callable[..., dict[str, Any]]] = {
 def states_recorded(trace: Trace, current: Callable[[], object]) -> Iterator[None]:
     """Note each call in `trace.states`, inside the block and where `current()` is the trace.
 
-    The modelling files of other threads call the functions as they are.
+    The modelling files of other threads call the functions as they are. Layers of equal sizes get the results of the first
+    one: their numbers say nothing of attention, and transformers computes them in many small steps.
     """
+    results: dict[Any, Any] = {}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     files = {type(module).__module__ for module in trace.model.modules()}
     for file in sorted(files):
@@ -104,7 +107,7 @@ def states_recorded(trace: Trace, current: Callable[[], object]) -> Iterator[Non
         replaced += [(names, name, names[name]) for name in _FUNCTIONS if callable(names.get(name))]
     try:
         for names, name, function in replaced:
-            names[name] = _recorded(trace, current, function, _FUNCTIONS[name])
+            names[name] = _recorded(trace, current, function, _FUNCTIONS[name], results)
         yield
     finally:
         for names, name, function in replaced:
@@ -112,7 +115,11 @@ def states_recorded(trace: Trace, current: Callable[[], object]) -> Iterator[Non
 
 
 def _recorded(
-    trace: Trace, current: Callable[[], object], function: Any, facts: Callable[..., dict[str, Any]]
+    trace: Trace,
+    current: Callable[[], object],
+    function: Any,
+    facts: Callable[..., dict[str, Any]],
+    results: dict[Any, Any],
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -120,9 +127,18 @@ def _recorded(
             path, visit, _ = trace.stack[-1]
             found = facts(*args, **kwargs)
             trace.states.append(StateCall(path=path, visit=visit, after=len(trace.calls), **found))
+            key = function, tree_map(_form, (args, sorted(kwargs.items())))
+            if (known := results.get(str(key))) is None:
+                known = results[str(key)] = function(*args, **kwargs)
+            return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, known)
         return function(*args, **kwargs)
 
     return call
+
+
+def _form(each: Any) -> Any:
+    """What the sizes of a result depend on: of a tensor its sizes, dtype and device."""
+    return (each.shape, each.dtype, each.device) if isinstance(each, torch.Tensor) else each
 
 
 def lightning_call(trace: Trace, module: torch.nn.Module) -> StateCall | None:
