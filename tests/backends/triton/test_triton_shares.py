@@ -210,18 +210,53 @@ def test_the_first_call_compiles_all_forms_of_the_merge_and_later_ones_run_one(s
     assert all(0 not in grid for _, grid in launches)
 
 
-MERGES = {"few-rows": (1 << 30, 1 << 30), "many-parts": (0, 1 << 30), "many-rows": (1 << 30, 0)}
+NEVER = 1 << 30
+# The limits of many parts, of few parts and of rows at once, and the form that is then the only one.
+MERGES = {"few-rows": (NEVER, 0, NEVER, 0), "many-parts": (0, 0, NEVER, 1), "many-rows": (NEVER, 0, 0, 2)}
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """The forms of the merge that ran, by their number in `ShareDecode.merges`."""
+    found, made, bind, call = set(), [], share_bindings.bind_shares, BoundKernel.__call__
+
+    def bound(*given):
+        made.append(bind(*given))
+        return made[-1]
+
+    def recorded(kernel: BoundKernel, grid, *given) -> None:
+        if 0 not in grid:
+            found.update(
+                at for each in made for at, merge in enumerate(each.merges) if merge.kernel is kernel
+            )
+        call(kernel, grid, *given)
+
+    monkeypatch.setattr(bindings, "bind_shares", bound)
+    monkeypatch.setattr(BoundKernel, "__call__", recorded)
+    return found
 
 
 @pytest.mark.parametrize("prefix", [0, 32])
 @pytest.mark.parametrize("form", MERGES)
-def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, monkeypatch):
+def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, forms, monkeypatch):
     small(11)
-    for name, limit in zip(("_MANY_PARTS", "_AT_ONCE"), MERGES[form], strict=True):
+    *limits, number = MERGES[form]
+    for name, limit in zip(("_MANY_PARTS", "_FEW_PARTS", "_AT_ONCE"), limits, strict=True):
         monkeypatch.setattr(share_bindings, name, limit)
     cascade = Cascade(SPEC.replace(head_size=24, head_size_v=40))
     batch = cascade.batch([1, 3, 0, 9], [97, 140, 96, 106], prefix)
     assert difference(batch, cascade.run(batch, prefix)) is None
+    assert forms == {number}
+
+
+@pytest.mark.parametrize(("prefix", "form"), [(0, 2), (32, 0)])
+def test_one_warp_adds_up_rows_of_few_parts_which_those_with_a_prefix_are_not(prefix, form, small, forms):
+    """A prefix has a part in each share, however many requests read it."""
+    small(11)
+    cascade = Cascade(SPEC)
+    batch = cascade.batch([1, 1, 1, 1], [97, 60, 96, 50], prefix)
+    assert difference(batch, cascade.run(batch, prefix)) is None
+    assert forms == {form}
 
 
 @pytest.mark.gpu
