@@ -41,9 +41,9 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", blo
 def small(monkeypatch):
     """`small(programs)`: tiles of 16 rows and keys, and a GPU that runs so many programs."""
 
-    def shrink(programs: int) -> None:
+    def shrink(programs: int, ahead: int = 0) -> None:
         monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(programs, 1 << 18))
-        launch = ShareLaunch(16, 16, 4, 1, 1, 1)
+        launch = ShareLaunch(16, 16, 4, 1, 1, 1, ahead)
         monkeypatch.setattr(bindings, "share_launch", lambda *sizes: launch)
 
     return shrink
@@ -89,6 +89,30 @@ QUICK = [("ragged", 48, 7), ("idle", 1, 80), ("drafts", 1, 2)]
 def test_shares_of_programs(step, block_size, programs, small):
     small(programs)
     check(SPEC.replace(block_size=block_size), *STEPS[step])
+
+
+@pytest.mark.parametrize("invariance", [(), ("batch",)], ids=["any", "fixed"])
+@pytest.mark.parametrize(
+    ("new", "tokens", "programs", "each"),
+    [
+        # 12 tiles of keys and 3 ahead in 4 parts of 3, so none is ahead; one less is.
+        ([1] * 2, [192, 192], 8, 12),
+        ([1] * 2, [192, 170], 8, 12),
+        # Of 13, 12 and 11 tiles, in 4 parts of 4 each, as many are ahead as the parts have more.
+        ([1] * 3, [200, 190, 172], 13, 16),
+        # Two streams of rows for each request.
+        ([9, 9], [192, 190], 16, 12),
+    ],
+)
+def test_parts_of_streams_that_begin_with_fewer_tiles_ahead_have_all_keys(
+    new, tokens, programs, each, invariance, small, monkeypatch
+):
+    small(2 * programs, ahead=3)
+    plans, make = [], shares._Plan.make
+    monkeypatch.setattr(shares._Plan, "make", lambda plan, step: (make(plan, step), plans.append(plan.tiles)))
+    check(SPEC.replace(invariance=invariance), new, tokens)
+    streams = -(-new[0] * 2 // 16)
+    assert int(plans[-1][1]) == each * streams
 
 
 FEATURES = {
