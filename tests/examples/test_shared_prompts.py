@@ -17,7 +17,9 @@ def test_each_load_draws_the_tokens_of_plain_steps(tmp_path: Path) -> None:
 
     assert json.loads(file.read_text()) == found
     assert {"device", "versions", "date"} <= set(found)
-    prompts, rollouts, others, drafts = (each for each in found.values() if isinstance(each, dict) and "of" in each)
+    prompts, rollouts, others, drafts = (
+        each for each in found.values() if isinstance(each, dict) and "of" in each
+    )
     assert prompts["requests with equal tokens"] == prompts["of"] == 128
     assert "8 shared prefixes with 128 readers" in prompts["shared"]["notes"][0]
     for each in (rollouts, others):
