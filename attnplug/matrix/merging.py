@@ -101,7 +101,7 @@ def _with_sources(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
         main,
         findings=tuple(dataclasses.replace(each, source=place.get(id(run))) for run, each in cells),
         axes=_newest_axes(same),
-        sources=tuple(dataclasses.replace(run, findings=(), axes=None, kernels=()) for run in sources),
+        sources=tuple(dataclasses.replace(run, findings=(), axes=None) for run in sources),
     )
 
 
