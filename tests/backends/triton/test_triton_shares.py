@@ -99,9 +99,9 @@ def test_shares_of_programs(step, block_size, programs, small):
         ([1] * 2, [192, 192], 8, 12),
         ([1] * 2, [192, 170], 8, 12),
         # Of 13, 12 and 11 tiles, in 4 parts of 4 each, as many are ahead as the parts have more.
-        ([1] * 3, [200, 190, 172], 13, 16),
+        pytest.param([1] * 3, [200, 190, 172], 13, 16, marks=slow_here(is_quick=False, in_ci=True)),
         # Two streams of rows for each request.
-        ([9, 9], [192, 190], 16, 12),
+        pytest.param([9, 9], [192, 190], 16, 12, marks=slow_here(is_quick=False, in_ci=True)),
     ],
 )
 def test_parts_of_streams_that_begin_with_fewer_tiles_ahead_have_all_keys(
