@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime as dt
 import enum
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from attnplug.matrix.model import CLAIMED, Finding, Matrix, Run, Status
@@ -100,7 +101,7 @@ def _with_sources(runs: Sequence[Run], tell: Callable[[str], None]) -> Run:
         main,
         findings=tuple(dataclasses.replace(each, source=place.get(id(run))) for run, each in cells),
         axes=_newest_axes(same),
-        sources=tuple(dataclasses.replace(run, findings=(), axes=None, kernels=()) for run in sources),
+        sources=tuple(dataclasses.replace(run, findings=(), axes=None) for run in sources),
     )
 
 
@@ -120,13 +121,16 @@ def _alike(
 
 def _cells(first: Run, runs: Sequence[Run], tell: Callable[[str], None]) -> list[tuple[Run, Finding]]:
     """The finding that counts of each cell, with its run: the cells of `first`, then those that only others have."""
-    found: dict[str, tuple[Run, Finding]] = {}
+    by_cell: dict[str, dict[str | None, tuple[Run, Finding]]] = {}
     for run in sorted(runs, key=_date):
         for finding in run.findings:
-            before = found.get(finding.cell.id)
-            found[finding.cell.id] = (
-                (run, finding) if before is None else _better(before, (run, finding), tell)
-            )
+            # First by card: what another card found later says nothing about a card where a cell was wrong.
+            cards, card, new = by_cell.setdefault(finding.cell.id, {}), run.device_name, (run, finding)
+            cards[card] = _better(cards[card], new, tell) if card in cards else new
+    found: dict[str, tuple[Run, Finding]] = {}
+    for cell, cards in by_cell.items():
+        ordered = sorted(cards.values(), key=lambda each: _date(each[0]))
+        found[cell] = functools.reduce(lambda old, new: _better(old, new, tell), ordered)
     order = dict.fromkeys(each.cell.id for run in (first, *reversed(runs)) for each in run.findings)
     return [found[cell] for cell in order]
 

@@ -377,7 +377,7 @@ def spill_lines(summaries: Iterable[RunSummary]) -> list[str]:
     lines = []
     for run in (summary.run for summary in summaries):
         by_name: dict[str, list[int]] = {}
-        for kernel in run.kernels:
+        for kernel in (each for one in (run, *run.sources) for each in one.kernels):
             by_name.setdefault(kernel.name, []).append(kernel.spilled)
         for name, spilled in by_name.items():
             if some := [each for each in spilled if each]:

@@ -14,7 +14,7 @@ from attnplug.cli.commands.matrix_files import Outputs
 from attnplug.core.compiled import CompiledKernel
 from attnplug.core.errors import MatrixFileError, PolicyError
 from attnplug.matrix.markdown import render_markdown
-from attnplug.matrix.merging import merge
+from attnplug.matrix.merging import join, merge
 from attnplug.matrix.model import Matrix, Status
 from attnplug.matrix.results import read_matrix, write_matrix
 from attnplug.matrix.summary import summarise
@@ -53,6 +53,15 @@ def test_tables_name_the_kernels_that_spill():
     assert "◉ compiled" in text
     assert "prefill_kernel: 2 of 3 spill, at most 88 bytes of a thread" in text
     assert "Spills" not in render_markdown(Matrix((compiled(FITS),)))
+
+
+def test_the_kernels_of_another_source_of_a_joined_run_are_named_too():
+    own = finding(Status.VERIFIED, head_size=64)
+    ran = dataclasses.replace(compiled(), findings=(own,), device_name="NVIDIA H200")
+    (found,) = join([Matrix((ran,)), Matrix((compiled(FITS, SPILLS, WORSE),))]).runs
+    assert [str(each.status) for each in found.findings] == ["verified", "compiled"]
+    text = render_markdown(Matrix((found,)))
+    assert "prefill_kernel: 2 of 3 spill, at most 88 bytes of a thread" in text
 
 
 def test_a_compiled_cell_counts_more_than_a_claim_and_less_than_a_run():

@@ -216,6 +216,29 @@ def test_a_newer_run_clears_a_wrong_cell_only_on_the_card_where_it_was_wrong(joi
     assert said[0].startswith("TORCH on sm90: plain/prefill/d128/bfloat16/auto/b16/NHD was refuted on ")
 
 
+@pytest.mark.parametrize(
+    ("cards", "status"),
+    [
+        # Each card in order of time, and what it found.
+        (("H100 refuted", "H200 refuted", "H200 verified"), ("refuted", "H100")),
+        (("H100 refuted", "H200 refuted", "H100 verified"), ("refuted", "H200")),
+        (("H100 refuted", "H200 refuted", "H200 verified", "H100 verified"), ("verified", "H100")),
+        (("H100 verified", "H200 refuted", "H100 verified"), ("refuted", "H200")),
+    ],
+)
+def test_a_cell_that_was_wrong_on_two_cards_is_right_once_it_is_right_on_both(joined, cards, status):
+    runs = [
+        ran(
+            finding(Status(found), *(["off"] if found == "refuted" else [])),
+            device_name=card,
+            versions={"torch": f"2.{number}.0"},
+            date=f"2026-11-2{number}T10:00:00+00:00",
+        )
+        for number, (card, found) in enumerate(map(str.split, cards))
+    ]
+    assert origins(joined(*runs))[128][:2] == status
+
+
 def test_another_version_of_the_backend_does_not_join(joined, said):
     early = ran(finding(Status.VERIFIED), finding(Status.VERIFIED, head_size=64), version="0.0.9")
     assert set(origins(joined(early, ran(finding(Status.VERIFIED), date=LATE)))) == {128}

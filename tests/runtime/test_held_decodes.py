@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -224,4 +225,42 @@ def test_a_new_capture_of_a_graph_fills_its_memory(decodes: Decodes) -> None:
         decodes.graphs.captured[key] = {name: layers[name].shared for name in layers}
     decodes.run()
     assert decodes.fills > before
+    decodes.run(2, compare=True)
+
+
+class Broken(Exception):
+    """What a builder raises once."""
+
+
+@pytest.mark.parametrize("part", ["rest", "pieces"])
+@pytest.mark.parametrize("is_anew", [False, True], ids=["grown", "filled anew"])
+def test_a_builder_that_raises_once_leaves_the_memory_right(
+    decodes: Decodes, part: str, is_anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs, raised = decodes.graphs.shared, 0
+    prepare = graphs.prepare
+
+    def broken(*_: Any) -> None:
+        nonlocal raised
+        raised += 1
+        raise Broken
+
+    def prepared_again(batch: Any) -> SharedGraph | None:
+        for each in graphs._layers():
+            # Pieces that nobody built since the last step are not built again.
+            with monkeypatch.context() as patched, contextlib.suppress(Broken):
+                patched.setattr(getattr(each.twins, part)().builder, "build", broken)
+                prepare(batch)
+        return prepare(batch)
+
+    decodes.run(2)
+    # A step without the graph, after which the pieces are built again.
+    decodes.model.step(a=1, b=2, c=1, d=1)
+    if is_anew:
+        decodes.model.batches.swap_states(0, 3)
+    monkeypatch.setattr(graphs, "prepare", prepared_again)
+    assert decodes.run() == SharedGraph(4)
+    monkeypatch.setattr(graphs, "prepare", prepare)
+    assert raised
+    decodes.run(2)
     decodes.run(2, compare=True)

@@ -115,12 +115,15 @@ class ShareDecode:
         numbers = reqs, step.prefix, max_blocks
         self.kernel(grid, *tensors, *batch, *features, *partials, *numbers, slots, block_rows)
         few, of_many_parts, many = self.merges
-        merge = few
-        if self.plan.programs > _MANY_PARTS * reqs * max_blocks:
+        merge, streams = few, reqs * max_blocks
+        rows = merged[0] * merged[1] * self.kv_heads * few.pieces
+        # A row has a part for each share with tiles of the prefix, however many requests there are.
+        has_few_parts = not self.fixed and step.prefix < self.plan.tile
+        if self.plan.programs > _MANY_PARTS * streams:
             merge = of_many_parts
-        elif (not self.fixed and self.plan.programs <= _FEW_PARTS * reqs * max_blocks) or merged[0] * merged[
-            1
-        ] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors:
+        elif (has_few_parts and self.plan.programs <= _FEW_PARTS * streams) or (
+            rows > _AT_ONCE * self.multiprocessors
+        ):
             merge = many
         given: tuple[Any, ...] = *partials, output, lse, starts, tiles, *numbers, block_m, by_share
         if self.fixed:

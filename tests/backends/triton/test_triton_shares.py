@@ -41,9 +41,9 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", blo
 def small(monkeypatch):
     """`small(programs)`: tiles of 16 rows and keys, and a GPU that runs so many programs."""
 
-    def shrink(programs: int) -> None:
+    def shrink(programs: int, ahead: int = 0) -> None:
         monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(programs, 1 << 18))
-        launch = ShareLaunch(16, 16, 4, 1, 1, 1)
+        launch = ShareLaunch(16, 16, 4, 1, 1, 1, ahead)
         monkeypatch.setattr(bindings, "share_launch", lambda *sizes: launch)
 
     return shrink
@@ -89,6 +89,30 @@ QUICK = [("ragged", 48, 7), ("idle", 1, 80), ("drafts", 1, 2)]
 def test_shares_of_programs(step, block_size, programs, small):
     small(programs)
     check(SPEC.replace(block_size=block_size), *STEPS[step])
+
+
+@pytest.mark.parametrize("invariance", [(), ("batch",)], ids=["any", "fixed"])
+@pytest.mark.parametrize(
+    ("new", "tokens", "programs", "each"),
+    [
+        # 12 tiles of keys and 3 ahead in 4 parts of 3, so none is ahead; one less is.
+        ([1] * 2, [192, 192], 8, 12),
+        ([1] * 2, [192, 170], 8, 12),
+        # Of 13, 12 and 11 tiles, in 4 parts of 4 each, as many are ahead as the parts have more.
+        pytest.param([1] * 3, [200, 190, 172], 13, 16, marks=slow_here(is_quick=False, in_ci=True)),
+        # Two streams of rows for each request.
+        pytest.param([9, 9], [192, 190], 16, 12, marks=slow_here(is_quick=False, in_ci=True)),
+    ],
+)
+def test_parts_of_streams_that_begin_with_fewer_tiles_ahead_have_all_keys(
+    new, tokens, programs, each, invariance, small, monkeypatch
+):
+    small(2 * programs, ahead=3)
+    plans, make = [], shares._Plan.make
+    monkeypatch.setattr(shares._Plan, "make", lambda plan, step: (make(plan, step), plans.append(plan.tiles)))
+    check(SPEC.replace(invariance=invariance), new, tokens)
+    streams = -(-new[0] * 2 // 16)
+    assert int(plans[-1][1]) == each * streams
 
 
 FEATURES = {
@@ -210,18 +234,53 @@ def test_the_first_call_compiles_all_forms_of_the_merge_and_later_ones_run_one(s
     assert all(0 not in grid for _, grid in launches)
 
 
-MERGES = {"few-rows": (1 << 30, 1 << 30), "many-parts": (0, 1 << 30), "many-rows": (1 << 30, 0)}
+NEVER = 1 << 30
+# The limits of many parts, of few parts and of rows at once, and the form that is then the only one.
+MERGES = {"few-rows": (NEVER, 0, NEVER, 0), "many-parts": (0, 0, NEVER, 1), "many-rows": (NEVER, 0, 0, 2)}
+
+
+@pytest.fixture
+def forms(monkeypatch):
+    """The forms of the merge that ran, by their number in `ShareDecode.merges`."""
+    found, made, bind, call = set(), [], share_bindings.bind_shares, BoundKernel.__call__
+
+    def bound(*given):
+        made.append(bind(*given))
+        return made[-1]
+
+    def recorded(kernel: BoundKernel, grid, *given) -> None:
+        if 0 not in grid:
+            found.update(
+                at for each in made for at, merge in enumerate(each.merges) if merge.kernel is kernel
+            )
+        call(kernel, grid, *given)
+
+    monkeypatch.setattr(bindings, "bind_shares", bound)
+    monkeypatch.setattr(BoundKernel, "__call__", recorded)
+    return found
 
 
 @pytest.mark.parametrize("prefix", [0, 32])
 @pytest.mark.parametrize("form", MERGES)
-def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, monkeypatch):
+def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, forms, monkeypatch):
     small(11)
-    for name, limit in zip(("_MANY_PARTS", "_AT_ONCE"), MERGES[form], strict=True):
+    *limits, number = MERGES[form]
+    for name, limit in zip(("_MANY_PARTS", "_FEW_PARTS", "_AT_ONCE"), limits, strict=True):
         monkeypatch.setattr(share_bindings, name, limit)
     cascade = Cascade(SPEC.replace(head_size=24, head_size_v=40))
     batch = cascade.batch([1, 3, 0, 9], [97, 140, 96, 106], prefix)
     assert difference(batch, cascade.run(batch, prefix)) is None
+    assert forms == {number}
+
+
+@pytest.mark.parametrize(("prefix", "form"), [(0, 2), (32, 0)])
+def test_one_warp_adds_up_rows_of_few_parts_which_those_with_a_prefix_are_not(prefix, form, small, forms):
+    """A prefix has a part in each share, however many requests read it."""
+    small(11)
+    cascade = Cascade(SPEC)
+    batch = cascade.batch([1, 1, 1, 1], [97, 60, 96, 50], prefix)
+    assert difference(batch, cascade.run(batch, prefix)) is None
+    assert forms == {form}
 
 
 @pytest.mark.gpu
