@@ -235,8 +235,8 @@ def test_the_first_call_compiles_all_forms_of_the_merge_and_later_ones_run_one(s
 
 
 NEVER = 1 << 30
-# The limits of many parts, of few parts and of rows at once, and the form that is then the only one.
-MERGES = {"few-rows": (NEVER, 0, NEVER, 0), "many-parts": (0, 0, NEVER, 1), "many-rows": (NEVER, 0, 0, 2)}
+# The limits of many parts and of rows at once, and the form that is then the only one.
+MERGES = {"few-rows": (NEVER, NEVER, 0), "many-parts": (0, NEVER, 1), "many-rows": (NEVER, 0, 2)}
 
 
 @pytest.fixture
@@ -265,22 +265,12 @@ def forms(monkeypatch):
 def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, forms, monkeypatch):
     small(11)
     *limits, number = MERGES[form]
-    for name, limit in zip(("_MANY_PARTS", "_FEW_PARTS", "_AT_ONCE"), limits, strict=True):
+    for name, limit in zip(("_MANY_PARTS", "_AT_ONCE"), limits, strict=True):
         monkeypatch.setattr(share_bindings, name, limit)
     cascade = Cascade(SPEC.replace(head_size=24, head_size_v=40))
     batch = cascade.batch([1, 3, 0, 9], [97, 140, 96, 106], prefix)
     assert difference(batch, cascade.run(batch, prefix)) is None
     assert forms == {number}
-
-
-@pytest.mark.parametrize(("prefix", "form"), [(0, 2), (32, 0)])
-def test_one_warp_adds_up_rows_of_few_parts_which_those_with_a_prefix_are_not(prefix, form, small, forms):
-    """A prefix has a part in each share, however many requests read it."""
-    small(11)
-    cascade = Cascade(SPEC)
-    batch = cascade.batch([1, 1, 1, 1], [97, 60, 96, 50], prefix)
-    assert difference(batch, cascade.run(batch, prefix)) is None
-    assert forms == {form}
 
 
 @pytest.mark.gpu
