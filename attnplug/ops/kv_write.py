@@ -98,11 +98,10 @@ def _write(
     rounding: Rounding,
 ) -> None:
     if pages.dtype.itemsize == 1:
-        # The division runs in float32, so that only the conversion to 8 bits rounds.
-        wide = tokens.float()
+        # The division runs in float32, so that only the conversion to 8 bits rounds. A copy, because rounding may write into it.
+        wide = tokens.to(torch.float32, copy=True)
         stored = wide / scale[:, None] if isinstance(scale, torch.Tensor) else quotient(wide, scale)
-        # Rounding may write into what it is given.
-        tokens = rounding(stored.clone() if stored is tokens else stored, pages.dtype).view(torch.uint8)
+        tokens = rounding(stored, pages.dtype).view(torch.uint8)
         pages = pages.view(torch.uint8)
     block_size = pages.shape[1]
     try:

@@ -99,7 +99,7 @@ def states_recorded(trace: Trace, current: Callable[[], object]) -> Iterator[Non
     The modelling files of other threads call the functions as they are. Layers of equal sizes get the results of the first
     one: their numbers say nothing of attention, and transformers computes them in many small steps.
     """
-    results: dict[Any, Any] = {}
+    results: dict[str, Any] = {}
     replaced: list[tuple[dict[str, Any], str, Any]] = []
     files = {type(module).__module__ for module in trace.model.modules()}
     for file in sorted(files):
@@ -119,7 +119,7 @@ def _recorded(
     current: Callable[[], object],
     function: Any,
     facts: Callable[..., dict[str, Any]],
-    results: dict[Any, Any],
+    results: dict[str, Any],
 ) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -127,10 +127,12 @@ def _recorded(
             path, visit, _ = trace.stack[-1]
             found = facts(*args, **kwargs)
             trace.states.append(StateCall(path=path, visit=visit, after=len(trace.calls), **found))
-            key = function, tree_map(_form, (args, sorted(kwargs.items())))
-            if (known := results.get(str(key))) is None:
-                known = results[str(key)] = function(*args, **kwargs)
-            return tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, known)
+            form = str((function, tree_map(_form, (args, sorted(kwargs.items())))))
+            if form not in results:
+                results[form] = function(*args, **kwargs)
+            return tree_map(
+                lambda each: each.clone() if isinstance(each, torch.Tensor) else each, results[form]
+            )
         return function(*args, **kwargs)
 
     return call
