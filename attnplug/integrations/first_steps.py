@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attnplug.core.backend import AttentionBackend
 from attnplug.core.interface.answers import answer
 from attnplug.core.metadata import PAD_SLOT_ID, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
@@ -23,6 +24,7 @@ def compiles(decision: Decision) -> bool:
 
 
 def run_first_steps(
+    backend: type[AttentionBackend],
     impl: Any,
     builder: AttentionMetadataBuilder[Any],
     spec: LayerSpec,
@@ -35,14 +37,15 @@ def run_first_steps(
     Nothing is written: slots are -1, and tables have block 0.
 
     Args:
-        impl: of the layer.
+        backend: of the layer.
+        impl: of it.
         builder: of its metadata.
         spec: the layer.
         layer: as the impl's calls take it; None if they take none.
         pages: the layer's cache in its logical shape.
         completed: adds to a step what the engine gives its layers.
     """
-    shapes = list(shapes_within(builder.config, is_paged=True))
+    shapes = list(shapes_within(builder.config, backend, is_paged=True))
     for shape in shapes:
         _run(impl, builder, spec, shape, layer, pages, completed)
     return len(shapes)

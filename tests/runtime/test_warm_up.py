@@ -15,6 +15,7 @@ from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.spec import Phase
 from attnplug.errors import BatchError
 from attnplug.runtime import AttentionRuntime
+from attnplug.runtime.steps.dummy_steps import shapes_within
 
 SPEC = LayerSpec(num_heads=2, num_kv_heads=1, head_size=16, dtype="float32", block_size=8)
 LIMITS = BuilderConfig(max_num_seqs=6, max_num_batched_tokens=20, num_speculative_tokens=1)
@@ -79,10 +80,16 @@ def test_prompts_are_no_longer_than_sequences_may_be(runtime_of):
     config = BuilderConfig(max_num_seqs=2, max_num_batched_tokens=9000, max_model_len=5)
     steps = runtime_of({"a": SPEC}, config).warm_up().steps
     assert max(step.query_len for step in steps) == 5
-    steps = (
-        runtime_of({"a": SPEC}, BuilderConfig(max_num_seqs=2, max_num_batched_tokens=9000)).warm_up().steps
-    )
-    assert max(step.query_len for step in steps) == 1024
+
+
+@pytest.mark.parametrize(("tokens", "longest"), [(700, 700), (9000, 9000), (40_000, 16_384)])
+def test_the_longest_prompt_of_a_step_is_run_once(tokens, longest):
+    config = BuilderConfig(max_num_seqs=2, max_num_batched_tokens=tokens)
+    shapes = list(shapes_within(config, TorchBackend, is_paged=True))
+    assert max(shape.query_len for shape in shapes) == longest
+    powers = [shape.query_len for shape in shapes if shape.query_len not in (longest, 1)]
+    assert max(powers) == min(1024, 1 << (longest - 1).bit_length() - 1)
+    assert [(s.requests, s.computed) for s in shapes if s.query_len == longest][:2] == [(1, 0), (1, 1)]
 
 
 def test_the_report_names_what_was_compiled_and_when(runtime_of):

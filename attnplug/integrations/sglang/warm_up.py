@@ -27,7 +27,9 @@ def warm_up(backend: Backend) -> int:
             continue
         met.add(bound.kind)
         builder = backend.builder_of(bound)
-        count += run_first_steps(bound.impl, builder, bound.spec, None, pages)
+        count += run_first_steps(
+            bound.decision.get_backend_cls(), bound.impl, builder, bound.spec, None, pages
+        )
     if count:
         _log.info("%d dummy steps before SGLang's graphs took %.1f s", count, time.perf_counter() - began)
     return count

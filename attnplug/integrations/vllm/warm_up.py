@@ -35,6 +35,6 @@ def warm_up(builder: Builder) -> None:
             if isinstance(impl, RankImpl):
                 # The keys of one rank, without an exchange.
                 impl, inner = impl.pages, inner.pages
-            count += run_first_steps(impl, inner, spec, found, view, completed)
+            count += run_first_steps(bound.backend, impl, inner, spec, found, view, completed)
     if count:
         _log.info("%d dummy steps before vLLM's graphs took %.1f s", count, time.perf_counter() - began)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from attnplug.core.backend import AttentionBackend
+from attnplug.core.composite import CompositeBackend
 from attnplug.core.config import BuilderConfig
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.spec import Phase
 
-# Queries of the longest request. Kernels differ by tile, and no tile has as many rows.
-_LONGEST = 1024
+# Kernels differ by tile, and no tile has more rows.
+_MOST_ROWS = 1024
+_LONGEST_PROMPT = 16_384
+"""Queries of one long prompt. FLASH_ATTN_4 attends a copy of the keys where each has so many rows."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,29 +39,37 @@ class DummyShape:
 
 
 def shapes_within(
-    config: BuilderConfig, *, is_paged: bool, also: Collection[int] = ()
+    config: BuilderConfig, backend: type[AttentionBackend], *, is_paged: bool
 ) -> Iterator[DummyShape]:
     """The dummy steps after which a layer compiles nothing more.
 
     Args:
         config: the most requests, tokens and tokens of speculation.
+        backend: of the layer.
         is_paged: whether the layer has pages, and so decodes and tokens before a step.
-        also: more query lengths, such as those at which another member of a composite begins.
     """
     most, tokens = config.max_num_seqs, config.max_num_batched_tokens
-    longest = min(tokens, config.max_model_len or tokens, _LONGEST)
+    longest = min(tokens, config.max_model_len or tokens, _LONGEST_PROMPT)
     decodes = 0
     if is_paged:
         decodes = min(1 + config.num_speculative_tokens, longest)
         for query_len in range(1, decodes + 1):
             for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
                 yield DummyShape(requests, query_len, 1, Phase.DECODE)
-    lengths = {decodes + 1, *(1 << power for power in range(_LONGEST.bit_length())), longest, *also}
+    powers = (1 << power for power in range(_MOST_ROWS.bit_length()))
+    lengths = {decodes + 1, *powers, longest, *_limits(backend)}
     for query_len in sorted(length for length in lengths if decodes < length <= longest):
         yield DummyShape(1, query_len, 0, Phase.PREFILL)
         if is_paged:
             for requests in sorted({1, max(min(most, tokens // query_len), 1)}):
                 yield DummyShape(requests, query_len, 1, Phase.PREFILL)
+
+
+def _limits(backend: type[AttentionBackend]) -> set[int]:
+    """The query lengths around the limits at which another member of a composite serves a step."""
+    routes = backend.routes if issubclass(backend, CompositeBackend) else ()
+    least = {steps.query[0] + beside for steps, _ in routes for beside in (-1, 0)}
+    return least | {steps.query[1] + beside for steps, _ in routes if steps.query[1] for beside in (0, 1)}
 
 
 def dummy_step(

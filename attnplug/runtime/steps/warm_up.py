@@ -94,9 +94,9 @@ def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     """Run dummy steps of every kind, once for each group of layers that compile the same kernels.
 
     The steps are decodes of one request and of the most requests, for each number of tokens that speculation
-    allows. Prompts have 2, 4, 8, ... tokens: one from the start, and one and the most after computed tokens. No page
-    of a request is read or written: slots and pages of states are -1, and tables have the null block. Compiled kernels
-    are logged at INFO.
+    allows. Prompts have 2, 4, 8, ... 1024 tokens, and the most of a step: one from the start, and one and the most
+    after computed tokens. No page of a request is read or written: slots and pages of states are -1, and tables
+    have the null block. Compiled kernels are logged at INFO.
 
     Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends. Under context
     parallelism all ranks call it at the same time.
@@ -148,15 +148,8 @@ def distinct_layers(runtime: AttentionRuntime) -> Iterator[tuple[AnyLayer, type[
 def step_shapes(runtime: AttentionRuntime, layer: AnyLayer) -> Iterator[DummyShape]:
     """The dummy steps after which a layer compiles nothing more, within the limits of the runtime's config."""
     is_paged = isinstance(layer, StateLayer) or layer.kv_cache is not None
-    return shapes_within(runtime.config, is_paged=is_paged, also=_limits(runtime, layer.name))
-
-
-def _limits(runtime: AttentionRuntime, name: str) -> set[int]:
-    """The query lengths around the limits at which another member of a composite serves a layer."""
-    backend = runtime.plan.decisions[name].get_backend_cls()
-    routes = backend.routes if issubclass(backend, CompositeBackend) else ()
-    least = {steps.query[0] + beside for steps, _ in routes for beside in (-1, 0)}
-    return least | {steps.query[1] + beside for steps, _ in routes if steps.query[1] for beside in (0, 1)}
+    backend = runtime.plan.decisions[layer.name].get_backend_cls()
+    return shapes_within(runtime.config, backend, is_paged=is_paged)
 
 
 def run_step(

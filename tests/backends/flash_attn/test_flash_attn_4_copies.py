@@ -15,6 +15,7 @@ from attnplug.backends.flash_attn import fa4
 from attnplug.backends.flash_attn.builder import FlashAttnMetadataBuilder
 from attnplug.core import BuilderConfig, LayerSpec
 from attnplug.core.kv_cache_spec import kv_cache_spec_for
+from attnplug.integrations.first_steps import run_first_steps
 from attnplug.testing import assert_close, assert_lse_close, paged_batch, run_batch, tolerance
 
 SIZES = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float16"}
@@ -108,3 +109,19 @@ def test_a_graph_attends_pages_and_layers_of_a_step_share_its_starts(calls):
     assert one["k"] is not other["k"]
     assert all("page_table" in call for call in captured)
     assert len(captured) == 2
+
+
+def test_the_first_steps_of_an_engine_attend_a_copy_too(calls, monkeypatch):
+    """Else the first long prompt would wait until the kernel over keys in a row is compiled."""
+    monkeypatch.setattr(fa4, "_ROWS_PER_KEY", 2 * 1400)
+    spec = LayerSpec(**SIZES, block_size=16)
+    batch = paged_batch(spec, [1], [5], block_size=16, backend=FlashAttn4OnCpu)
+    config = BuilderConfig(max_num_seqs=2, max_num_batched_tokens=1500)
+    builder = FlashAttnMetadataBuilder(kv_cache_spec_for(spec, 16), ["layer"], config, torch.device("cpu"))
+    impl = flash_attn_cpu_impls.Impl4.from_spec(
+        spec, backend=FlashAttn4OnCpu, layer_name="layer", tensors=batch.tensors
+    )
+    run_first_steps(FlashAttn4OnCpu, impl, builder, spec, None, batch.kv_cache)
+    # Keys are an odd number only where one was computed before: other prompts attend the keys of their call.
+    copied = [keys for call in calls if "page_table" not in call and (keys := call["k"].shape[0]) % 2]
+    assert copied == [1501]
