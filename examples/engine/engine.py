@@ -35,7 +35,7 @@ class Engine:
     processes run the same requests, and each has its part of the heads or the tokens. `planning` are further
     arguments of `attnplug.plan`, such as `tuned`. `invariance` has the words of equal bits that all layers ask for.
     `prefix_sharing` is that of AttentionRuntime. `graphs` runs decodes and drafts in CUDA graphs; None does so on a GPU
-    if the model and its layers allow it, and `no_graphs` has the reason if not.
+    if the model and its layers allow it, and `no_graphs` has the reason if not. Pages are stored in `kv_cache_dtype`.
 
     Raises:
         BatchError: an argument that no step can serve, or graphs that a layer refuses.
@@ -56,6 +56,7 @@ class Engine:
         draft_branches: int = 1,
         prefix_sharing: SharingPrices | bool = True,
         graphs: bool | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.model = model
         self.ranks = Ranks() if ranks is None else ranks
@@ -71,9 +72,8 @@ class Engine:
             context_chunk_rows=context_chunk_rows,
             cudagraph_batch_sizes=batch_sizes(most) if most else (),
         )
-        self.runtime = page_model(
-            model, num_blocks, block_size, self.limits, self.ranks, planning, invariance, prefix_sharing
-        )
+        asked = planning, invariance, prefix_sharing, kv_cache_dtype
+        self.runtime = page_model(model, num_blocks, block_size, self.limits, self.ranks, *asked)
         self.pages = Pages(self.runtime.block_pool, self.runtime.plan.tokens_per_block)
         self.builder = self.runtime.step_batch_builder(self.pages.max_tokens)
         self.states = StatePages(self.runtime, self.pages.size) if self.runtime.state_layers else None

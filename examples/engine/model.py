@@ -64,11 +64,12 @@ def page_model(
     planning: Mapping[str, Any] | None = None,
     invariance: Sequence[str] = (),
     prefix_sharing: SharingPrices | bool = True,
+    kv_cache_dtype: str = "auto",
 ) -> AttentionRuntime:
     """Plan the layers of a model, and have it call the runtime given back; ModelConfigError if it cannot.
 
     `planning` are further arguments of `attnplug.plan`, such as `tuned` or `per_phase`. All layers ask for `invariance`, and
-    those that are not attention then compute a fixed number of tokens at a time.
+    those that are not attention then compute a fixed number of tokens at a time. Attention keeps pages in `kv_cache_dtype`.
     """
     if not model._can_set_attn_implementation():
         raise ModelConfigError(f"{type(model).__name__} never calls transformers' AttentionInterface")
@@ -81,6 +82,7 @@ def page_model(
     modules = {name: model.get_submodule(name) for name, spec in read.layers.items() if spec.state is None}
     ranks = Ranks() if ranks is None else ranks
     asked = {"block_size": block_size, "dtype": model.dtype, "invariance": tuple(invariance)}
+    asked["kv_cache_dtype"] = kv_cache_dtype
     layers = {name: read.layers[name].replace(**asked) for name in modules}
     layers = {name: ranks.own_part(spec) for name, spec in layers.items()}
     given = {"num_blocks": num_blocks, "context_parallel": ranks.tokens, **(planning or {})}

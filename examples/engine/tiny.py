@@ -70,7 +70,7 @@ def shrink(config: PreTrainedConfig, window: int = 32, vocab_size: int = 512) ->
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Where a model runs, in what, and how: `--device`, `--dtype` and `--invariance`."""
+    """Where a model runs, in what, and how: `--device`, `--dtype`, `--kv-cache-dtype` and `--invariance`."""
     parser.add_argument(
         "--invariance",
         type=lambda text: tuple(text.split(",")),
@@ -87,6 +87,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="float32",
         help="of weights and KV; tokens are compared, but need be equal in float32 only (default: %(default)s)",
     )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        metavar="DTYPE",
+        help="of the pages: fp8_e4m3, int8_token_head, nvfp4, ...; tokens need not be equal then (default: %(default)s)",
+    )
+
+
+def needs_equal(options: argparse.Namespace) -> bool:
+    """Whether tokens must be equal: with fewer bits, a step's other requests decide between tokens that are nearly as likely."""
+    return options.dtype == "float32" and options.kv_cache_dtype == "auto"
 
 
 def usable_device(text: str) -> torch.device:

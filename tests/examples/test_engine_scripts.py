@@ -64,6 +64,20 @@ def test_the_demo_and_serve_run_latent_attention(capsys):
     assert "outputs equal: yes" in shown
 
 
+@pytest.mark.parametrize(
+    ("kind", "size"), [("fp8_e4m3", 2048), ("int8_token_head", 2304), ("rotated4", 1152)]
+)
+def test_the_demo_and_serve_keep_pages_in_a_format(capsys, kind, size):
+    assert demo.main(["--requests", "2", "--max-tokens", "8", "--kv-cache-dtype", kind]) == 0
+    few = ["--model", LLAMA, "--scale", "tiny", "--requests", "4", "--max-tokens", "8", "--max-blocks", "60"]
+    assert serve.main([*few, "--kv-cache-dtype", kind]) == 0
+
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"1,024 blocks of {size:,} bytes" in shown
+    assert f"60 blocks of {2 * size:,} bytes" in shown
+    assert "4 of 4 requests finished, 0 lost" in shown
+
+
 def test_serve_finishes_all_requests_on_few_blocks(capsys):
     arguments = ["--model", LLAMA, "--scale", "tiny", "--requests", "12", "--max-blocks", "24"]
 
