@@ -17,8 +17,8 @@ from vllm.platforms import current_platform
 
 # Off a GPU the module of these tests skips itself.
 with (
-    mock.patch.object(type(current_platform), "is_cuda", lambda platform: True),
-    mock.patch.object(torch.cuda, "get_device_capability", lambda: (9, 0)),
+    mock.patch.object(type(current_platform), "is_cuda", return_value=True),
+    mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
 ):
     from tests.v1.attention import test_sparse_mla_backends as theirs
 

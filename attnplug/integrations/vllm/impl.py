@@ -52,7 +52,9 @@ def pages_refusal(kv_cache_dtype: str) -> str | None:
 def latent_pages_refusal(kv_cache_dtype: str) -> str | None:
     """As `pages_refusal`, of pages of latents."""
     if kv_cache_dtype == "fp8_ds_mla":
-        limit = "is not served in vLLM: its tokens have 656 bytes, of which 16 are scales and 128 are not rounded"
+        limit = (
+            "is not served in vLLM: its tokens have 656 bytes, of which 16 are scales and 128 are not rounded"
+        )
         return f"{limit}; use --kv-cache-dtype fp8 or bfloat16"
     return pages_refusal(kv_cache_dtype)
 

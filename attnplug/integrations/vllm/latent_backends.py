@@ -34,7 +34,9 @@ class LatentBackend(Backend):
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """The reasons of attnplug against the layer, in sentences."""
         given = named(args, kwargs)
-        reasons = unserved({name: value for name, value in given.items() if name not in ("use_mla", "use_sparse")})
+        reasons = unserved(
+            {name: value for name, value in given.items() if name not in ("use_mla", "use_sparse")}
+        )
         stored = given.get("kv_cache_dtype") or "auto"
         if refusal := latent_pages_refusal(stored):
             return [*reasons, f"kv_cache_dtype {stored} {refusal}"]

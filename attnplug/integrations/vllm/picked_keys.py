@@ -20,7 +20,9 @@ def sparse_of(model_config: Any) -> SparseSpec:
         topk = getattr(config, "index_topk", None)
         if topk is not None:
             return SparseSpec("token_topk", topk)
-    raise SpecError("index_topk", None, "is not in the model's configuration, and vLLM asks for sparse layers")
+    raise SpecError(
+        "index_topk", None, "is not in the model's configuration, and vLLM asks for sparse layers"
+    )
 
 
 class PickedKeys(Selection):
@@ -47,7 +49,7 @@ class PickedKeys(Selection):
 
 
 def check_buffer(buffer: object) -> torch.Tensor:
-    """vLLM's `topk_indices_buffer`, int32 `[tokens, topk]`; SpecError for anything else."""
+    """The buffer, if it is one of vLLM's indexers: int32 `[tokens, topk]`; SpecError for anything else."""
     if not isinstance(buffer, torch.Tensor) or (buffer.dtype, buffer.ndim) != (torch.int32, 2):
         found = (buffer.dtype, buffer.ndim) if isinstance(buffer, torch.Tensor) else buffer
         raise SpecError("topk_indices_buffer", found, "must be an int32 tensor [tokens, topk]")

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from vllm.v1.attention import backend as theirs
 
-from attnplug.core.errors import BatchError
+from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.sparse import SparseSpec
 from attnplug.integrations.vllm.impl import Bound
 from attnplug.integrations.vllm.latent import LatentBuilder, LatentLayer
 from attnplug.integrations.vllm.picked_keys import PickedKeys, check_buffer
+from attnplug.mla.impl import MLADecodeImpl
 
 # Versions without the class call `forward_mha` of sparse layers, as they call it of all others.
 _SPARSE_IMPL: Any = getattr(theirs, "SparseMLAAttentionImpl", theirs.MLAAttentionImpl)
@@ -44,9 +45,17 @@ class SparseLatentLayer(LatentLayer, _SPARSE_IMPL):  # type: ignore[misc]
         """The buffer that holds the layer's keys now; vLLM gives the indexers of a draft model that of its target."""
         return check_buffer(self._buffer if self._indexer is None else self._indexer.topk_indices_buffer)
 
+    def bound(self, block_size: int, device: torch.device, causal: bool = True) -> Bound:
+        """As LatentLayer.bound; SpecError for an impl that takes no absorbed queries."""
+        bound = super().bound(block_size, device, causal)
+        if not isinstance(bound.inner, MLADecodeImpl):
+            limit = f"is not served by {bound.decision.backend} in vLLM: its impl is no MLADecodeImpl"
+            raise SpecError("sparse", str(self.sparse), limit, "choose another backend")
+        return bound
+
     def _read(self, attn_metadata: Any) -> tuple[Any, Bound]:
         metadata, bound = super()._read(attn_metadata)
-        if bound.picked is not self.picked:
+        if metadata.selected.selection.positions.data_ptr() != self.picked.data_ptr():
             limit = "is another tensor than when the layer's metadata was made"
             raise BatchError("topk_indices_buffer", tuple(self.picked.shape), limit)
         return metadata, bound
