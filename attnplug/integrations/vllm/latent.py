@@ -40,8 +40,6 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
     """vLLM's layer, which has the weights and the scales; the builder sets it."""
     sparse: SparseSpec | None = None
     """How many keys an indexer picks for each query, where one does."""
-    picked: torch.Tensor | None = None
-    """The buffer of these keys."""
 
     def __init__(
         self,
@@ -104,6 +102,11 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         if self.ranks:
             check_ranks(self.ranks, self.spec, drafts=drafts_of(config) > 0)
         self.decide(None)
+
+    @property
+    def picked(self) -> torch.Tensor | None:
+        """The buffer of the keys that an indexer picks; None for dense layers."""
+        return None
 
     def decide(self, block_size: int | None) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; if ranks share them, for the keys of one rank.

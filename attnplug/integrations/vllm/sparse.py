@@ -84,18 +84,16 @@ class SparseLatentLayer(LatentLayer, _SPARSE_IMPL):  # type: ignore[misc]
         if self.owner is None:
             self.owner = layer
         metadata, bound = self._read(attn_metadata)
-        rows = metadata.num_decode_tokens
-        tokens = (q if isinstance(q, torch.Tensor) else q[0]).shape[0]
-        used = q[:rows] if isinstance(q, torch.Tensor) else (q[0][:rows], q[1][:rows])
+        rank = bound.inner.dims.kv_lora_rank
+        nope, rope = (q[..., :rank], q[..., rank:]) if isinstance(q, torch.Tensor) else q
+        tokens, rows = nope.shape[0], metadata.num_decode_tokens
+        if not rows:
+            return torch.zeros_like(nope), None
         cache = self._cache(kv_c_and_k_pe_cache)
-        if rows:
-            attended, _ = bound.inner.forward_mqa(used, cache, metadata, layer)
-            if rows == tokens:
-                return attended, None
-        whole = used[0].new_zeros(tokens, self.num_heads, bound.spec.mla.kv_lora_rank)
-        if rows:
-            whole[:rows] = attended
-        return whole, None
+        attended, _ = bound.inner.forward_mqa((nope[:rows], rope[:rows]), cache, metadata, layer)
+        if rows < tokens:
+            attended = torch.nn.functional.pad(attended, (0, 0, 0, 0, 0, tokens - rows))
+        return attended, None
 
 
 class AnyLatentLayer(LatentLayer):
@@ -103,13 +101,15 @@ class AnyLatentLayer(LatentLayer):
 
     def __new__(cls, *args: Any, **given: Any) -> Any:
         """The layer, of a subclass if it is sparse: vLLM asks one class of a name for both."""
-        is_sparse = any(given.get(name) is not None for name in ("indexer", "topk_indices_buffer"))
-        return super().__new__(_sparse(cls) if is_sparse else cls, *args, **given)
+        made: Any = cls
+        if any(given.get(name) is not None for name in ("indexer", "topk_indices_buffer")):
+            made = _sparse(made)
+        return super().__new__(made, *args, **given)
 
 
 # Cached, because layers of one class must be of one class again.
 @functools.cache
-def _sparse(cls: type[AnyLatentLayer]) -> type[Any]:
+def _sparse(cls: Any) -> type[Any]:
     return type(f"Sparse{cls.__name__}", (SparseLatentLayer, cls), {})
 
 
