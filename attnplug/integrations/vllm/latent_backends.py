@@ -13,9 +13,9 @@ from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.backends import Backend, class_of, named, reasons_against, unserved
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE, latent_pages_refusal
 from attnplug.integrations.vllm.names import AUTOMATIC, LATENT
-from attnplug.integrations.vllm.picked_keys import sparse_of
+from attnplug.integrations.vllm.picked_keys import has_indexer, sparse_of
 from attnplug.integrations.vllm.ranks import ranks_size
-from attnplug.integrations.vllm.sparse import AnyLatentLayer, SparseBuilder
+from attnplug.integrations.vllm.sparse import AnyLatentLayer, SparseBuilder, indexer_block_sizes
 from attnplug.integrations.vllm.steps import INVARIANT
 
 
@@ -29,6 +29,17 @@ class LatentBackend(Backend):
     def is_mla(cls) -> bool:
         """True."""
         return True
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """As vLLM's; for models with an indexer a size that this can read too."""
+        model = getattr(get_current_vllm_config_or_none(), "model_config", None)
+        if model is not None and has_indexer(model):
+            sizes = [size for size in indexer_block_sizes() if cls.supports_block_size(size)]
+            if sizes:
+                return max(sizes)
+        preferred: int = super().get_preferred_block_size(default_block_size)
+        return preferred
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
@@ -54,6 +65,12 @@ class LatentBackend(Backend):
         reasons += [f"{name} is not served with latent attention in vLLM" for name in asked]
         if not given.get("use_mla"):
             return [*reasons, f"{cls.name} serves latent attention alone; name {AUTOMATIC} for other layers"]
+        size = given.get("block_size")
+        if given.get("use_sparse") and size and all(size % each for each in indexer_block_sizes()):
+            read = max(indexer_block_sizes())
+            reasons.append(
+                f"block_size {size} not supported: vLLM's indexer reads {read}; use --block-size {read}"
+            )
         config = get_current_vllm_config_or_none()
         model = getattr(config, "model_config", None)
         if model is None:

@@ -11,18 +11,27 @@ from attnplug.core.selection import Selection
 from attnplug.core.sparse import SparseSpec
 
 
+def has_indexer(model_config: Any) -> bool:
+    """Whether a model has an indexer, as vLLM knows it."""
+    return _topk(model_config) is not None
+
+
 def sparse_of(model_config: Any) -> SparseSpec:
     """How many keys the indexer of a model picks for each query.
 
     SpecError: the model's configuration does not say so.
     """
-    for config in (model_config.hf_text_config, model_config.hf_config):
-        topk = getattr(config, "index_topk", None)
-        if topk is not None:
-            return SparseSpec("token_topk", topk)
-    raise SpecError(
-        "index_topk", None, "is not in the model's configuration, and vLLM asks for sparse layers"
-    )
+    topk = _topk(model_config)
+    if topk is None:
+        limit = "is not in the model's configuration, and vLLM asks for sparse layers"
+        raise SpecError("index_topk", None, limit)
+    return SparseSpec("token_topk", topk)
+
+
+def _topk(model_config: Any) -> Any:
+    configs = model_config.hf_text_config, model_config.hf_config
+    found = (getattr(config, "index_topk", None) for config in configs)
+    return next((topk for topk in found if topk is not None), None)
 
 
 class PickedKeys(Selection):

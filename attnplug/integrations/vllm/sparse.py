@@ -20,6 +20,14 @@ from attnplug.mla.impl import MLADecodeImpl
 _SPARSE_IMPL: Any = getattr(theirs, "SparseMLAAttentionImpl", theirs.MLAAttentionImpl)
 
 
+def indexer_block_sizes() -> list[int]:
+    """Tokens of the blocks that vLLM's indexer reads, which shares its block numbers with the layers."""
+    from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
+
+    sizes = DeepseekV32IndexerBackend.get_supported_kernel_block_sizes()
+    return [size for size in sizes if isinstance(size, int)]
+
+
 class SparseLatentLayer(LatentLayer, _SPARSE_IMPL):  # type: ignore[misc]
     """The impl of a sparse layer: vLLM absorbs the queries of all tokens, and passes them to `forward_mqa`.
 
