@@ -52,6 +52,8 @@ def configuration(name: Any, **parallel: int) -> VllmConfig:
         hf_config_override={**sizes, "num_attention_heads": HEADS, "index_topk": TOPK},
     )
     config.attention_config.backend = name
+    # Small, so that requests have several; nobody asks for this size, because vLLM's indexer reads 64.
+    config.cache_config.user_specified_block_size = False
     for field, value in parallel.items():
         setattr(config.parallel_config, field, value)
     return config
@@ -393,6 +395,24 @@ def test_a_layer_without_a_buffer_of_positions_is_refused(given: Any) -> None:
     indexer = types.SimpleNamespace(topk_indices_buffer=given)
     with pytest.raises(SpecError, match=r"topk_indices_buffer.*must be an int32 tensor \[tokens, topk\]"):
         make_layer(configuration(CHOSEN[0]), "layer", given, indexer=indexer)
+
+
+def test_blocks_are_those_that_vllms_indexer_reads_too() -> None:
+    config = configuration(CHOSEN[0])
+    for name in ("ATTNPLUG_MLA", "ATTNPLUG_TRITON_MLA", "ATTNPLUG_FLASH_MLA_MLA"):
+        with set_current_vllm_config(config):
+            assert AttentionBackendEnum[name].get_class().get_preferred_block_size(16) == 64
+    for size, refused in ((16, True), (64, False), (128, False)):
+        sized = configuration(CHOSEN[0])
+        sized.cache_config.block_size, sized.cache_config.user_specified_block_size = size, True
+        if refused:
+            limit = f"block_size {size} not supported: vLLM's indexer reads 64; use --block-size 64"
+            assert limit in reasons(sized)
+        else:
+            make_layer(sized, "layer", buffer())
+    del config.model_config.hf_config.index_topk
+    with set_current_vllm_config(config):
+        assert AttentionBackendEnum["ATTNPLUG_MLA"].get_class().get_preferred_block_size(16) == 16
 
 
 def test_graphs_hold_decodes_where_the_backend_supports_them() -> None:
