@@ -347,6 +347,16 @@ def test_with_drafts_no_host_waits_for_lengths(monkeypatch: pytest.MonkeyPatch) 
         assert max(made.step(new, picks, beyond=2)) < RIGHT
 
 
+def test_versions_that_call_forward_mha_of_sparse_layers_get_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mla_attention, "SparseMLAAttentionImpl", type("Unknown", (), {}))
+    monkeypatch.delattr(sparse_module.SparseLatentLayer, "forward_mqa")
+    made = served(CHOSEN[0])
+    for new in STEPS:
+        assert max(made.step(new, picks)) < RIGHT
+
+
 def test_rows_of_a_graphs_padding_are_zeros() -> None:
     made = served(CHOSEN[0])
     made.step(STEPS[1], picks)
