@@ -89,7 +89,7 @@ def test_sparse_layers_attend_the_keys_that_were_picked(source: Path) -> None:
     passed, failed, printed = run(source, cases, layers, backends="ATTNPLUG_MLA,ATTNPLUG_TORCH_MLA")
     assert failed == 0, printed
     assert passed >= 30, printed
-    words = (layers, "-k", "steps or dense")
+    words = (layers, "-k", "steps or one_builder")
     passed, failed, printed = run(source, *words, backends="ATTNPLUG_TRITON_MLA", TRITON_INTERPRET="1")
     assert failed == 0, printed
     assert passed >= 4, printed
