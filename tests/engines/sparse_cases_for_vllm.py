@@ -24,7 +24,7 @@ with (
 
 __all__ = ["one_rank"]
 
-BLOCK = 32
+BLOCK = 64
 
 
 @pytest.fixture(autouse=True)

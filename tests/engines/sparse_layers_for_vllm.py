@@ -13,6 +13,7 @@ import torch
 from latent_cases_for_vllm import CHOSEN, one_rank
 from sparse_served import (
     BLOCK,
+    DEVICE,
     STEPS,
     TOPK,
     Served,
@@ -38,7 +39,8 @@ from attnplug.ops import selection as selection_ops
 
 __all__ = ["as_on_a_gpu", "one_rank"]
 
-RIGHT, WRONG = 2e-5, 0.05
+# GPUs multiply float32 in fewer bits.
+RIGHT, WRONG = 2e-3 if DEVICE.type == "cuda" else 2e-5, 0.05
 
 
 @pytest.mark.parametrize("name", CHOSEN, ids=lambda name: str(name.name))
@@ -61,6 +63,7 @@ def test_sparse_and_dense_layers_have_one_builder(name: Any) -> None:
         assert max(made.step(new, picks)) < RIGHT
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's table is written by a kernel")
 def test_keys_that_are_read_as_slots_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def as_slots(keys: torch.Tensor, *rest: Any) -> torch.Tensor:
         return keys + BLOCK * 3
@@ -70,6 +73,7 @@ def test_keys_that_are_read_as_slots_are_noticed(monkeypatch: pytest.MonkeyPatch
     assert min(made.step(STEPS[0], picks)) > WRONG
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's table is written by a kernel")
 def test_minus_one_that_is_attended_as_a_key_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = selection_ops.chosen_keys
 
@@ -106,7 +110,7 @@ def test_the_buffer_of_another_layer_is_noticed(is_checked: bool, monkeypatch: p
 
 def test_an_impl_that_takes_no_absorbed_queries_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_module, "MLADecodeImpl", type("Another", (), {}))
-    with pytest.raises(SpecError, match=r"token_topk 8.*is not served by TORCH in vLLM"):
+    with pytest.raises(SpecError, match=r"token_topk 8.*is not served by \w+ in vLLM"):
         served(CHOSEN[0])
 
 
@@ -115,6 +119,7 @@ def test_weights_that_vllm_keeps_in_fewer_bits_are_refused() -> None:
         served(CHOSEN[0], before=lambda layer: delattr(layer, "W_UK_T"))
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="values are read on a CPU alone")
 def test_a_key_twice_and_one_past_its_query_are_refused_on_a_cpu() -> None:
     with pytest.raises(BatchError, match="comes twice"):
         served(CHOSEN[0]).step([(0, 3)], lambda position: [0, 0])

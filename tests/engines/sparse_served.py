@@ -1,4 +1,4 @@
-"""Layers of latent attention as vLLM makes and calls them on a CPU, for the cases in sparse_layers_for_vllm.py.
+"""Layers of latent attention as vLLM makes and calls them, for the cases in sparse_layers_for_vllm.py.
 
 An indexer of the tests fills the buffers, because vLLM's runs on GPUs only.
 """
@@ -25,7 +25,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 32, 16, 24, 40
 TOPK, BLOCK, PAGES, TABLE = 8, 16, 64, 6
 SCALE = 0.2
-CPU = torch.device("cpu")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def configuration(name: Any, **parallel: int) -> VllmConfig:
@@ -66,7 +66,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.manual_seed(5)
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float32)
+        torch.set_default_device(DEVICE)
         yield
+        torch.set_default_device(None)
         torch.set_default_dtype(before)
 
 
@@ -98,7 +100,7 @@ class Served:
         first = next(iter(layers.values()))
         with set_current_vllm_config(config):
             spec = first.get_kv_cache_spec(config)
-            self.builder = first.attn_backend.get_builder_cls()(spec, [*layers], config, CPU)
+            self.builder = first.attn_backend.get_builder_cls()(spec, [*layers], config, DEVICE)
         # No page is behind that of the page before it.
         self.pages = (torch.randperm(PAGES - 1) + 1).tolist()
         self.tables: dict[int, list[int]] = {}
@@ -135,7 +137,7 @@ class Served:
         slots = torch.tensor(written + [-1] * padding)
         common = CommonAttentionMetadata(
             query_start_loc=starts,
-            query_start_loc_cpu=starts,
+            query_start_loc_cpu=starts.cpu(),
             seq_lens=lens,
             num_reqs=len(new),
             num_actual_tokens=tokens + padding,
@@ -143,7 +145,7 @@ class Served:
             max_seq_len=int(lens.max()),
             block_table_tensor=table,
             slot_mapping=slots,
-            seq_lens_cpu_upper_bound=lens + beyond,
+            seq_lens_cpu_upper_bound=lens.cpu() + beyond,
             causal=True,
         )
         self.metadata = getattr(self.builder, how)(*((0, common) if how == "build" else (common,)))
