@@ -25,7 +25,7 @@ def _refusals(spec: LayerSpec) -> Iterator[str]:
     flags = {
         "is driven by the suite with latent attention": spec.mla is not None,
         "has states": spec.state is not None,
-        "gives selections of keys": spec.sparse is not None,
+        "gives selections of keys without latents": spec.sparse is not None and spec.mla is None,
         "returns the log-sum-exp": spec.needs_lse,
         "has values of another size than keys": spec.head_size_v != spec.head_size,
         "has a decoder without pages": spec.direct_kv and spec.attn_type is AttentionType.DECODER,

@@ -66,6 +66,9 @@ class MLADecodeBuilder(AttentionMetadataBuilder[MLAMetadata]):
         # Sparse layers decode every query, so the order of requests does not matter to them.
         if self._selected is None:
             self._init_reorder_batch_threshold(threshold, several and self.decodes_drafts)
+        else:
+            # Nor does the host know how many keys an indexer picks.
+            self.needs_host_seq_lens = "none"  # type: ignore[misc]
         self.prefill: AttentionMetadataBuilder[Any] | None = None
         if self.backend.prefill is not None:
             # The expanded layer has no pages, but builders read the heads of a layer from a page spec.

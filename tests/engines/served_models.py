@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "engines"))
 import random_weights  # noqa: E402
+import sparse_model  # noqa: E402
 import vllm_lookup  # noqa: E402
 import vllm_model  # noqa: E402
 
@@ -52,6 +53,7 @@ MODELS = {
     "qwen3": ("qwen3-8b", {}),
     "gemma3": ("gemma-3-27b-text", WINDOW),
     "llama4": ("llama-3.1-8b", CHUNK),
+    "deepseek": ("deepseek-v3.2", sparse_model.CONFIG),
 }
 PROMPTS = [[(i * 7 + j * 13) % 500 + 3 for j in range(n)] for i, n in enumerate((100, 5, 70, 33))]
 COUNT = 12
@@ -67,6 +69,9 @@ def main() -> None:
     vllm_model.register_weights(weights.LOAD_FORMAT, weights.fill)
     import vllm
 
+    if model == "deepseek":
+        vllm_on_cpu.prepare_latents()
+        sparse_model.stand_in_for_the_indexer()
     base, changes = MODELS[model]
     config = json.loads((ROOT / "examples" / "models" / f"{base}.json").read_text()) | SMALL | changes
     file = Path(tempfile.mkdtemp()) / "config.json"
@@ -81,7 +86,8 @@ def main() -> None:
         max_model_len=256,
         max_num_seqs=4,
         max_num_batched_tokens=128,
-        block_size=16,
+        # Where there is an indexer, the backend's own preference has to be a size that it reads.
+        block_size=None if model == "deepseek" else 16,
         enforce_eager=True,
         gpu_memory_utilization=0.1,
         seed=0,
@@ -98,7 +104,10 @@ def main() -> None:
     else:
         [loaded] = llm.apply_model(_weights)
         config = json.loads((Path(folder) / "config.json").read_text())
-        plain = Llama4(loaded, config) if model == "llama4" else Plain(loaded, folder)
+        if model == "deepseek":
+            plain: Any = sparse_model.Sparse(loaded, config, COUNT)
+        else:
+            plain = Llama4(loaded, config) if model == "llama4" else Plain(loaded, folder)
         right = [plain.draw(prompt) for prompt in given]
     result = {
         "served": [list(output.outputs[0].token_ids) for output in outputs],

@@ -84,6 +84,18 @@ def test_latent_attention_gives_the_numbers_of_vllms_own_reference(source: Path)
 
 
 @pytest.mark.slow
+def test_sparse_layers_attend_the_keys_that_were_picked(source: Path) -> None:
+    cases, layers = (str(HERE / f"sparse_{what}_for_vllm.py") for what in ("cases", "layers"))
+    passed, failed, printed = run(source, cases, layers, backends="ATTNPLUG_MLA,ATTNPLUG_TORCH_MLA")
+    assert failed == 0, printed
+    assert passed >= 30, printed
+    words = (layers, "-k", "steps or one_builder")
+    passed, failed, printed = run(source, *words, backends="ATTNPLUG_TRITON_MLA", TRITON_INTERPRET="1")
+    assert failed == 0, printed
+    assert passed >= 4, printed
+
+
+@pytest.mark.slow
 def test_the_adapter_answers_what_vllm_asks(source: Path) -> None:
     passed, failed, printed = run(source, str(HERE / "adapter_cases_for_vllm.py"), backends="ATTNPLUG")
     assert failed == 0, printed

@@ -45,9 +45,9 @@ def check_tokens(source: Path, *words: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["gemma3", "llama4"])
+@pytest.mark.parametrize("model", ["gemma3", "llama4", "deepseek"])
 def test_served_tokens_are_those_of_the_model_alone(source: Path, model: str) -> None:
-    check_tokens(source, model, "ATTNPLUG_TORCH")
+    check_tokens(source, model, "ATTNPLUG_TORCH_MLA" if model == "deepseek" else "ATTNPLUG_TORCH")
 
 
 @pytest.mark.slow
@@ -61,3 +61,10 @@ def test_a_refusal_is_in_vllms_error(source: Path) -> None:
     done = run(source, "gemma3", "ATTNPLUG_FLASH_ATTN_2")
     assert done.returncode != 0
     assert "FLASH_ATTN_2: device type not supported: cpu is not cuda" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_refusal_of_sparse_layers_is_in_vllms_error(source: Path) -> None:
+    done = run(source, "deepseek", "ATTNPLUG_FLASHINFER_MLA")
+    assert done.returncode != 0
+    assert "FLASHINFER: sparse token_topk 16 not supported" in done.stderr

@@ -53,6 +53,11 @@ def prepare() -> None:
             return str(selected_backend.get_path())
 
         @classmethod
+        def update_block_size_for_backend(cls, vllm_config: Any) -> None:
+            # The CPU's own has 128 whatever a backend prefers.
+            super(CpuPlatform, cls).update_block_size_for_backend(vllm_config)
+
+        @classmethod
         def is_pin_memory_available(cls) -> bool:
             return False
 
@@ -65,6 +70,17 @@ def prepare() -> None:
 
     vllm.utils.torch_utils.PIN_MEMORY = False
     CustomOp.dispatch_forward = lambda self, *given, **named: self.forward_native
+
+
+def prepare_latents() -> None:
+    """Make layers of latent attention without vLLM's prefill backends, which attnplug's layers never call."""
+    from vllm.model_executor.layers.attention import mla_attention
+
+    class NoPrefill:
+        def __init__(self, **given: object) -> None:
+            pass
+
+    mla_attention.get_mla_prefill_backend = lambda config: NoPrefill
 
 
 _KEPT: list[Any] = []

@@ -27,7 +27,7 @@ from attnplug.registry.default import explain, list_backends
 
 UNSERVED = {
     "use_mla": "latent attention (MLA) is served by the names that end in _MLA, such as ATTNPLUG_MLA",
-    "use_sparse": "sparse attention is not served in vLLM",
+    "use_sparse": "sparse attention is served with latent attention alone, by the names that end in _MLA",
     "use_pcp": "prefill context parallelism is not served in vLLM",
     "use_adaptive_verification": "query lengths that the host does not know are not served",
     "use_rswa": "windows with a visible prefix are not served",

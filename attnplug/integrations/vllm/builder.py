@@ -88,7 +88,7 @@ class Step(AttentionMetadata):  # type: ignore[misc]
         else:
             spec = bound.spec
             common = self.batch.exact if builder.needs_exact(inner, self.batch.common) else self.batch.common
-            common = builder.with_spans(for_layer(self._of_group(common), spec), spec).for_layers((spec,))
+            common = builder.completed(for_layer(self._of_group(common), spec), bound).for_layers((spec,))
             if how == "capture":
                 # The graph reads what this builder fills, so it builds the later steps too.
                 builder.captured.add(kind)
@@ -194,6 +194,10 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
         # Latent attention may need those of prefills alone.
         is_decode = common.max_query_len <= (inner.reorder_batch_threshold or 1)
         return not is_decode or bool(getattr(inner, "decode_needs_host_seq_lens", True))
+
+    def completed(self, common: CommonAttentionMetadata, bound: Bound) -> CommonAttentionMetadata:
+        """The step with what such layers need beside what vLLM gives."""
+        return self.with_spans(common, bound.spec)
 
     def with_spans(self, common: CommonAttentionMetadata, spec: LayerSpec) -> CommonAttentionMetadata:
         """The step for such layers: one of text has spans of zeros, at one address, which graphs read."""

@@ -49,6 +49,16 @@ def pages_refusal(kv_cache_dtype: str) -> str | None:
     return "is not served in vLLM, whose pages of that name have other bytes than attnplug's"
 
 
+def latent_pages_refusal(kv_cache_dtype: str) -> str | None:
+    """As `pages_refusal`, of pages of latents."""
+    if kv_cache_dtype == "fp8_ds_mla":
+        limit = (
+            "is not served in vLLM: its tokens have 656 bytes, of which 16 are scales and 128 are not rounded"
+        )
+        return f"{limit}; use --kv-cache-dtype fp8 or bfloat16"
+    return pages_refusal(kv_cache_dtype)
+
+
 class Layer(AttentionImpl):  # type: ignore[misc]  # vLLM is not there for type checkers
     """What vLLM constructs for each layer; `backend` is attnplug's name for it, or None to select.
 
@@ -320,14 +330,21 @@ def _forget(layer: weakref.ref[Layer], place: int, dead: weakref.ref[torch.Tenso
 
 
 class Bound:
-    """A layer's decision and its impl."""
+    """A layer's decision and its impl; for a sparse layer also vLLM's buffer of the keys that are picked."""
 
-    def __init__(self, decision: Decision, inner: Inner[Any] | RankImpl, tensors: LayerTensors) -> None:
-        self.decision, self.tensors = decision, tensors
+    def __init__(
+        self,
+        decision: Decision,
+        inner: Inner[Any] | RankImpl,
+        tensors: LayerTensors,
+        picked: torch.Tensor | None = None,
+    ) -> None:
+        self.decision, self.tensors, self.picked = decision, tensors, picked
         self.inner: Any = inner
         self.backend = decision.get_backend_cls()
         self.spec = inner.spec if isinstance(inner, RankImpl) else decision.spec
         """The layer, also where the decision is for its keys on one rank."""
-        self.kind = (self.backend, self.spec, decision.options)
+        # A step's metadata has one selection, so layers that read different buffers differ.
+        self.kind = (self.backend, self.spec, decision.options, None if picked is None else id(picked))
         self.weights: Any = None
         """vLLM's tensor that `tensors` were read from, for latent attention."""

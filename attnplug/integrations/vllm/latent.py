@@ -13,9 +13,10 @@ from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.impl import LayerTensors
 from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla.dims import MLADims
+from attnplug.core.sparse import SparseSpec
 from attnplug.core.spec import LayerSpec
 from attnplug.integrations.vllm.builder import Builder, Step
-from attnplug.integrations.vllm.impl import Bound, logical
+from attnplug.integrations.vllm.impl import Bound, latent_pages_refusal, logical
 from attnplug.integrations.vllm.rank_layers import make_rank_impl
 from attnplug.integrations.vllm.ranks import check_ranks, gathered_spec, new_tokens_of, ranks_of
 from attnplug.integrations.vllm.steps import asked_invariance, drafts_of
@@ -37,6 +38,8 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
     decision: Decision | None = None
     owner: Any = None
     """vLLM's layer, which has the weights and the scales; the builder sets it."""
+    sparse: SparseSpec | None = None
+    """How many keys an indexer picks for each query, where one does."""
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
                 raise SpecError(name, type(value).__name__, limit)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype, self.v_head_dim = num_kv_heads, kv_cache_dtype, v_head_dim
+        if refusal := latent_pages_refusal(kv_cache_dtype):
+            raise SpecError("kv_cache_dtype", kv_cache_dtype, refusal)
         config = get_current_vllm_config()
         self.spec = LayerSpec(
             num_heads=num_heads,
@@ -91,11 +96,17 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
                 qk_rope_head_dim=qk_rope_head_dim,
                 v_head_dim=v_head_dim,
             ),
+            sparse=self.sparse,
         )
         self.ranks = ranks_of(config)
         if self.ranks:
             check_ranks(self.ranks, self.spec, drafts=drafts_of(config) > 0)
         self.decide(None)
+
+    @property
+    def picked(self) -> torch.Tensor | None:
+        """The buffer of the keys that an indexer picks; None for dense layers."""
+        return None
 
     def decide(self, block_size: int | None) -> Decision:
         """The backend for the layer in pages of `block_size` tokens; if ranks share them, for the keys of one rank.
@@ -116,6 +127,10 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
     @functools.cache  # noqa: B019 - as many entries as block sizes, and layers live as long as the process
     def _bound(self, block_size: int, device: torch.device) -> Bound:
         decision = self.decision = self.decide(block_size)
+        if not hasattr(self.owner, "W_UK_T"):
+            limit = "is stored in 4 or 8 bits, which attnplug does not read"
+            remedy = "set VLLM_ROCM_USE_AITER_FP8BMM=0 and VLLM_ROCM_USE_AITER_FP4BMM=0"
+            raise SpecError("kv_b_proj", type(self.owner).__name__, limit, remedy)
         tensors = LayerTensors(w_uk=self.owner.W_UK_T, w_uv=self.owner.W_UV)
         inner: Any
         if self.ranks:
@@ -131,7 +146,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
                 options=decision.get_options(),
             )
         inner.process_weights_after_loading(getattr(torch, decision.spec.dtype))
-        bound = Bound(decision, inner, tensors)
+        bound = Bound(decision, inner, tensors, self.picked)
         bound.weights = self.owner.W_UK_T
         return bound
 
@@ -143,6 +158,11 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             used.w_uk.copy_(owner.W_UK_T)
             used.w_uv.copy_(owner.W_UV)
             bound.weights = owner.W_UK_T
+
+    def _read(self, attn_metadata: Any) -> tuple[Any, Bound]:
+        """The layer's metadata and impl in a step."""
+        found: tuple[Any, Bound] = attn_metadata.of(self)
+        return found
 
     def do_kv_cache_update(
         self,
@@ -175,14 +195,14 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         """Attend all tokens of the step, `q [T, H, nope + rope]`, and write `output [T, H * v_head_dim]`."""
         if output_scale is not None:
             raise BatchError("output_scale", "a tensor", "is not served: outputs of 8 bits")
-        metadata, bound = attn_metadata.of(self)
+        metadata, bound = self._read(attn_metadata)
         self._take_weights(bound)
         cache = self._cache(kv_c_and_k_pe_cache)
         rows = output.view(-1, self.num_heads, self.v_head_dim)
         bound.inner.attend(self.owner, q, _latent(kv_c_normed, k_pe), None, cache, metadata, rows)
 
     def forward_mqa(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Never called, because a step has no decodes for vLLM."""
+        """Never called for dense layers, because a step has no decodes for vLLM."""
         raise BatchError("num_decode_tokens", "more than 0", "is not what attnplug's builder gave")
 
     def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
