@@ -69,7 +69,13 @@ def check_compiler(command: str) -> None:
     """PolicyError if Triton compiles nothing here."""
     if importlib.util.find_spec("triton") is None:
         raise PolicyError("attnplug", command, "needs Triton, which is not installed", "pip install triton")
+    import triton
     from triton import knobs
+    from triton.runtime import cache
 
     if knobs.runtime.interpret:
         raise PolicyError("TRITON_INTERPRET", "1", "compiles nothing", "unset it")
+    if not hasattr(cache, "get_cache_key"):
+        raise PolicyError(
+            "triton", triton.__version__, "does not name its compiled kernels", "pip install 'triton>=3.5'"
+        )

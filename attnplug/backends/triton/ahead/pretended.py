@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from triton.runtime import JITFunction, driver, jit
+from triton.runtime import JITFunction, driver
 
 from attnplug.backends.triton.ahead.chips import CHIPS, Chip
 from attnplug.backends.triton.ahead.compiling import target_of
@@ -34,11 +34,13 @@ def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
     place = list(CHIPS).index(chip.arch)
     target = target_of(chip)
     found: dict[Form, None] = {}
+    functions: dict[int, Any] = {}
 
     def note(
         self: Any, key: Any, signature: Any, device: Any, constexprs: Any, options: Any, attrs: Any, *_: Any
     ) -> Any:
         found[Form.of(self, signature, constexprs, attrs, options)] = None
+        functions[id(self)] = self
         idle = SimpleNamespace(function=0, packed_metadata=(), run=_nothing, launch_metadata=_nothing)
         self.device_caches[device][0][key] = idle
         return idle
@@ -63,7 +65,7 @@ def pretended(chip: Chip) -> Iterator[dict[Form, None]]:
         before: Any = getattr(driver, "_active", None)
         driver.set_active(stand_in)
         patches.callback(driver.set_active, before)
-        patches.callback(_forget, place)
+        patches.callback(_forget, functions, place)
         patches.enter_context(mock.patch.object(JITFunction, "_do_compile", note))
         for name, value in of_torch.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, value))
@@ -77,9 +79,8 @@ def _nothing(*_: Any, **__: Any) -> None:
     """No launch."""
 
 
-def _forget(place: int) -> None:
+def _forget(functions: Mapping[int, Any], place: int) -> None:
     """Leave no kernel that cannot be launched to the real device of the same number."""
-    functions: Mapping[str, Any] = jit._triton_jit_function_registry
     for function in functions.values():
         function.device_caches.pop(place, None)
 
