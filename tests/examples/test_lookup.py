@@ -1,14 +1,14 @@
-"""With the weights of vllm_lookup.py a right model draws the tokens that `Plan.follow` says, and a wrong one others."""
+"""With the weights of lookup.py a right model draws the tokens that `Plan.follow` says, and a wrong one others."""
 
 from __future__ import annotations
 
 import random
 from types import SimpleNamespace
 
+import lookup
 import pytest
 import torch
-import vllm_lookup
-from vllm_lookup import Plan
+from lookup import Plan
 
 HEADS, KV_HEADS, SIZE, LAYERS = 16, 4, 64, 5
 CONFIG = SimpleNamespace(
@@ -74,7 +74,7 @@ class Model(torch.nn.Module):
         self.norms = torch.nn.ModuleList(RMSNorm(CONFIG.hidden_size) for _ in range(LAYERS + 1))
         self.layers = torch.nn.ModuleList(Attention(has_norms) for _ in range(LAYERS))
         self.lm_head = ParallelLMHead(CONFIG.hidden_size, CONFIG.vocab_size, bias=False)
-        vllm_lookup.fill(self, CONFIG)
+        lookup.fill(self, CONFIG)
 
     @torch.no_grad()
     def draw(self, tokens: list[int], count: int, most: int = 1 << 30) -> list[int]:
@@ -120,7 +120,7 @@ def test_the_plan_has_masks_where_layers_see_all_and_bits_for_the_vocabulary() -
     assert [bool(mask) for mask in plan.masks] == [True, False, True, False, True]
     assert Plan.of(SimpleNamespace(vocab_size=151_936, num_hidden_layers=3)).bits == 14
     followed = plan.follow([5], 40)
-    assert set(followed) <= set(range(1024, 1024 + vllm_lookup.BLOCK)), "a block's numbers follow each other"
+    assert set(followed) <= set(range(1024, 1024 + lookup.BLOCK)), "a block's numbers follow each other"
 
 
 def test_prompts_that_do_not_fit_and_small_models_are_refused() -> None:
@@ -131,4 +131,4 @@ def test_prompts_that_do_not_fit_and_small_models_are_refused() -> None:
         plan.prompt(1025, random.Random(0))
     small = SimpleNamespace(**{**vars(CONFIG), "hidden_size": 80})
     with pytest.raises(ValueError, match="hidden_size 80 has no place for the numbers of 5 layers"):
-        vllm_lookup.fill(torch.nn.Module(), small)
+        lookup.fill(torch.nn.Module(), small)

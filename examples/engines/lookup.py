@@ -1,4 +1,4 @@
-"""Weights for vllm_run.py with which attention finds each token, by margins that no rounding reaches.
+"""Weights for an engine's model with which attention finds each token, by margins that no rounding reaches.
 
 A token's number is written in bits of 1 and -1. In each layer that sees all tokens, every head looks for the token of the
 prompt whose number differs from the last one found in the bits of the layer, anywhere in the prompt. In a layer with a
@@ -84,7 +84,11 @@ class Plan:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, config: Any) -> None:
-    """Fill the parameters of vLLM's model for `config` in place."""
+    """Fill the parameters of an engine's model for `config` in place; vLLM and SGLang name its parts alike.
+
+    Raises:
+        ValueError: a hidden state that has no place for the numbers of all layers.
+    """
     plan, hidden = Plan.of(config), config.hidden_size
     if hidden < SLOT * (len(plan.masks) + 1):
         raise ValueError(f"hidden_size {hidden} has no place for the numbers of {len(plan.masks)} layers")
