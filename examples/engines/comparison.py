@@ -306,10 +306,10 @@ def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:
     for choice, result in results.items():
         if "error" in result:
             ended = "did not end" if result.get("workloads") else "did not run"
-            console.print(f"{choice} {ended}: {result['error']}", markup=False)
+            console.print(f"{choice} {ended}: {result['error']}", markup=False, soft_wrap=True)
         for group in result.get("layers", []):
             for line in explained(group):
-                console.print(line, markup=False)
+                console.print(line, markup=False, soft_wrap=True)
 
 
 def explained(group: Mapping[str, Any]) -> list[str]:

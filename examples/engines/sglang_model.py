@@ -83,7 +83,8 @@ def _dense_experts(size: int) -> None:
         """The block of a gpt-oss layer in place of its experts."""
 
         def __init__(self, layer_id: int, config: Any, prefix: str = "", **_: Any) -> None:
-            super().__init__(config.hidden_size, size, "silu", prefix=prefix)
+            # The layer adds up what ranks have.
+            super().__init__(config.hidden_size, size, "silu", prefix=prefix, reduce_results=False)
 
     gpt_oss.GptOssSparseMoeBlock = Dense
 
