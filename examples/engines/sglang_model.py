@@ -50,8 +50,15 @@ def run_scheduler(begin: float, dense_size: int | None, *given: Any, **named: An
     run_scheduler_process(*given, **named)
 
 
-def _fill(result: None, model: torch.nn.Module, *_: Any, **__: Any) -> None:
+def _fill(result: None, model: Any, *_: Any, **__: Any) -> None:
     lookup.fill(model, model.config)
+
+    def with_head(_: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        inputs, hidden, head, *rest = given
+        return inputs, hidden, model.lm_head if head is model.model.embed_tokens else head, *rest
+
+    # SGLang's Gemma 3 takes the embeddings in place of its head, also where the configuration has both.
+    model.logits_processor.register_forward_pre_hook(with_head)
 
 
 def _report(done: str, begin: float, *_: Any, **__: Any) -> None:
@@ -65,7 +72,7 @@ class _Say(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a line such as attnplug's on the kernels that it has compiled."""
-        self._say(record.getMessage())
+        self._say(record.getMessage().partition("\n")[0])
 
 
 def _say_what_attnplug_logs(begin: float) -> None:

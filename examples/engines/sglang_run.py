@@ -119,6 +119,10 @@ class Served:
             index, last = part["index"], time.perf_counter()
             begin[index] = begin[index] or last
             drawn[index] = list(part["output_ids"])
+            if part["meta_info"]["num_retractions"]:
+                raise RuntimeError(
+                    "SGLang stopped a request for want of pages, so steps differ; give more --memory"
+                )
         return drawn, max(last - max(begin), 1e-9) / (count - 1)
 
 
