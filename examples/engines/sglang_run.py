@@ -81,10 +81,9 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     else:
         found["cuda_graph_bs_decode"] = [requests]
     if settings["device"] == "cpu":
-        # SGLang would take a share of the whole machine's memory.
-        found["max_total_tokens"] = max(
-            sum(-(-(n + more) // page + 1) * page for n in each) for each in given
-        )
+        # SGLang would take a share of the whole machine's memory. Layers with windows get fewer pages than others.
+        pages = max(sum(-(-(length + more) // page) + 1 for length in each) for each in given)
+        found["max_total_tokens"] = 2 * pages * page
     return found
 
 
