@@ -13,15 +13,14 @@ import choice_run
 import lookup
 import torch
 
-_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner."
-_GRAPHS = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup."
+_EXECUTOR = "sglang.srt.model_executor."
 _STEPS = {
-    f"{_RUNNER}load_model": "made the model",
-    f"{_RUNNER}alloc_memory_pool": "allocated the pages",
-    f"{_RUNNER}init_attention_backends": "made the attention backend",
-    f"{_RUNNER}init_prefill_cuda_graph": "captured graphs of prompts",
-    f"{_RUNNER}init_decode_cuda_graph": "captured graphs of decodes",
-    f"{_GRAPHS}finalize_cuda_graph_capture": "ended its captures",
+    "model_runner.ModelRunner.load_model": "made the model",
+    "model_runner.ModelRunner.alloc_memory_pool": "allocated the pages",
+    "model_runner.ModelRunner.init_attention_backends": "made the attention backend",
+    "runner.eager_runner.EagerRunner.warmup": "run its own warm-up",
+    "model_runner_components.cuda_graph_setup.capture_prefill_graph": "ended graphs of prompts, if any",
+    "model_runner_components.cuda_graph_setup.capture_decode_graph": "ended graphs of decodes, if any",
 }
 """SGLang's functions that may take long, and what each has done."""
 
@@ -42,7 +41,7 @@ def run_scheduler(begin: float, dense_size: int | None, *given: Any, **named: An
     # SGLang has no option for a loader of one's own; this one is called before weights are packed for a processor.
     HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _fill)
     for path, done in _STEPS.items():
-        HookRegistry.register(path, functools.partial(_report, done, begin), HookType.AFTER)
+        HookRegistry.register(_EXECUTOR + path, functools.partial(_report, done, begin), HookType.AFTER)
     if dense_size is not None:
         _dense_experts(dense_size)
     _say_what_attnplug_logs(begin)
