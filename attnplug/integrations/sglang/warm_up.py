@@ -45,7 +45,7 @@ def sinks_by_layer(model: torch.nn.Module, layers: Iterable[Any]) -> dict[int, t
         layers: its RadixAttention modules.
     """
     heads = {id(layer): layer.tp_q_head_num for layer in layers}
-    found = {}
+    found: dict[int, torch.Tensor] = {}
     for module in model.modules():
         ours = [layer for layer in module.children() if id(layer) in heads]
         for name, parameter in module.named_parameters(recurse=False) if ours else ():
