@@ -233,10 +233,10 @@ def test_tokens_are_right_in_sglang_and_a_wrong_page_is_seen(
     assert sglang_demo.main([*CPU, *asked, "--prompts", "64", "35-200", "--choices", *choices]) == 0
 
     found = json.loads((tmp_path / "figures.json").read_text())["choices"]
-    shares = {
-        name: {each["right"] for each in result["workloads"].values()} for name, result in found.items()
-    }
-    assert shares == {name: {share} for name, share in choices.items()}
+    for name, share in choices.items():
+        shares = [each["right"] for each in found[name]["workloads"].values()]
+        assert len(shares) == 2
+        assert min(shares) == 1.0 if share == 1.0 else max(shares) <= share, (name, shares)
     ours = [group for name, result in found.items() if "attnplug" in name for group in result["layers"]]
     assert {group["backend"] for group in ours} == (
         {"TORCH", "WRONG"} if "attnplug_wrong" in choices else {"TORCH"}
