@@ -244,16 +244,17 @@ class _Printed:
         self._choice, self._keep = choice, keep
         self._lines: queue.Queue[str] = queue.Queue()
         self._threads = [
-            threading.Thread(target=self._read, args=(stream,), daemon=True)
-            for stream in (child.stdout, child.stderr)
+            threading.Thread(target=self._read, args=given, daemon=True)
+            for given in ((child.stdout, False), (child.stderr, True))
         ]
         for thread in self._threads:
             thread.start()
 
-    def _read(self, stream: IO[str]) -> None:
+    def _read(self, stream: IO[str], is_error: bool) -> None:
         with stream:
             for line in stream:
-                self._lines.put(line)
+                if is_error or line.startswith(MARK):
+                    self._lines.put(line)
 
     def take(self, seconds: float) -> bool:
         """Read one line; False if none comes within `seconds`."""
