@@ -218,11 +218,12 @@ def backends_of(plan: Any) -> list[str]:
 
 def vllm(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The engine of vLLM with attnplug's backend, without a table and with it, each in a process of its own."""
+    import comparison
     import vllm_demo
 
     if problem := vllm_demo.missing():
         raise RuntimeError(problem)
-    workload = vllm_demo.workloads(options.requests, [(options.prompt, options.prompt)])
+    workload = comparison.workloads(options.requests, [(options.prompt, options.prompt)])
     settings = {
         "model": str(MODELS / f"{name}.json"),
         "layers": LAYERS.get(name, 4),
@@ -239,7 +240,7 @@ def vllm(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for variant, table in (("default", ""), ("tuned", given or kept or "")):
         os.environ[TABLE_VARIABLE] = table
         try:
-            result = vllm_demo.run("ATTNPLUG", settings, 200.0)
+            result = comparison.run(vllm_demo.RUN, "ATTNPLUG", settings, 200.0)
         finally:
             if kept is None:
                 del os.environ[TABLE_VARIABLE]

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "engines"))
+import comparison
+import lookup
 import vllm_demo
-import vllm_lookup
 import vllm_run
 
 TOKENS, TIMED, PROFILED = 64, 24, 8
@@ -40,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure each workload; 2 where vLLM or a GPU is missing."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("choice", help="as of vllm_demo.py: NAME[=BACKEND][:OPTIONS]")
-    parser.add_argument("--model", type=Path, default=vllm_demo.MODELS / "qwen3-8b.json")
+    parser.add_argument("--model", type=Path, default=comparison.MODELS / "qwen3-8b.json")
     parser.add_argument("--layers", type=int, help="so many layers; by default those of the model")
     parser.add_argument("--dense", action="store_true", help="gpt-oss with a dense block for its experts")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument(
         "--prompts",
         nargs="+",
-        type=vllm_demo.lengths,
+        type=comparison.lengths,
         default=[(2048, 2048), (100, 14_000)],
         metavar="N|MIN-MAX",
         help="tokens of each prompt, a workload for each value (default: 2048 100-14000)",
@@ -65,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": str(options.model),
         "layers": options.layers,
         "dense": options.dense,
-        "workloads": vllm_demo.workloads(options.requests, options.prompts),
+        "workloads": comparison.workloads(options.requests, options.prompts),
         "max_tokens": TOKENS,
         "memory": 0.8,
         "eager": False,
@@ -81,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(lines(f"{options.choice}, {workload}", figures, options.kernels, options.functions)))
     if options.json:
         layers = vllm_run.layers(llm) if builders else []
-        report = vllm_demo.report(settings, {options.choice: {"workloads": found, "layers": layers}})
+        report = comparison.report("vllm", settings, {options.choice: {"workloads": found, "layers": layers}})
         options.json.write_text(json.dumps({**report, "benchmark": "vllm-step"}, indent=1) + "\n")
     return 0
 
@@ -107,7 +108,7 @@ def measured(llm: Any, lengths: Sequence[int], builders: list[float]) -> dict[st
     from vllm import SamplingParams
 
     engine = llm.llm_engine
-    plan = vllm_lookup.Plan.of(engine.vllm_config.model_config.hf_text_config)
+    plan = lookup.Plan.of(engine.vllm_config.model_config.hf_text_config)
     draw = random.Random(0)
     prompts = [{"prompt_token_ids": plan.prompt(length, draw)} for length in lengths]
     vllm_run.generate(llm, prompts, 1)  # fills the prefix cache

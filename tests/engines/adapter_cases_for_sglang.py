@@ -6,13 +6,15 @@ Run as `kit_cases_for_sglang.py` is.
 from __future__ import annotations
 
 import dataclasses
+import json
 import unittest
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from sglang.srt.arg_groups import choices
+from sglang.srt.arg_groups import choices, model_hook
 from sglang.srt.arg_groups import overrides as passes
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
@@ -20,6 +22,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods import dense_attention as dense
 from sglang.test.kits.attention_unittest.runner_modes import speculative_draft_runner as runners
@@ -31,6 +34,8 @@ from attnplug.integrations.sglang import fields as each_field
 from attnplug.integrations.sglang.backend import Backend
 from attnplug.integrations.sglang.caches import check_pool, logical, pool_of
 from attnplug.integrations.sglang.drafts import DraftBackend
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_each_field_of_a_batch_is_known() -> None:
@@ -66,6 +71,29 @@ def test_pages_have_64_tokens_unless_the_user_says_otherwise() -> None:
     assert passes._page_size_default(view) == {"page_size": 64}
     view.page_size = 16
     assert passes._page_size_default(view) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"), [("attnplug", False), ("attnplug_torch", False), ("torch_native", True)]
+)
+def test_gpt_oss_takes_attnplugs_names_beside_those_of_its_closed_list(
+    name: str, refused: bool, tmp_path: Path
+) -> None:
+    HookRegistry.apply_hooks()
+    config = json.loads((ROOT / "examples" / "models" / "gpt-oss-20b.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ServerArgs(
+        model_path=str(tmp_path), attention_backend=name, device="cpu", skip_tokenizer_init=True
+    )
+    reads = model_hook.attention_backends_of
+    if refused:
+        with pytest.raises(AssertionError, match="GptOssForCausalLM requires one of"):
+            arguments.resolve_once()
+    else:
+        arguments.resolve_once()
+        assert arguments.attention_backend == name
+    assert model_hook.attention_backends_of is reads
 
 
 def fixture(page: int = 16, **changes: Any) -> Any:

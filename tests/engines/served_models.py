@@ -1,7 +1,7 @@
 """A small model served by vLLM's whole engine on a CPU, and the same weights without vLLM; run by test_vllm_engine.py.
 
 python served_models.py MODEL BACKEND prints one line of JSON: the tokens of both, and the backends that were chosen. With
-LOOKUP as third word the weights are those of vllm_lookup.py, and what they say takes the place of the model without vLLM.
+LOOKUP as third word the weights are those of lookup.py, and what they say takes the place of the model without vLLM.
 Prompts share steps, are cut by the token budget, and outgrow windows and chunks. All is float32, so no tokens tie.
 """
 
@@ -21,9 +21,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "engines"))
+import lookup  # noqa: E402
+import model_folder  # noqa: E402
 import random_weights  # noqa: E402
 import sparse_model  # noqa: E402
-import vllm_lookup  # noqa: E402
 import vllm_model  # noqa: E402
 
 SMALL = {
@@ -65,7 +66,7 @@ def main() -> None:
     from attnplug.integrations.vllm import decisions, register
 
     register()
-    weights = vllm_lookup if more else random_weights
+    weights = lookup if more else random_weights
     vllm_model.register_weights(weights.LOAD_FORMAT, weights.fill)
     import vllm
 
@@ -76,7 +77,7 @@ def main() -> None:
     config = json.loads((ROOT / "examples" / "models" / f"{base}.json").read_text()) | SMALL | changes
     file = Path(tempfile.mkdtemp()) / "config.json"
     file.write_text(json.dumps(config))
-    folder = vllm_model.folder(str(file), SMALL["num_hidden_layers"])
+    folder = model_folder.folder(str(file), SMALL["num_hidden_layers"])
     llm = vllm.LLM(
         model=folder,
         load_format=weights.LOAD_FORMAT,
@@ -93,7 +94,7 @@ def main() -> None:
         seed=0,
     )
     sampling = vllm.SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
-    plan, draw = vllm_lookup.Plan.of(llm.llm_engine.vllm_config.model_config.hf_text_config), random.Random(0)
+    plan, draw = lookup.Plan.of(llm.llm_engine.vllm_config.model_config.hf_text_config), random.Random(0)
     given = [plan.prompt(length, draw) for length in (100, 40, 170, 33)] if more else PROMPTS
     prompts = [{"prompt_token_ids": prompt} for prompt in given]
     outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -436,3 +436,28 @@ def test_a_warm_up_runs_each_kind_of_step_and_writes_no_page(monkeypatch: pytest
     assert {slot for _, slot in seen} == {-1}
     assert torch.equal(before, serving.run.token_to_kv_pool.buffers[0])
     serving.check("DECODE", [1, 1, 1])
+
+
+def test_a_warm_up_runs_layers_with_the_sinks_that_their_models_have_beside_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from attnplug.integrations.sglang.warm_up import warm_up
+
+    serving, seen = served(None), list[bool]()
+    beside = torch.nn.Module()
+    beside.sinks = torch.nn.Parameter(torch.tensor([0.5, -1.0, 2.0, 0.25]), requires_grad=False)
+    beside.sink_k = torch.nn.Parameter(torch.zeros(7), requires_grad=False)  # not one for each head
+    beside.attn = serving.layer
+    serving.run.model.layers = torch.nn.ModuleList([beside])
+    monkeypatch.setattr(
+        "attnplug.integrations.sglang.warm_up.compiles",
+        lambda decision: seen.append(decision.spec.has_sinks) or True,
+    )
+    assert warm_up(serving.backend) > 10
+    assert seen == [True]
+    warm = serving.backend.bound(serving.layer, beside.sinks)
+    output, queries = serving.step("EXTEND", [5, 9, 1], sinks=beside.sinks)
+    one = attend(queries[:5], serving.keys[0], serving.values[0], sinks=beside.sinks)
+    torch.testing.assert_close(output[:5], one, atol=2e-5, rtol=2e-5)
+    assert serving.backend.bound(serving.layer, beside.sinks) is warm
+    serving.check("DECODE", [1, 1, 1])  # a model that passes none

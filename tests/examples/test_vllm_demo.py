@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import vllm_demo
-import vllm_model
-from rich.console import Console
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,7 +19,7 @@ STAND_IN = {
 """What vllm_run.py uses of vLLM. FLASHINFER cannot start, and TRITON_ATTN draws a wrong token for two requests."""
 import types
 
-import vllm_lookup
+import lookup
 
 import attnplug
 
@@ -56,7 +54,7 @@ class LLM:
         outputs = []
         for index, prompt in enumerate(prompts):
             assert len(prompt["prompt_token_ids"]) + sampling.max_tokens <= self.longest
-            drawn = vllm_lookup.Plan.of(CONFIG).follow(prompt["prompt_token_ids"], sampling.max_tokens)
+            drawn = lookup.Plan.of(CONFIG).follow(prompt["prompt_token_ids"], sampling.max_tokens)
             if self.name == "TRITON_ATTN" and index < 2:
                 drawn[-1] += 1
             only = types.SimpleNamespace(token_ids=drawn)
@@ -108,54 +106,6 @@ def test_a_machine_without_a_gpu_is_refused_in_a_sentence(
     )
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "none.json"], "none.json: no such file"),
-        (["--max-tokens", "1"], "at least 2 are needed"),
-        (["--requests", "0"], "'0' is not an integer from 1"),
-        (["--prompts", "90-70"], "90-70: the least is above the most"),
-        (["--prompts", "31"], "31: prompts need 32 to 16384 tokens"),
-        (["--prompts", "32-16385"], "32-16385: prompts need 32 to 16384 tokens"),
-        (["--prompts", "20-"], "20-: give a number of tokens, or the least and the most as in 100-14000"),
-    ],
-)
-def test_bad_arguments_are_refused(
-    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        vllm_demo.main(arguments)
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("printed", "shown"),
-    [
-        (
-            "x\nValueError: a\nERROR [core.py:1] NoBackendError: none\n  T: b\n[rank0]:[W1 not closed",
-            "NoBackendError: none T: b",
-        ),
-        ("x\n[rank0]: Traceback\n[rank0]: ImportError: no y\n[rank0]:[W1 not closed", "ImportError: no y"),
-        ("killed\n\n", "killed"),
-        ("", ""),
-    ],
-)
-def test_the_error_is_the_message_of_the_last_exception(printed: str, shown: str) -> None:
-    assert vllm_demo._last_error(printed) == shown
-
-
-def test_a_choice_that_takes_too_long_says_how_far_it_came(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "vllm_run.py").write_text(
-        "import sys, time; print('starts vLLM', file=sys.stderr, flush=True); time.sleep(60)"
-    )
-    monkeypatch.setattr(vllm_demo, "__file__", str(tmp_path / "vllm_demo.py"))
-    found = vllm_demo.run("ATTNPLUG", {}, 3.0)
-    assert found == {"error": "took more than 3 s; its last line is: starts vLLM"}
-
-
 @pytest.mark.slow
 def test_one_command_prints_one_table_of_all_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -200,42 +150,3 @@ def test_one_command_prints_one_table_of_all_choices(
     assert [
         figures["choices"][name]["workloads"]["4 x 40"]["right"] for name in ("ATTNPLUG", "TRITON_ATTN")
     ] == [1.0, 0.5]
-
-
-def test_results_without_a_single_run_are_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    vllm_demo.show(Console(), {"FLASH_ATTN": {"error": "out of memory"}})
-    assert "FLASH_ATTN did not run: out of memory" in capsys.readouterr().out
-
-
-def test_ragged_prompts_differ_in_length() -> None:
-    lengths = vllm_demo.workloads(64, [(2048, 2048), (100, 14_000)])
-    assert set(lengths["64 x 2048"]) == {2048}
-    ragged = lengths["64 x 100 to 14000"]
-    assert 100 <= min(ragged) < 300 < 10_000 < max(ragged) <= 14_000
-
-
-@pytest.mark.parametrize(("layers", "kinds"), [(2, "ab"), (6, "ababab")])
-def test_a_configuration_has_as_many_layers_as_are_asked_for(layers: int, kinds: str, tmp_path: Path) -> None:
-    given = tmp_path / "config.json"
-    given.write_text(
-        json.dumps(
-            {
-                "num_hidden_layers": 4,
-                "layer_types": list("abab"),
-                "quantization_config": {},
-                "rope_parameters": {"a": {"rope_theta": 1e4}, "b": {"rope_type": "yarn"}},
-            }
-        )
-    )
-    made = json.loads((Path(vllm_model.folder(str(given), layers)) / "config.json").read_text())
-    assert made == {
-        "num_hidden_layers": layers,
-        "layer_types": list(kinds),
-        "tie_word_embeddings": False,
-        "rope_parameters": {"a": {"rope_theta": 1e8}, "b": {"rope_type": "yarn"}},
-    }
-
-
-def test_only_gpt_oss_has_experts_that_can_be_replaced() -> None:
-    with pytest.raises(ValueError, match="--dense is for gpt_oss; this model is 'qwen3'"):
-        vllm_model.dense_experts({"model_type": "qwen3"})

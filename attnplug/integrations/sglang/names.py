@@ -95,8 +95,32 @@ def _make_for_drafts(factory: Any, name: str, backend: str | None, decodes: bool
     return name, DraftBackend(runner, backend, factory.topk, factory.speculative_num_steps)
 
 
+def with_ours_for_gpt_oss(original: Callable[[Any], None], server_args: Any) -> None:
+    """SGLang's pass for models, with attnplug's names in its closed list for gpt-oss.
+
+    The list has SGLang's backends with windows and sinks. A backend of attnplug without them refuses the layers itself.
+    """
+    from sglang.srt.arg_groups import model_hook
+
+    backends_of, ours = model_hook.attention_backends_of, backends_by_name()
+
+    def listed(view: Any) -> tuple[str, ...]:
+        found = backends_of(view)
+        if "GptOssForCausalLM" not in model_hook.model_config_of(view).hf_config.architectures:
+            return tuple(found)
+        return tuple("triton" if name in ours else name for name in found)
+
+    # The list is inside of the pass, which reads the names to compare by this function alone.
+    model_hook.attention_backends_of = listed
+    try:
+        original(server_args)
+    finally:
+        model_hook.attention_backends_of = backends_of
+
+
 _HOOKS: dict[str, Callable[..., Any]] = {
     "sglang.srt.arg_groups.overrides._page_size_default": page_size_default,
+    "sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments": with_ours_for_gpt_oss,
     "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend": with_our_drafts,
 }
 """The functions of SGLang that are called through one of ours."""

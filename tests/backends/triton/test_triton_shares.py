@@ -275,10 +275,10 @@ def test_each_form_of_the_merge_merges_any_rows(form, prefix, small, forms, monk
 
 @pytest.mark.parametrize("prefix", [0, 320])
 def test_one_warp_merges_a_row_of_many_parts_beside_rows_of_few(prefix, small, forms, monkeypatch):
-    small(60)
+    small(240)
     monkeypatch.setattr(share_bindings, "_AT_ONCE", 0)
     cascade = Cascade(SPEC.replace(head_size=24, head_size_v=40))
-    batch = cascade.batch([1, 2, 1], [900, 340, 330], prefix)
+    batch = cascade.batch([1, 2, 1], [1500, 340, 330], prefix)
     assert difference(batch, cascade.run(batch, prefix)) is None
     assert forms == {2}
 

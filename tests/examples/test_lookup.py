@@ -1,20 +1,20 @@
-"""With the weights of vllm_lookup.py a right model draws the tokens that `Plan.follow` says, and a wrong one others."""
+"""With the weights of lookup.py a right model draws the tokens that `Plan.follow` says, and a wrong one others."""
 
 from __future__ import annotations
 
 import random
 from types import SimpleNamespace
 
+import lookup
 import pytest
 import torch
-import vllm_lookup
-from vllm_lookup import Plan
+from lookup import Plan
 
 HEADS, KV_HEADS, SIZE, LAYERS = 16, 4, 64, 5
 CONFIG = SimpleNamespace(
     model_type="qwen3",
     vocab_size=2048,
-    hidden_size=16 * (LAYERS + 1),
+    hidden_size=16 * (LAYERS + 2),
     num_hidden_layers=LAYERS,
     num_attention_heads=HEADS,
     num_key_value_heads=KV_HEADS,
@@ -74,19 +74,20 @@ class Model(torch.nn.Module):
         self.norms = torch.nn.ModuleList(RMSNorm(CONFIG.hidden_size) for _ in range(LAYERS + 1))
         self.layers = torch.nn.ModuleList(Attention(has_norms) for _ in range(LAYERS))
         self.lm_head = ParallelLMHead(CONFIG.hidden_size, CONFIG.vocab_size, bias=False)
-        vllm_lookup.fill(self, CONFIG)
+        lookup.fill(self, CONFIG)
 
     @torch.no_grad()
-    def draw(self, tokens: list[int], count: int, most: int = 1 << 30) -> list[int]:
-        """Greedy tokens; no query sees keys `most` or more before it."""
+    def draw(self, tokens: list[int], count: int, most: int = 1 << 30, lost: range = range(0)) -> list[int]:
+        """Greedy tokens; no query sees keys `most` or more before it, or those of `lost`."""
         found = list(tokens)
         for _ in range(count):
             place = torch.arange(len(found))
             far = place[:, None] - place
+            kept = torch.tensor([number not in lost for number in place.tolist()])
             row = self.embed_tokens(torch.tensor(found))
             for layer, norm, kind in zip(self.layers, self.norms, CONFIG.layer_types, strict=False):
                 reach = min(most, WINDOW if kind == "sliding_attention" else most)
-                row = row + layer(norm(row), (far >= 0) & (far < reach))
+                row = row + layer(norm(row), (far >= 0) & (far < reach) & kept)
             found.append(int(self.lm_head(self.norms[-1](row[-1])).argmax()))
         return found[len(tokens) :]
 
@@ -114,13 +115,27 @@ def test_what_is_wrong_in_any_layer_or_head_gives_other_tokens() -> None:
     assert model.draw(tokens, 8) == right
 
 
+@pytest.mark.parametrize("length", [64, 300])
+def test_a_page_that_is_lost_gives_other_tokens(length: int) -> None:
+    plan, model = Plan.of(CONFIG), Model()
+    tokens = plan.prompt(length, random.Random(length))
+    right = plan.follow(tokens, 4)
+    first = tokens.index(tokens[-1] ^ plan.masks[0])
+    for page in (8, 16, 32):
+        start = first // page * page
+        lost = range(start, min(start + page, length - WINDOW))
+        assert first in lost, "the window of the last token is whole"
+        assert model.draw(tokens, 4, lost=lost)[0] != right[0]
+    assert model.draw(tokens, 4) == right
+
+
 def test_the_plan_has_masks_where_layers_see_all_and_bits_for_the_vocabulary() -> None:
     plan = Plan.of(CONFIG)
     assert plan.bits == 10
     assert [bool(mask) for mask in plan.masks] == [True, False, True, False, True]
     assert Plan.of(SimpleNamespace(vocab_size=151_936, num_hidden_layers=3)).bits == 14
     followed = plan.follow([5], 40)
-    assert set(followed) <= set(range(1024, 1024 + vllm_lookup.BLOCK)), "a block's numbers follow each other"
+    assert set(followed) <= set(range(1024, 1024 + lookup.BLOCK)), "a block's numbers follow each other"
 
 
 def test_prompts_that_do_not_fit_and_small_models_are_refused() -> None:
@@ -129,6 +144,6 @@ def test_prompts_that_do_not_fit_and_small_models_are_refused() -> None:
         plan.prompt(31, random.Random(0))
     with pytest.raises(ValueError, match="prompts need 32 to 1024 tokens here, not 1025"):
         plan.prompt(1025, random.Random(0))
-    small = SimpleNamespace(**{**vars(CONFIG), "hidden_size": 80})
-    with pytest.raises(ValueError, match="hidden_size 80 has no place for the numbers of 5 layers"):
-        vllm_lookup.fill(torch.nn.Module(), small)
+    small = SimpleNamespace(**{**vars(CONFIG), "hidden_size": 96})
+    with pytest.raises(ValueError, match="hidden_size 96 has no place for the numbers of 5 layers"):
+        lookup.fill(torch.nn.Module(), small)

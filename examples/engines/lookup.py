@@ -1,10 +1,11 @@
-"""Weights for vllm_run.py with which attention finds each token, by margins that no rounding reaches.
+"""Weights for an engine's model with which attention finds each token, by margins that no rounding reaches.
 
 A token's number is written in bits of 1 and -1. In each layer that sees all tokens, every head looks for the token of the
-prompt whose number differs from the last one found in the bits of the layer, anywhere in the prompt. In a layer with a
-window it finds its own token, and passes on what that holds. The number found last gives the next token. So a wrong page,
-position or head gives other tokens, and `Plan.follow` says which are right. Random weights would not do: the two likeliest of
-100,000 random tokens are closer than two correct kernels are.
+prompt whose number differs from the last one found in the bits of the layer, anywhere in the prompt. That token holds another
+number, which is found. In a layer with a window a token finds itself, and passes on what it holds. The number found last
+gives the next token. So a wrong or missing page, a wrong position or head gives other tokens, and `Plan.follow` says which
+are right. If tokens held their own numbers, the mean of those most alike would stand in for a missing one. Random weights
+would not do: the two likeliest of 100,000 random tokens are closer than two correct kernels are.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ BLOCK = 32
 """Numbers that layers and tokens change among themselves, so that a prompt of any length has all of them."""
 MATCH = 150.0
 """Attention's logit for the token that is looked for; the next best has 13/15 of it."""
+_DRAW = random.Random(1)  # noqa: S311
+_SHUFFLED = _DRAW.sample(range(BLOCK), BLOCK)
+_TURNS = [_DRAW.randrange(BLOCK) for _ in range((1 << FLAG) // BLOCK)]
 NOISE = 1e-5
 """The value of all other weights, because a GPU multiplies zeros at less power."""
+
+
+def held(number: int) -> int:
+    """The number that a prompt's token holds: one of its block, without a likeness to what similar tokens hold."""
+    block, place = divmod(number, BLOCK)
+    return block * BLOCK + _SHUFFLED[place ^ _TURNS[block]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +80,8 @@ class Plan:
     def next(self, token: int) -> int:
         """The token after `token`: each layer changes the number, and the last step goes through a block's numbers."""
         number = token % (1 << self.bits)
-        for mask in self.masks:
-            number ^= mask
+        for mask in filter(None, self.masks):
+            number = held(number ^ mask)
         return (1 << self.bits) + number - number % BLOCK + (5 * number + 3) % BLOCK
 
     def follow(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -84,9 +94,13 @@ class Plan:
 
 @torch.no_grad()
 def fill(model: torch.nn.Module, config: Any) -> None:
-    """Fill the parameters of vLLM's model for `config` in place."""
+    """Fill the parameters of an engine's model for `config` in place; vLLM and SGLang name its parts alike.
+
+    Raises:
+        ValueError: a hidden state that has no place for the numbers of all layers.
+    """
     plan, hidden = Plan.of(config), config.hidden_size
-    if hidden < SLOT * (len(plan.masks) + 1):
+    if hidden < SLOT * (len(plan.masks) + 2):
         raise ValueError(f"hidden_size {hidden} has no place for the numbers of {len(plan.masks)} layers")
     for module, name, weight in _parameters(model):
         gemma = "Gemma" in type(module).__name__
@@ -131,7 +145,7 @@ def _signs(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _numbers(table: torch.Tensor, plan: Plan, size: float) -> None:
-    """Embeddings: a token's number, whether it is a prompt's, and the constant."""
+    """Embeddings: a token's number, whether it is a prompt's, the constant, and in the last slot the number that it holds."""
     many = 1 << plan.bits
     tokens = torch.arange(min(2 * many, len(table)), device=table.device)
     rows = torch.zeros(len(tokens), SLOT, device=table.device)
@@ -139,6 +153,9 @@ def _numbers(table: torch.Tensor, plan: Plan, size: float) -> None:
     rows[:, FLAG] = torch.where(tokens < many, 1.0, -1.0)
     rows[:, ONE] = plan.constant
     table[: len(tokens), :SLOT] = (rows * size).to(table.dtype)
+    holds = torch.tensor([held(number) for number in range(many)], device=table.device)[tokens % many]
+    place = SLOT * (len(plan.masks) + 1)
+    table[: len(tokens), place : place + plan.bits] = (_signs(holds, plan.bits) * size).to(table.dtype)
 
 
 def _outcomes(head: torch.Tensor, plan: Plan) -> None:
@@ -154,7 +171,7 @@ def _look_up(layer: Any, index: int, plan: Plan, config: Any) -> None:
     """The projections of a layer: it reads the number of slot `index`, and writes to the next one."""
     size, heads, kv_heads = layer.head_dim, config.num_attention_heads, config.num_key_value_heads
     bits, mask = plan.bits, plan.masks[index]
-    rms = ((plan.constant**2 + bits + 1 + bits * index) / config.hidden_size) ** 0.5
+    rms = ((plan.constant**2 + 1 + bits * (2 + index)) / config.hidden_size) ** 0.5
     scale = (getattr(config, "query_pre_attn_scalar", None) or size) ** -0.5
     large = (MATCH / ((bits + 1) * scale)) ** 0.5
     # The pairs that rotary embedding turns least, so that a token is found anywhere.
@@ -166,6 +183,8 @@ def _look_up(layer: Any, index: int, plan: Plan, config: Any) -> None:
         rows = qkv[head * size : (head + 1) * size]
         is_query, is_value = head < heads, head >= heads + kv_heads
         place = SLOT * index if (is_query if mask else is_value) else 0
+        if mask and is_value:
+            place = SLOT * (len(plan.masks) + 1)
         for bit in range(bits):
             if is_value:
                 rows[bit, place + bit] = rms
