@@ -102,7 +102,15 @@ def gate_of(change):
     return lambda self, decay, row, run: change(right.gate(self, decay, row, run))
 
 
+def difference_of_sums(self, decay, row, run):
+    """The sum up to a token less that up to the token before, as chunked forms have it."""
+    total = decay[run.begin : run.end].cumsum(0)
+    own = total.diff(dim=0, prepend=torch.zeros_like(total[:1]))
+    return right.gate(self, own, row - run.begin, run)
+
+
 MUTANTS["decay"] = {
+    "differences of sums": impl(gate=difference_of_sums),
     "exp of exp": impl(gate=gate_of(torch.exp)),
     "factor taken for a logarithm": impl(decayed=lambda self, s, g: s * (1 + g)[..., None]),
     "log2": impl(gate=gate_of(lambda g: g * math.log(2))),

@@ -60,6 +60,7 @@ def quick_checks(backend: type) -> Iterator[Check]:
         "prompts",
         "strided",
         "strong",
+        "resets",
         "drafts",
         "checkpoints",
         "repeats",

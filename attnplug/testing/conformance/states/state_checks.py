@@ -76,7 +76,11 @@ def _prompts(target: Target, spec: LayerSpec, **more: Any) -> None:
 
 
 def _strong(target: Target, spec: LayerSpec) -> None:
-    _prompts(target, spec, strong=True)
+    _prompts(target, spec, decays="strong")
+
+
+def _resets(target: Target, spec: LayerSpec) -> None:
+    _prompts(target, spec, decays="resets")
 
 
 def _strided(target: Target, spec: LayerSpec) -> None:
@@ -248,6 +252,7 @@ _SCHEDULES: dict[str, tuple[Callable[[Target, LayerSpec], None], str, Feature]] 
         Feature(0),
     ),
     "strong": (_strong, "decays that leave nothing of a state give finite, right numbers", Feature(0)),
+    "resets": (_resets, "tokens that leave nothing of a state change no decay of later tokens", Feature(0)),
     "strided": (_strided, "inputs may be strided views", Feature(0)),
     "chunks": (_chunks, "any split of a prompt into steps gives the outputs of one run", Feature(0)),
     "decodes": (_decodes, "decodes in any order start from the state of their own request", Feature(0)),
