@@ -20,7 +20,7 @@ from attnplug.testing.state_oracle import StateInputs
 
 _HEADS = ((4, 2), (3, 3), (6, 2), (4, 1))
 """Value heads and key heads."""
-_CHANNELS = (24, 64, 37)
+_CHANNELS = (24, 64, 37, 2050)
 _CONVOLUTIONS = ((4, "silu"), (3, None), (2, "silu"))
 BLOCK_SIZE = 16
 """The distance of checkpoints, if the backend keeps them at such a distance."""
@@ -85,6 +85,11 @@ def _sizes(target: Target, rule: str) -> Iterator[dict[str, Any]]:
         sizes = {"num_heads": heads, "num_kv_heads": key_heads, "head_size": keys[0]}
         yield {**sizes, "head_size_v": value, "scale": scale}
     yield {"num_heads": 4, "num_kv_heads": 2, "head_size": keys[-1], "head_size_v": keys[0], "scale": 1.0}
+    # Falcon-H1 has keys of 256 elements that many heads share; others have more heads, or larger values.
+    most = max((size for size in target.head_sizes if size <= 256), default=256)
+    yield {"num_heads": 16, "num_kv_heads": 1, "head_size": most, "head_size_v": keys[0], "scale": 1.0}
+    yield {"num_heads": 40, "num_kv_heads": 40, "head_size": keys[0], "head_size_v": 16, "scale": 1.0}
+    yield {"num_heads": 2, "num_kv_heads": 2, "head_size": keys[0], "head_size_v": 192, "scale": 1.0}
 
 
 def _words(spec: LayerSpec) -> str:
