@@ -54,6 +54,18 @@ def read(tmp_path: Path) -> Any:
         ("granite", {"alibi": True, "head_dim": 32}, "alibi=True"),
         ("olmo2", {"rotary_dim": 8}, "rotary_dim=8"),
         ("gemma2", {"sliding_window": 8, "sliding_window_size": 4}, "sliding_window_size=4"),
+        ("llama", {"sliding_window_size": 16}, "sliding_window_size=16"),
+        ("llama", {"use_cla": True, "cla_share_factor": 2}, "use_cla=True, cla_share_factor=2"),
+        ("llama", {"use_mla": True}, "use_mla=True"),
+        ("llama", {"use_swa": True}, "use_swa=True"),
+        ("llama", {"sparse_config": {"topk": 64, "block_size": 64}}, "sparse_config"),
+        ("llama", {"moba_topk": 3}, "moba_topk=3"),
+        ("llama", {"kv_share_layers": [1, 3]}, "kv_share_layers"),
+        ("llama", {"multi_query_group_num": 1}, "multi_query_group_num=1"),
+        ("llama", {"use_relative_positions": True}, "use_relative_positions=True"),
+        ("llama", {"prefix_lm": True}, "prefix_lm=True"),
+        ("llama", {"num_meta_tokens": 128}, "num_meta_tokens=128"),
+        ("llama", {"mamba_d_state": 16}, "mamba_d_state=16"),
     ],
 )  # fmt: skip
 def test_a_field_that_the_class_does_not_read_is_named(
@@ -84,6 +96,9 @@ def test_a_field_that_the_class_does_not_read_is_named(
         ("gemma2", {"head_dim": 16, "attn_logit_softcapping": 20.0, "sliding_window": 8, "a_new_field": 1}),
         ("granite", {"attention_multiplier": 0.25, "a_new_field": 1}),
         ("bloom", {"alibi": True, "num_key_value_heads": None}),
+        ("llama", {"use_cla": False, "cla_share_factor": 2, "use_mla": False, "sliding_window_size": -1}),
+        ("llama", {"num_query_groups": 2, "prefix_lm": False, "kv_share_layers": []}),
+        ("falcon_h1", {"mamba_use_mlp": True, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "head_dim": 16}),
     ],
 )  # fmt: skip
 def test_fields_that_are_read_or_that_ask_for_nothing_are_not_named(

@@ -12,7 +12,7 @@ from plain_state import PlainImpl, PlainStates, changed
 from attnplug.backends.torch_native.state.impl import TorchStateImpl
 from attnplug.backends.torch_native.state.recurrence import many_tokens
 
-__all__ = ["MUTANTS", "RIGHT"]
+__all__ = ["LARGE", "MUTANTS", "RIGHT"]
 
 right = PlainImpl
 MUTANTS: dict[str, dict[str, type[PlainStates]]] = {}
@@ -102,7 +102,15 @@ def gate_of(change):
     return lambda self, decay, row, run: change(right.gate(self, decay, row, run))
 
 
+def difference_of_sums(self, decay, row, run):
+    """The sum up to a token less that up to the token before, as chunked forms have it."""
+    total = decay[run.begin : run.end].cumsum(0)
+    own = total.diff(dim=0, prepend=torch.zeros_like(total[:1]))
+    return right.gate(self, own, row - run.begin, run)
+
+
 MUTANTS["decay"] = {
+    "differences of sums": impl(gate=difference_of_sums),
     "exp of exp": impl(gate=gate_of(torch.exp)),
     "factor taken for a logarithm": impl(decayed=lambda self, s, g: s * (1 + g)[..., None]),
     "log2": impl(gate=gate_of(lambda g: g * math.log(2))),
@@ -461,6 +469,48 @@ MUTANTS["strides"] = {
     "strides of values ignored": densely("value"),
     "strides of gates ignored": densely("decay", "beta"),
 }
+
+
+def first_32(self, place, run, runs):
+    return right.first(self, place, run, runs) if place < 32 else torch.zeros(self.states.shape[1:])
+
+
+def keys_of_large_groups(self, q, k):
+    q, k = right.shared(self, q, k)
+    return q, k * 0.9 if self.spec.num_heads // self.spec.num_kv_heads > 8 else k
+
+
+def channels_to_1024(self, x, state, place):
+    out, after = right.convolve(self, x, state, place)
+    return out * (torch.arange(len(out)) < 1024), after
+
+
+LARGE: dict[str, tuple[str, type[PlainStates]]] = {
+    "requests past the 32nd start from zeros": ("large-linear-head-float32-h4", impl(first=first_32)),
+    "prompts start anew after 256 tokens": (
+        "large-delta-row-float32-h4",
+        impl(
+            gate=lambda self, decay, row, run: (
+                right.gate(self, decay, row, run) - (1e3 if row - run.begin == 256 else 0.0)
+            )
+        ),
+    ),
+    "heads past the 32nd are zero": (
+        "prompts-linear-row-float32-h40",
+        impl(answer=lambda self, q, s: right.answer(self, q, s) * (torch.arange(len(q)) < 32)[:, None]),
+    ),
+    "keys past 128 left out": (
+        "prompts-linear-head-float32-h16",
+        impl(shared=lambda self, q, k: right.shared(self, q, k * (torch.arange(k.shape[-1]) < 128))),
+    ),
+    "values past 128 left out": (
+        "prompts-delta-head-float32-h2x2-d16x192",
+        impl(answer=lambda self, q, s: right.answer(self, q, s) * (torch.arange(s.shape[-1]) < 128)),
+    ),
+    "keys of more than 8 heads": ("prompts-delta-row-float32-h16", impl(shared=keys_of_large_groups)),
+    "channels past 1024 are zero": ("prompts-conv3-float32-h2050", impl(convolve=channels_to_1024)),
+}
+"""By name, the start of the check that catches it, and a backend that is right for small sizes."""
 
 
 def own_tensor(self, query, key, value, states, attn_metadata, output, **gates):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
-from state_mutants import MUTANTS, RIGHT
+from plain_state import PlainStates
+from state_mutants import LARGE, MUTANTS, RIGHT
 
 from attnplug.backends.torch_native.backend import TorchStateBackend
 from attnplug.backends.torch_native.state.builder import TorchStateBuilder
@@ -60,6 +61,7 @@ def quick_checks(backend: type) -> Iterator[Check]:
         "prompts",
         "strided",
         "strong",
+        "resets",
         "drafts",
         "checkpoints",
         "repeats",
@@ -206,3 +208,17 @@ def test_impls_with_an_attend_or_a_forward_of_their_own_run() -> None:
         assert torch.equal(made, impl.made)
         assert made is not impl.made
         assert getattr(impl, "calls", 1) == 1
+
+
+def checks_of_large_keys(backend: type[PlainStates]) -> Iterator[Check]:
+    large = type("Large", (backend,), {"get_supported_head_sizes": classmethod(lambda cls: (16, 256, 1))})
+    return state_checks.checks(Target(large, Device("cpu")))
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_sizes_of_models_show_what_small_sizes_hide(name: str) -> None:
+    start, backend = LARGE[name]
+    check = next(each for each in checks_of_large_keys(backend) if each.id.startswith(f"states/{start}"))
+    with pytest.raises(ConformanceError):
+        check()
+    next(each for each in checks_of_large_keys(PlainStates) if each.id == check.id)()

@@ -75,3 +75,18 @@ def test_differences_of_strong_decays_do_not_overflow() -> None:
     assert float(inputs.decay.sum(0).max()) < -700
     found, _ = many_tokens(*heads_of(spec, inputs), inputs.beta, first_state(spec))
     assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("strong", [-30.0, -1e3, -1e6, -1e30, -torch.inf])
+@pytest.mark.parametrize("family", [name for name in RECURRENT if name != "lightning"])
+def test_a_token_that_forgets_all_changes_no_later_decay(family: str, strong: float) -> None:
+    spec, inputs = FAMILIES[family], draw(family, 40)
+    assert inputs.decay is not None
+    inputs.decay[10] = strong
+    inputs.decay[25, 0] = strong
+    right, states = reference_states(spec, inputs)
+    parts = (each.float() for each in heads_of(spec, inputs))
+    beta = None if inputs.beta is None else inputs.beta.float()
+    found, last = many_tokens(*parts, beta, first_state(spec).float())
+    assert worst(found.double(), right) < 1e-5
+    assert worst(last.double(), states[-1]) < 1e-5

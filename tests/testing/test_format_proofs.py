@@ -169,6 +169,42 @@ class NeedsRows(Int8TokenHeadCodec):
         return super().encode(rows.reshape(*rows.shape[:-1], -1, 4).flatten(-2), scale)
 
 
+class LosesOddTails(Int8TokenHeadCodec):
+    def encode(self, rows: torch.Tensor, scale: float) -> Planes:
+        data, own = super().encode(rows, scale)
+        data[..., rows.shape[-1] // 16 * 16 :] = 0
+        return data, own
+
+
+class OnePlane(Int8TokenHeadCodec):
+    kept: dict[torch.Size, torch.Tensor]
+
+    def encode(self, rows: torch.Tensor, scale: float) -> Planes:
+        data, own = super().encode(rows, scale)
+        self.__dict__.setdefault("kept", {})
+        return self.kept.setdefault(data.shape, data).copy_(data), own
+
+
+class DensePlanes(Int8TokenHeadCodec):
+    def decode(self, planes: Planes, scale: float) -> torch.Tensor:
+        data = planes[0]
+        return super().decode(
+            (data.as_strided(data.shape, torch.empty(data.shape).stride()), planes[1]), scale
+        )
+
+
+class Draws(Int8TokenHeadCodec):
+    def encode(self, rows: torch.Tensor, scale: float) -> Planes:
+        torch.manual_seed(0)
+        return super().encode(rows, scale)
+
+
+class LongPrompts(Int8TokenHeadCodec):
+    def encode(self, rows: torch.Tensor, scale: float) -> Planes:
+        data, own = super().encode(rows, scale)
+        return data, own * 1.01 if rows.dim() == 3 and len(rows) >= 1024 else own
+
+
 @pytest.mark.parametrize(
     ("codec", "proof", "words"),
     [
@@ -188,6 +224,11 @@ class NeedsRows(Int8TokenHeadCodec):
         (KeepsScale, "rows", "rows have other bytes in the plane scale"),
         (DecodesEarlierTokens, "decoded", "as tokens and heads, rows give back other numbers than alone"),
         (CountsIn16Bits, "decoded", "among 67,200, rows give back other numbers than alone"),
+        (LongPrompts, "decoded", "among 67,200, rows give back other numbers than alone"),
+        (LosesOddTails, "errors", "with head_size=72: Gaussian rows have an error"),
+        (OnePlane, "planes", "encode changes the planes that it gave before"),
+        (DensePlanes, "decoded", "in views with strides, rows give back other numbers than alone"),
+        (Draws, "planes", "changes torch's random numbers"),
         (ChangesRows, "planes", "encode changes the rows that it is given"),
         (
             DrawsByDefault,

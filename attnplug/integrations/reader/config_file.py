@@ -25,9 +25,9 @@ from attnplug.core.errors import ModelConfigError
 from attnplug.integrations.model_spec import OWN_SPECS
 from attnplug.integrations.reader.architecture import with_known_types
 from attnplug.integrations.reader.config_json import config_path, one_line, parse
+from attnplug.integrations.reader.config_parts import parts_of
+from attnplug.integrations.reader.sizes_in_file import sizes_checked
 
-_SIZES = {"num_hidden_layers": ("num_layers",), "num_attention_heads": (), "hidden_size": ()}
-"""Sizes that a file must have, with fields of a class beside the usual one from which its model takes them."""
 _LIMITS = (
     (re.compile(r"(layers?|depths?|blocks|stages|levels|repeats?|repeat_times)$"), 1024),
     (re.compile(r"(heads|experts|codebooks|quantizers|groups|streams|adapters)$"), 1 << 16),
@@ -45,7 +45,7 @@ _LISTS: Final = ("layer_types", "layers_block_type", "attn_type_list", "architec
 def load_config(
     source: str | os.PathLike[str] | PreTrainedConfig,
 ) -> tuple[PreTrainedConfig, tuple[str, ...]]:
-    """The configuration in `source`, or `source` itself, and a note for each family found by its `architectures`.
+    """The configuration in `source`, or `source` itself, with notes on families found by `architectures` and lacking sizes.
 
     ModelConfigError if it cannot be read.
     """
@@ -82,8 +82,7 @@ def load_config(
             unreadable=True,
         ) from error
     _check_types(config)
-    _check_sizes(path, data, config)
-    return config, notes
+    return config, (*notes, *sizes_checked(path, data, config))
 
 
 def _check_model_type(path: Path, data: dict[str, Any]) -> None:
@@ -106,23 +105,6 @@ def _check_model_type(path: Path, data: dict[str, Any]) -> None:
             'a family that transformers has, set model_type to that family, as in "model_type": "llama"; else '
             f"{OWN_SPECS}"
         )
-
-
-def _check_sizes(path: Path, data: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Refuse a file without a size."""
-    # The family's default would describe a model of another size.
-    if config.sub_configs:
-        return
-    default = type(config)()
-    for name, others in _SIZES.items():
-        stored = config.attribute_map.get(name, name)
-        given = {name, stored, *(other for other in others if hasattr(default, other))}
-        if given & set(data) or isinstance(getattr(type(config), name, None), property):
-            continue
-        if hasattr(config, name) and getattr(config, name) == getattr(default, name, None):
-            raise ModelConfigError(
-                f"{path}: this {data['model_type']} configuration lacks the field {stored}"
-            )
 
 
 def _walk(source: str, data: Mapping[str, Any]) -> Iterator[tuple[str, str, Any, bool]]:
@@ -194,19 +176,6 @@ def _check_value(place: str, name: str, value: object) -> None:
         )
     if name in _LISTS and not isinstance(value, (list, tuple)):
         raise ModelConfigError(f"{place}={shown(value, 80)}: must be a list")
-
-
-def parts_of(config: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    """The configuration and those inside it, each with its place; ModelConfigError for a part that is none."""
-    yield before, config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if isinstance(part, PreTrainedConfig):
-            yield from parts_of(part, f"{before}{name}.")
-        elif part is not None and not isinstance(part, Mapping):
-            raise ModelConfigError(
-                f"{before}{name}={shown(part, 40)}: must be an object with the configuration of that part"
-            )
 
 
 # The settings belong to the process, so of several blocks the first changes them and the last restores them.

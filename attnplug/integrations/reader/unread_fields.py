@@ -17,11 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, modeling_rope_utils
 from attnplug._system.text import shown
 from attnplug.core.errors import ModelConfigError
 from attnplug.core.spec import LayerSpec
-from attnplug.integrations.reader.config_file import parts_of
+from attnplug.integrations.reader.config_parts import parts_of
 
 _CAUSALITY: Final = re.compile(r"^(is_|use_)?(causal|bidirectional)(_(attention|attn|mask|masking))?$")
 _NORM: Final = re.compile(r"(^|_)(q|k|qk|query|key|query_key)_?(layer_?)?norm(alization)?$")
-# Fields with a number, whose 0 switches the feature off.
+# Fields with a number, whose 0 or -1 switches the feature off.
 _OFF_AT_ZERO: Final = re.compile(r"^(sliding_window(_size)?|(local_)?window_size|\w*soft_?cap(ping)?)$")
 # Numbers by which something is multiplied, so that 1 changes nothing.
 _FACTOR: Final = re.compile(r"^(rotary|rope)_\w*(factor|scale)$|^(query|key|value)_multiplier$")
@@ -38,12 +38,14 @@ def _layers_say(
     if isinstance(value, bool):
         present = _present(model, specs, name)
         return None if present is None else present is value
-    if isinstance(value, (int, float)) and value == 0 and _OFF_AT_ZERO.search(name):
+    if isinstance(value, (int, float)) and value in (0, -1) and _OFF_AT_ZERO.search(name):
         return not _present(model, specs, name)
     if isinstance(value, (int, float)) and value == 1 and _FACTOR.search(name):
         return True
     if isinstance(value, str) and value.lower() == "mla":
-        return any(hasattr(module, "kv_lora_rank") for module in model.modules())
+        return _has_latents(model)
+    if _GROUPS.search(name):
+        return bool(value == getattr(config, "num_key_value_heads", None))
     if name.startswith("swa_"):
         return _as_with_a_window(model, layers, config, name.removeprefix("swa_"), value)
     if name == "hybrid_layer_pattern" and isinstance(value, (list, tuple)):
@@ -100,12 +102,18 @@ def _present(model: PreTrainedModel, specs: Sequence[LayerSpec], name: str) -> b
     for pattern, has in _FEATURES:
         if pattern.search(name):
             return any(map(has, specs))
+    if name == "use_mla":
+        return _has_latents(model)
     if _NORM.search(name):
         return any(_NORM.search(path.rpartition(".")[2]) for path, _ in model.named_modules())
     # A class that always computes a feature often keeps its factor under the name of the field.
     kept = [vars(module)[name] for module in model.modules() if name in vars(module)]
     numbers = [each for each in kept if isinstance(each, (bool, int, float))]
     return any(numbers) if numbers else None
+
+
+def _has_latents(model: PreTrainedModel) -> bool:
+    return any(hasattr(module, "kv_lora_rank") for module in model.modules())
 
 
 def _as_with_a_window(
@@ -156,9 +164,15 @@ _NAMES: Final = _KINDS | {
 }
 """Names of fields about attention that the rule does not find."""
 _RULE: Final = re.compile(
-    r"attn|attention|sliding|alibi|soft_?cap|causal|bidirectional|(^|_)mla_|(^|_)sinks?(_|$)|(^|_)swa_|rotary|head_dim|kv_heads|key_value_heads"
+    r"attn|attention|sliding|alibi|soft_?cap|causal|bidirectional|(^|_)sinks?(_|$)|rotary|head_dim|kv_heads|key_value_heads|"
+    r"(^|_)(cla|infllm|mla|moba|nsa|swa|yoco)(_|$)|(^|_)kv_(shar|reuse)|shared?_kv|prefix_lm|rel(ative)?_pos|^sparse_config$|"
+    r"query_group|(meta|memory)_tokens|kv_n_heads|n_head_kv|n_kv_head|mamba|(^|_)(ssm|rwkv|kda|gdn)(_|$)"
 )
 """The rule for names."""
+_GROUPS: Final = re.compile(r"query_group|kv_n_heads|n_head_kv|n_kv_head")
+"""Other names for the number of KV heads."""
+_STATES: Final = re.compile(r"mamba|(^|_)(ssm|rwkv|kda|gdn)(?=_|$)")
+"""The words for layers with a state, whose class has its own names for their sizes."""
 _OTHERS: Final = re.compile(
     r"drop|bias|fp32|^offset_alibi$|implementation|flash|sdpa|xformers|output_|hidden_size|mask_|^_|init|norm_eps"
 )
@@ -215,6 +229,10 @@ def _unknown(model: PreTrainedModel, layers: Mapping[str, LayerSpec]) -> Iterato
             about = name in _NAMES or (_RULE.search(name) and not _OTHERS.search(name))
             if not about or _declares(config, name):
                 continue
+            if getattr(config, f"use_{name.partition('_')[0]}", True) is False:
+                continue  # a size of a feature that is off
+            if (word := _STATES.search(name)) and word[0].strip("_") in text.lower():
+                continue
             shown_value = _layers_say(model, layers, config, name, value)
             # A class that has the name may ignore it: what the field switches off, the class may always have.
             off = shown_value is False and (value is False or _CAUSALITY.search(name))
@@ -267,7 +285,8 @@ def _needs_no_window(config: Any, name: str, value: Any) -> bool:
     if getattr(config, "use_sliding_window", True) is False:
         return True
     window = getattr(config, "sliding_window", None)
-    return name != "sliding_window" and window in (None, value)
+    is_size = name in ("sliding_window", "sliding_window_size")
+    return window is None if not is_size else name != "sliding_window" and window == value
 
 
 def _declares(config: PreTrainedConfig, name: str) -> bool:

@@ -161,7 +161,7 @@ def rows8192_of_prompt(right, self, request, query, source, metadata, reach, sco
     output[min(start + 8192, stop) : stop] = 0
 
 
-@step.altered("correct/crowd-*", "of 520 requests")
+@step.altered("correct/crowd-*", "of 1040 requests")
 def requests512(self, made, common):
     """Takes the requests past the 512th for empty ones."""
     lens = made.seq_lens.copy()

@@ -84,12 +84,12 @@ def _chunk_of_tokens(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One chunk, with heads first: `[H, n, ...]`."""
-    total, tokens = g.cumsum(1), q.shape[1]
-    later = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).triu(1)
-    # Subtracted before exp: a quotient of exponentials overflows for strong decays.
-    between = total[:, :, None] - total[:, None]
-    between = between.masked_fill(later[None, :, :, None], -torch.inf).exp()
-    since = total.exp()
+    since, tokens = g.cumsum(1).exp(), q.shape[1]
+    pairs = torch.ones(tokens, tokens, dtype=torch.bool, device=q.device)
+    # The decay between two tokens is a sum of its own. A quotient of exponentials overflows for strong decays, and a
+    # difference of sums loses the weak decays after a strong one.
+    between = g[:, :, None].masked_fill(pairs.triu()[..., None], 0.0).cumsum(1)
+    between = between.masked_fill_(pairs.triu(1)[..., None], -torch.inf).exp_()
     u = v
     if beta is not None:
         system = (beta[..., None] * _products(k, k, between)).tril(-1)
@@ -97,8 +97,7 @@ def _chunk_of_tokens(
         known = beta[..., None] * (v - (k * since) @ state)
         u = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     output = (q * since) @ state + _products(q, k, between) @ u
-    left = (total[:, -1:] - total).exp()
-    return output, since[:, -1][..., None] * state + (k * left).mT @ u
+    return output, since[:, -1][..., None] * state + (k * between[:, -1]).mT @ u
 
 
 def _products(rows: torch.Tensor, columns: torch.Tensor, between: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,8 @@ SHAPES = ("decode", "prefill", "extend", "mixed", "speculative", "draft", "one",
 # `long-extend` has queries of several tokens over more than 2048 keys, the last position that float16
 # counts to. `round-decode` and `round-extend` have lengths at the ends of large tiles and splits: no split
 # is empty, or has one key. `many-drafts` has queries between those of `speculative` and those that are no
-# drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 256
-# requests, one of them long. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
+# drafts. `many-rows` has more than 2048 rows, and a prompt of more than 1024. `crowd` has more than 1024
+# requests, the threads of a block, one of them long. `many-extends` has tiles for all of a GPU, so that none is divided by its keys. `one-prompt`
 # has one request without context. `far-blocks` has block numbers that 16 bits with a sign do not hold, and slots that 16 bits do not hold.
 LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "long-decode": ((1, 1, 1), (5003, 129, 2100)),
@@ -37,7 +37,7 @@ LONG: dict[str, tuple[Sequence[int], Sequence[int]]] = {
     "many-requests": ([1, 2, 5, 1] * 10, [count + 3 * step for step, count in enumerate([1, 2, 5, 1] * 10)]),
     "long-extend": ((5, 70), (3001, 2300)),
     "many-rows": ((1101, 513, 520), (1101, 553, 533)),
-    "crowd": ([1] * 517 + [2, 3, 1], [1 + step % 5 for step in range(517)] + [4, 3, 3001]),
+    "crowd": ([1] * 1037 + [2, 3, 1], [1 + step % 5 for step in range(1037)] + [4, 3, 3001]),
     "many-extends": ([70] * 14, [100 + 7 * step for step in range(14)]),
     "one-prompt": ((37,), (37,)),
     "round-decode": ([1] * 9, [255, 256, 257, 511, 512, 513, 1024, 1025, 2048]),

@@ -91,7 +91,7 @@ _TOGETHER: tuple[dict[str, Any], ...] = (
 )
 """Values whose order or scale a convention fixes, tried with plain values of all other axes."""
 # Paths that kernels take for long contexts or many requests only: decodes that split
-# their keys, prompts of several tiles, windows and chunks that 8 bits do not hold.
+# their keys, prompts of several tiles, windows and chunks that 8 bits do not hold, windows of whole tiles.
 _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "window": (149, 0)},
     {"shape": "long-decode", "chunk_size": 129},
@@ -111,11 +111,13 @@ _LONG_WITH: tuple[dict[str, Any], ...] = (
     {"shape": "long-decode", "numbers": Numbers.EQUAL, "dtype": "float16"},
     {"shape": "long-extend", "numbers": Numbers.EQUAL, "dtype": "float16"},
     {"shape": "long-extend", "window": (1030, 0)},
+    {"shape": "long-extend", "window": (511, 0)},
     {"shape": "long-extend", "needs_lse": True},
     {"shape": "long-prompt", "window": (149, 0)},
     {"shape": "long-extend", "kind": "non_causal"},
     {"shape": "long-prompt", "kind": "direct"},
     {"shape": "long-prompt", "kind": "encoder"},
+    {"shape": "long-prompt", "kind": "encoder", "window": (64, 64)},
     {"shape": "long-prompt", "numbers": Numbers.SHARP},
     {"shape": "many-requests", "kind": "encoder"},
     {"shape": "many-requests", "kind": "cross"},

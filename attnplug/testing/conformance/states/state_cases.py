@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +20,7 @@ from attnplug.testing.state_oracle import StateInputs
 
 _HEADS = ((4, 2), (3, 3), (6, 2), (4, 1))
 """Value heads and key heads."""
-_CHANNELS = (24, 64, 37)
+_CHANNELS = (24, 64, 37, 2050)
 _CONVOLUTIONS = ((4, "silu"), (3, None), (2, "silu"))
 BLOCK_SIZE = 16
 """The distance of checkpoints, if the backend keeps them at such a distance."""
@@ -85,6 +85,11 @@ def _sizes(target: Target, rule: str) -> Iterator[dict[str, Any]]:
         sizes = {"num_heads": heads, "num_kv_heads": key_heads, "head_size": keys[0]}
         yield {**sizes, "head_size_v": value, "scale": scale}
     yield {"num_heads": 4, "num_kv_heads": 2, "head_size": keys[-1], "head_size_v": keys[0], "scale": 1.0}
+    # Falcon-H1 has keys of 256 elements that many heads share; others have more heads, or larger values.
+    most = max((size for size in target.head_sizes if size <= 256), default=256)
+    yield {"num_heads": 16, "num_kv_heads": 1, "head_size": most, "head_size_v": keys[0], "scale": 1.0}
+    yield {"num_heads": 40, "num_kv_heads": 40, "head_size": keys[0], "head_size_v": 16, "scale": 1.0}
+    yield {"num_heads": 2, "num_kv_heads": 2, "head_size": keys[0], "head_size_v": 192, "scale": 1.0}
 
 
 def _words(spec: LayerSpec) -> str:
@@ -111,12 +116,15 @@ def state_weights(spec: LayerSpec, device: str) -> LayerTensors:
     return LayerTensors(conv_weight=weight, conv_bias=None if dims.width == 3 else bias)
 
 
-def draw_inputs(spec: LayerSpec, tokens: int, seed: int, *, strong: bool = False) -> StateInputs:
+def draw_inputs(
+    spec: LayerSpec, tokens: int, seed: int, *, decays: Literal["weak", "strong", "resets"] = "weak"
+) -> StateInputs:
     """Inputs of a layer on the host, in its dtype.
 
     Decays are near 1: half of a state is left after about 200 tokens, so a wrong state shows in all later outputs. Values
-    have a mean, so a state grows to many times what a token adds. With `strong` each token leaves less than 1e-20 of it,
-    where quotients of exponentials overflow.
+    have a mean, so a state grows to many times what a token adds. With "strong" each token leaves less than 1e-20 of it,
+    where quotients of exponentials overflow. With "resets" each seventh token leaves nothing of it, and the others nearly
+    all, which differences of sums lose.
     """
     dims, generator = spec.state, torch.Generator().manual_seed(seed)
     dtype = getattr(torch, spec.dtype)
@@ -133,10 +141,12 @@ def draw_inputs(spec: LayerSpec, tokens: int, seed: int, *, strong: bool = False
     # Each head, and each row of a state, has a half life of its own.
     places = torch.linspace(0.5, 1.5, heads * max(size if rows else 1, 1)).view(heads, *rows)
     decay = (
-        -(0.0035 if not strong else 55.0)
+        -(55.0 if decays == "strong" else 0.0035)
         * places
         * (0.5 + torch.rand(tokens, heads, *rows, generator=generator))
     )
+    if decays == "resets":
+        decay[4::7] = -1e4 * places
     query, key = normal(tokens, keys, size), normal(tokens, keys, size) + 0.3
     value = 0.5 * normal(tokens, heads, spec.head_size_v) + 1.0
     beta = None

@@ -27,6 +27,7 @@ from attnplug.testing.conformance.states.state_runs import StateServing
 from attnplug.testing.conformance.target import Target
 
 _FEW = ("prompts", "decodes", "mixed")
+_MANY = 40
 _LENGTHS = {"a": 1, "b": 2, "c": 37, "d": 70, "e": 16}
 
 
@@ -76,7 +77,22 @@ def _prompts(target: Target, spec: LayerSpec, **more: Any) -> None:
 
 
 def _strong(target: Target, spec: LayerSpec) -> None:
-    _prompts(target, spec, strong=True)
+    _prompts(target, spec, decays="strong")
+
+
+def _resets(target: Target, spec: LayerSpec) -> None:
+    _prompts(target, spec, decays="resets")
+
+
+def _large(target: Target, spec: LayerSpec) -> None:
+    serving = StateServing(target, spec)
+    serving.add("long", 303, 0)
+    serving.step({"long": 300})
+    others = [f"r{number}" for number in range(_MANY)]
+    for number, name in enumerate(others):
+        serving.add(name, 5, number + 1)
+    serving.step({name: 1 + number % 2 for number, name in enumerate(others)})
+    serving.step(dict.fromkeys([*others, "long"], 1))
 
 
 def _strided(target: Target, spec: LayerSpec) -> None:
@@ -248,6 +264,12 @@ _SCHEDULES: dict[str, tuple[Callable[[Target, LayerSpec], None], str, Feature]] 
         Feature(0),
     ),
     "strong": (_strong, "decays that leave nothing of a state give finite, right numbers", Feature(0)),
+    "resets": (_resets, "tokens that leave nothing of a state change no decay of later tokens", Feature(0)),
+    "large": (
+        _large,
+        "a prompt of 300 tokens and steps of 40 requests are as the oracle has them",
+        Feature(0),
+    ),
     "strided": (_strided, "inputs may be strided views", Feature(0)),
     "chunks": (_chunks, "any split of a prompt into steps gives the outputs of one run", Feature(0)),
     "decodes": (_decodes, "decodes in any order start from the state of their own request", Feature(0)),

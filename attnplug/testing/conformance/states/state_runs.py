@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -49,7 +49,7 @@ class StateServing:
     Args:
         target: the backend.
         spec: the layer.
-        strong: whether decays leave nothing of a state.
+        decays: see `draw_inputs`.
         in_place: whether steps write the pages that they read.
         view: gives a tensor of equal numbers in place of each input of a step.
     """
@@ -59,11 +59,11 @@ class StateServing:
         target: Target,
         spec: LayerSpec,
         *,
-        strong: bool = False,
+        decays: Literal["weak", "strong", "resets"] = "weak",
         in_place: bool = True,
         view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        self.target, self.spec, self.strong, self.view = target, spec, strong, view
+        self.target, self.spec, self.decays, self.view = target, spec, decays, view
         device, cache = target.torch_device, state_cache_for(spec)
         if cache is None:
             raise CheckSkipped(f"{target.name} serves no layer with a state", SkipKind.LAYER)
@@ -89,7 +89,7 @@ class StateServing:
 
     def add(self, name: str, tokens: int, seed: int, prefix: str | None = None, shared: int = 0) -> None:
         """Add a request, which may start from a checkpoint of another one with the same first `shared` tokens."""
-        inputs = draw_inputs(self.spec, tokens, seed, strong=self.strong)
+        inputs = draw_inputs(self.spec, tokens, seed, decays=self.decays)
         page = None
         if prefix is not None:
             own = self.requests[prefix].inputs.rows(slice(0, shared))
