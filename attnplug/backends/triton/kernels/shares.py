@@ -11,8 +11,6 @@ from attnplug.backends.triton.kernels.tiles import of_head
 
 SLACK: tl.constexpr = tl.constexpr(4)
 """Tiles that take about as long as the merge of what is cut."""
-MANY: tl.constexpr = tl.constexpr(16)
-"""Parts of a row that one warp reads at once, if it has more."""
 
 
 @triton.jit
@@ -239,6 +237,10 @@ def _streams(
     return tiles, tl.cdiv(queries * GROUP, BLOCK_M), queries
 
 
+MANY: tl.constexpr = tl.constexpr(16)
+"""Parts of a row that one warp reads at once, if it has more."""
+
+
 @triton.jit(
     do_not_specialize=["num_reqs", "prefix", "max_blocks", "block_rows", "by_share", "stride_lse"],
     do_not_specialize_on_alignment=["query_start_loc", "lse"],
@@ -274,6 +276,9 @@ def merge_shares_kernel(
     have fewer of these than rows. A row whose keys are all in one share is written already, unless there is a prefix,
     which `by_share` does not serve. Partial results are in `partials [places, Hkv, block_rows, SIZE]`; see `place_of`
     for the places.
+
+    PARTS of a row are merged at a time. With 1, many rows have a warp each: it takes few parts one after another, and
+    MANY at a time of a long request.
     """
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     kv_head = tl.program_id(2) // PIECES
@@ -304,7 +309,7 @@ def merge_shares_kernel(
     top = float("-inf")
     where = request, row, share, parts, max_blocks, shared, shared_row, shared_share, num_reqs
     pages = partials, partial_lses, kv_heads, kv_head, block_rows
-    # One warp would wait for each of a long request's parts, so it reads many at once.
+    # One warp would wait for each of a long request's parts.
     few = tl.where((PARTS == 1) & (all_parts > MANY), 0, all_parts)
     # Parts that come one after another are loaded at the same time.
     for done in tl.range(0, few, PARTS, loop_unroll_factor=4 if PARTS == 1 else 1):
@@ -323,35 +328,6 @@ def merge_shares_kernel(
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
         tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)
-
-
-@triton.jit
-def load_parts(part, all_parts, where, pages, dims, SIZE: tl.constexpr):
-    """Parts `part [n]` of a row: `[n, dims]`, and their LSEs; -inf past the last part.
-
-    Args:
-        part: their numbers; those of the prefix come after the request's own.
-        all_parts: of the row.
-        where: the request, its row, its first share and number of parts, streams per request, tiles of the prefix, the
-            prefix's row and first share, and the number of requests.
-        pages: partial results, their LSEs, the number of KV heads, this one, and rows of a place.
-        dims: elements of a row.
-        SIZE: elements of a value.
-    """
-    request, row, share, parts, max_blocks, shared, shared_row, shared_share, num_reqs = where
-    partials, partial_lses, kv_heads, kv_head, block_rows = pages
-    there = part < all_parts
-    own = part < parts
-    place = tl.where(
-        own,
-        place_of(request, row // block_rows, share + part, part == 0, max_blocks, shared),
-        place_of(num_reqs, shared_row // block_rows, shared_share + part - parts, False, max_blocks, shared),
-    )
-    inner = tl.where(own, row, shared_row) % block_rows
-    rows = (place * kv_heads + kv_head).to(tl.int64) * block_rows + inner
-    found = tl.load(partial_lses + rows, mask=there, other=float("-inf"))
-    inside = there[:, None] & (dims < SIZE)[None, :]
-    return tl.load(partials + rows[:, None] * SIZE + dims[None, :], mask=inside, other=0.0), found
 
 
 @triton.jit
@@ -406,3 +382,32 @@ def place_of(entry, block, share, begins, max_blocks, shared):
     tiles, either the stream or the share grows.
     """
     return tl.where(shared == 0, 2 * share + tl.where(begins, 1, 0), entry * max_blocks + block + share)
+
+
+@triton.jit
+def load_parts(part, all_parts, where, pages, dims, SIZE: tl.constexpr):
+    """Parts `part [n]` of a row: `[n, dims]`, and their LSEs; -inf past the last part.
+
+    Args:
+        part: their numbers; those of the prefix come after the request's own.
+        all_parts: of the row.
+        where: the request, its row, its first share and number of parts, streams per request, tiles of the prefix, the
+            prefix's row and first share, and the number of requests.
+        pages: partial results, their LSEs, the number of KV heads, this one, and rows of a place.
+        dims: elements of a row.
+        SIZE: elements of a value.
+    """
+    request, row, share, parts, max_blocks, shared, shared_row, shared_share, num_reqs = where
+    partials, partial_lses, kv_heads, kv_head, block_rows = pages
+    there = part < all_parts
+    own = part < parts
+    place = tl.where(
+        own,
+        place_of(request, row // block_rows, share + part, part == 0, max_blocks, shared),
+        place_of(num_reqs, shared_row // block_rows, shared_share + part - parts, False, max_blocks, shared),
+    )
+    inner = tl.where(own, row, shared_row) % block_rows
+    rows = (place * kv_heads + kv_head).to(tl.int64) * block_rows + inner
+    found = tl.load(partial_lses + rows, mask=there, other=float("-inf"))
+    inside = there[:, None] & (dims < SIZE)[None, :]
+    return tl.load(partials + rows[:, None] * SIZE + dims[None, :], mask=inside, other=0.0), found
