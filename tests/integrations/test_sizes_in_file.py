@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 
 from attnplug.errors import ModelConfigError
 from attnplug.integrations.model_spec import ModelSpec
+from attnplug.integrations.reader.config_file import load_config
 from attnplug.integrations.transformers import read_config
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64}
@@ -103,3 +104,26 @@ def test_sizes_that_older_files_have_outside_the_part_are_read(read: Any) -> Non
     model = read(model_type="qwen2_vl", **SMALL, rope_scaling=rope, vision_config=vision)
     assert model.notes == ()
     assert {spec.num_heads for spec in model.layers.values()} == {4, 2}
+
+
+def test_a_saved_file_whose_parts_equal_the_defaults_is_read_with_a_note(read: Any) -> None:
+    # google/siglip-base-patch16-224 has no more than this.
+    parts = {name: {"model_type": f"siglip_{name}_model"} for name in ("text", "vision")}
+    model = read(model_type="siglip", **{f"{name}_config": part for name, part in parts.items()})
+    (note,) = (note for note in model.notes if note.startswith("the file lacks sizes"))
+    assert "text_config.num_hidden_layers=12" in note
+    assert "vision_config.hidden_size=768" in note
+
+
+@pytest.mark.parametrize(
+    ("family", "own"),
+    [
+        ("clap", {"hidden_size": 768, "num_hidden_layers": 16}),
+        ("bridgetower", {"hidden_size": 768, "num_hidden_layers": 6}),
+    ],
+)
+def test_a_size_of_the_model_itself_is_none_of_its_text(tmp_path: Path, family: str, own: Any) -> None:
+    fields = {"model_type": family, **own, "text_config": {"vocab_size": 512}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (note,) = load_config(tmp_path)[1]
+    assert "text_config.num_hidden_layers=12" in note

@@ -22,8 +22,8 @@ _OTHERS: Final = ("num_key_value_heads", "head_dim", "sliding_window")
 def sizes_checked(path: Path, data: Mapping[str, Any], config: PreTrainedConfig) -> tuple[str, ...]:
     """A note on the sizes that the parts of a model have from transformers, since the file lacks them.
 
-    ModelConfigError: the file of a model without parts lacks a size, the file of another model has no size at
-    all or no part for the text, or it has a size of the text where the class does not read it.
+    ModelConfigError: the file of a model without parts lacks a size, the file of another model has neither a size
+    nor a part, or no part for the text, or it has a size of the text where no class reads it.
     """
     if not config.sub_configs:
         for stored, _ in _lacking(config, data):
@@ -33,19 +33,21 @@ def sizes_checked(path: Path, data: Mapping[str, Any], config: PreTrainedConfig)
         return ()
     text = config.get_text_config()
     lacking: list[tuple[str, Any]] = []
-    has_size = False
+    is_empty = True
     for place, part in parts_of(config):
         if len(list(_sizes(part))) < 2:
             continue  # no stack of layers, such as the experts of DBRX
         given = _given(data, place)
         without = list(_lacking(part, given or {}))
-        has_size = has_size or len(without) < len(list(_sizes(part)))
+        # save_pretrained leaves out what equals a default, which may be all sizes of a part.
+        if given is not None and (place or len(without) < len(list(_sizes(part)))):
+            is_empty = False
         if part is text and place and without:
-            without = list(_outside(path, data, place, part, given, without))
+            without = list(_outside(path, data, place, config, given, without))
         lacking += [(f"{place}{stored}", value) for stored, value in without]
     if not lacking:
         return ()
-    if not has_size:
+    if is_empty:
         raise ModelConfigError(
             f"{path}: this {data['model_type']} configuration lacks the field {lacking[0][0]}"
         )
@@ -57,15 +59,18 @@ def _outside(
     path: Path,
     data: Mapping[str, Any],
     place: str,
-    text: PreTrainedConfig,
+    config: PreTrainedConfig,
     given: object,
     without: list[tuple[str, Any]],
 ) -> Iterator[tuple[str, Any]]:
     """The sizes that the text's part lacks and that are not beside it either, where older files have them."""
     beside = False
+    default, text = type(config)(), config.get_text_config()
     others = ((name, getattr(text, name, None)) for name in _OTHERS if given is None and hasattr(text, name))
     for stored, value in (*without, *others):
-        if stored not in data:
+        # Some classes have a size of their own under the name, such as the sum of the layers of all parts.
+        is_own = hasattr(default, stored) and data.get(stored) != value
+        if stored not in data or is_own:
             if stored not in _OTHERS:
                 yield stored, value
             continue

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -107,7 +108,18 @@ def paged(arch: str, *ids: str) -> dict[str, list[bool]]:
     }
 
 
+def memory(arch: str) -> dict[str, float]:
+    """The sums of page numbers, and how many MiB more a process has that makes 1 GiB of states."""
+    with pretended(CHIPS[arch]):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        torch.zeros(256, 1 << 20, dtype=torch.float32, device="cuda")
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        pages = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+        return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024}
+
+
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     kinds = {"planted": planted, "found": found_by_a_launch, "launched": launched, "paged": paged}
+    kinds["memory"] = memory
     print(json.dumps(kinds[kind](*rest)))

@@ -55,6 +55,13 @@ def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
     assert found == {"cached": [False, True], "hits": [True, False]}
 
 
+def test_caches_of_a_pretended_gpu_take_no_memory_of_the_host():
+    """`attnplug warm` of a model with states took 20 GB."""
+    found = child("memory", "sm90")
+    assert found["pages"] == 0
+    assert found["more"] < 100
+
+
 def kernels_of(folder: str) -> set[str]:
     files = (ROOT / "attnplug" / "backends" / "triton" / "kernels" / folder).glob("*.py")
     found = (

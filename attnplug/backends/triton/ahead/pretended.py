@@ -132,6 +132,10 @@ class _OnHost(TorchFunctionMode):
         if func is torch.bmm:
             left, right = args
             return named["out"] if "out" in named else left.new_empty(*left.shape[:2], right.shape[2])
+        dtype = named.get("dtype")
+        if func is torch.zeros and dtype is not None and dtype.is_floating_point:
+            # No kernel reads the numbers. Memory that is not written takes no room; states of 256 requests have 20 GB.
+            func = torch.empty
         result = func(*args, **named)
         if asked is None or not isinstance(result, torch.Tensor):
             return result
