@@ -190,3 +190,11 @@ def test_a_name_that_is_not_cached_has_the_command_for_its_configuration_alone()
 def test_a_file_of_weights_is_no_configuration(tmp_path, name):
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 16)
     assert refusal(tmp_path / name).endswith("a file of weights; give the config.json beside it")
+
+
+def test_a_family_whose_layers_have_windows_of_their_own_is_refused(written):
+    neomme = pytest.importorskip("transformers.models.neomme.configuration_neomme")
+
+    message = refusal(written(neomme.NeoMMEConfig().to_dict()))
+
+    assert "per_layer_config has values of single layers for sliding_window" in message

@@ -161,7 +161,13 @@ def _check_entries(source: str, data: Mapping[str, Any]) -> None:
 def _check_types(config: PreTrainedConfig) -> None:
     """ModelConfigError for a part that is not a configuration, and for a value of a type that no layer can have."""
     for before, part in parts_of(config):
+        # Layers' modules have other sizes of their own, such as the larger heads of Gemma 4. These fields are none of modules.
+        varying = getattr(vars(part).get("_heterogeneity_spec"), "per_layer_attributes", ())
         for name in (*_NUMBERS, *_LISTS):
+            if name in varying:
+                raise ModelConfigError(
+                    f"{before}per_layer_config has values of single layers for {name}; this reader takes one for all layers; {OWN_SPECS}"
+                )
             _check_value(f"{before}{name}", name, getattr(part, name, None))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -116,9 +116,11 @@ def state_weights(spec: LayerSpec, device: str) -> LayerTensors:
     return LayerTensors(conv_weight=weight, conv_bias=None if dims.width == 3 else bias)
 
 
-def draw_inputs(
-    spec: LayerSpec, tokens: int, seed: int, *, decays: Literal["weak", "strong", "resets"] = "weak"
-) -> StateInputs:
+Decays: TypeAlias = Literal["weak", "strong", "resets"]
+"""How much of a state its tokens keep."""
+
+
+def draw_inputs(spec: LayerSpec, tokens: int, seed: int, *, decays: Decays = "weak") -> StateInputs:
     """Inputs of a layer on the host, in its dtype.
 
     Decays are near 1: half of a state is left after about 200 tokens, so a wrong state shows in all later outputs. Values

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 
@@ -21,7 +21,7 @@ from attnplug.runtime.states.state_table import StateTable
 from attnplug.testing.conformance.check import CheckSkipped, ConformanceError, SkipKind, error_context
 from attnplug.testing.conformance.harness import make_impl, raw_bytes
 from attnplug.testing.conformance.mistakes.state_mistakes import StateStepOf, other_states, recognise_state
-from attnplug.testing.conformance.states.state_cases import draw_inputs, state_weights
+from attnplug.testing.conformance.states.state_cases import Decays, draw_inputs, state_weights
 from attnplug.testing.conformance.states.state_graphs import StateGraph
 from attnplug.testing.conformance.target import Target
 from attnplug.testing.state_oracle import StateInputs, first_state, reference_states
@@ -59,11 +59,12 @@ class StateServing:
         target: Target,
         spec: LayerSpec,
         *,
-        decays: Literal["weak", "strong", "resets"] = "weak",
+        decays: Decays = "weak",
         in_place: bool = True,
         view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        self.target, self.spec, self.decays, self.view = target, spec, decays, view
+        self.target, self.spec, self.view = target, spec, view
+        self.decays: Decays = decays
         device, cache = target.torch_device, state_cache_for(spec)
         if cache is None:
             raise CheckSkipped(f"{target.name} serves no layer with a state", SkipKind.LAYER)
