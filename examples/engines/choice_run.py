@@ -57,6 +57,16 @@ def tell(result: Mapping[str, Any]) -> None:
     print(MARK + json.dumps(result), flush=True)
 
 
+def report(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure an engine that is ready now, and print the figures after each workload; the result without `layers`."""
+    result: dict[str, Any] = {"start_s": time.perf_counter() - BEGIN, "workloads": {}}
+    asked = settings["workloads"], settings["max_tokens"], settings["rounds"]
+    for figures in measure(engine, *asked):
+        result["workloads"] = figures
+        tell(result)
+    return result
+
+
 def measure(
     engine: Engine, workloads: Mapping[str, Sequence[int]], max_tokens: int, rounds: int
 ) -> Iterator[dict[str, dict[str, Any]]]:

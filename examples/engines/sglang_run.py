@@ -28,11 +28,7 @@ def main() -> None:
     choice_run.say("starts SGLang")
     engine = build(name, settings)
     choice_run.say("SGLang is ready")
-    result: dict[str, Any] = {"start_s": time.perf_counter() - choice_run.BEGIN, "workloads": {}}
-    asked = settings["workloads"], settings["max_tokens"], settings["rounds"]
-    for figures in choice_run.measure(Served(engine), *asked):
-        result["workloads"] = figures
-        choice_run.tell(result)
+    result = choice_run.report(Served(engine), settings)
     choice_run.tell({**result, "layers": layers(engine) if name.startswith("attnplug") else []})
     engine.shutdown()
 

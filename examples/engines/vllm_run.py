@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +23,7 @@ def main() -> None:
     name, settings = prepare(sys.argv[1]), json.load(sys.stdin)
     choice_run.say("starts vLLM")
     llm = build(name, settings)
-    result: dict[str, Any] = {"start_s": time.perf_counter() - choice_run.BEGIN, "workloads": {}}
-    asked = settings["workloads"], settings["max_tokens"], settings["rounds"]
-    for figures in choice_run.measure(Served(llm), *asked):
-        result["workloads"] = figures
-        choice_run.tell(result)
+    result = choice_run.report(Served(llm), settings)
     choice_run.tell({**result, "layers": layers(llm) if name.startswith("ATTNPLUG") else []})
 
 

@@ -35,12 +35,13 @@ def sizes_checked(path: Path, data: Mapping[str, Any], config: PreTrainedConfig)
     lacking: list[tuple[str, Any]] = []
     is_empty = True
     for place, part in parts_of(config):
-        if len(list(_sizes(part))) < 2:
+        count = len(list(_sizes(part)))
+        if count < 2:
             continue  # no stack of layers, such as the experts of DBRX
         given = _given(data, place)
         without = list(_lacking(part, given or {}))
         # save_pretrained leaves out what equals a default, which may be all sizes of a part.
-        if given is not None and (place or len(without) < len(list(_sizes(part)))):
+        if given is not None and (place or len(without) < count):
             is_empty = False
         if part is text and place and without:
             without = list(_outside(path, data, place, config, given, without))
