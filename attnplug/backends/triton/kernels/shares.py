@@ -237,8 +237,8 @@ def _streams(
     return tiles, tl.cdiv(queries * GROUP, BLOCK_M), queries
 
 
-MANY: tl.constexpr = tl.constexpr(16)
-"""Parts of a row that one warp reads at once, if it has more."""
+MANY: tl.constexpr = tl.constexpr(32)
+"""Parts of a row that one warp reads at once, if it has more. 8/1, 128k and 63 x 512: 35.4 us (H200), with 16 39.3."""
 
 
 @triton.jit(
