@@ -218,6 +218,7 @@ def backends_of(plan: Any) -> list[str]:
 
 def vllm(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """The engine of vLLM with attnplug's backend, without a table and with it, each in a process of its own."""
+    import choice_process
     import comparison
     import vllm_demo
 
@@ -240,7 +241,7 @@ def vllm(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for variant, table in (("default", ""), ("tuned", given or kept or "")):
         os.environ[TABLE_VARIABLE] = table
         try:
-            result = comparison.run(vllm_demo.RUN, "ATTNPLUG", settings, 200.0)
+            result = choice_process.run(vllm_demo.RUN, "ATTNPLUG", settings, 200.0)
         finally:
             if kept is None:
                 del os.environ[TABLE_VARIABLE]

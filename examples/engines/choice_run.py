@@ -12,12 +12,15 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from lookup import Plan
 
 BEGIN = time.perf_counter()
 MARK, SAID = "result of the choice: ", "run, "
+READY, ENDED = "ready", "ended"
+"""Endings of the files by which choices that start together take turns."""
 DECODE_ROUNDS = 4
 """Runs of decodes for each of prefill."""
 
@@ -57,9 +60,29 @@ def tell(result: Mapping[str, Any]) -> None:
     print(MARK + json.dumps(result), flush=True)
 
 
+def wait_for_turn(folder: str, turn: int, choices: int) -> None:
+    """Wait until all choices have started, and those before this one have ended.
+
+    Args:
+        folder: of files named by a choice's turn, with the endings `READY` and `ENDED`.
+        turn: of this choice, from 0.
+        choices: how many there are.
+    """
+
+    def there(number: int, *endings: str) -> bool:
+        return any(Path(folder, f"{number}.{ending}").exists() for ending in endings)
+
+    say("is ready, and waits for the others")
+    Path(folder, f"{turn}.{READY}").touch()
+    while not all(there(each, ENDED, *[READY] * (each >= turn)) for each in range(choices)):
+        time.sleep(0.1)
+
+
 def report(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Measure an engine that is ready now, and print the figures after each workload; the result without `layers`."""
     result: dict[str, Any] = {"start_s": time.perf_counter() - BEGIN, "workloads": {}}
+    if "turns" in settings:
+        wait_for_turn(*settings["turns"])
     asked = settings["workloads"], settings["max_tokens"], settings["rounds"]
     for figures in measure(engine, *asked):
         result["workloads"] = figures

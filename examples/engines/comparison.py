@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime as dt
 import functools
 import importlib.metadata
 import json
 import math
-import os
-import queue
 import random
 import re
 import signal
-import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from choice_run import MARK, SAID
+from choice_process import run
+from choice_run import ENDED
 from lookup import BLOCK, FLAG
 from rich.console import Console
 from rich.table import Table
@@ -67,7 +65,9 @@ def parser(about: str) -> argparse.ArgumentParser:
     found.add_argument(
         "--timeout", type=float, default=900.0, help="seconds for each choice (default: %(default)s)"
     )
-    found.add_argument("--json", type=Path, help="write the figures here")
+    found.add_argument(
+        "--json", type=Path, help="write the figures here, and beside it what a choice that fails has printed"
+    )
     return found
 
 
@@ -160,21 +160,21 @@ def compare(
         **{name: getattr(options, name) for name in names},
     }
     results: dict[str, dict[str, Any]] = {}
+    written = threading.Lock()
 
     def keep(choice: str, result: dict[str, Any]) -> None:
-        results[choice] = result
-        if options.json:
-            # After each workload, so that an interrupted run keeps what it has.
-            text = json.dumps(report(engine, settings, results), indent=2) + "\n"
-            options.json.with_suffix(".part").write_text(text)
-            options.json.with_suffix(".part").replace(options.json)
+        with written:
+            results[choice] = result
+            if options.json:
+                # After each workload, so that an interrupted run keeps what it has.
+                text = json.dumps(report(engine, settings, results), indent=2) + "\n"
+                options.json.with_suffix(".part").write_text(text)
+                options.json.with_suffix(".part").replace(options.json)
 
     # A time limit ends the script by this signal, and what it has started must end too.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for choice in dict.fromkeys(options.choices):
-            print(f"running {choice} ...", flush=True)
-            keep(choice, run(run_file, choice, settings, options.timeout, functools.partial(keep, choice)))
+        _run_all(run_file, settings, options, keep)
     finally:
         signal.signal(signal.SIGTERM, before)
     show(Console(), results)
@@ -182,114 +182,36 @@ def compare(
     return 2 if all(failed) else int(any(failed))
 
 
-def run(
-    file: Path,
-    choice: str,
+def _run_all(
+    run_file: Path,
     settings: Mapping[str, Any],
-    timeout: float,
-    keep: Callable[[dict[str, Any]], None] = lambda result: None,
-) -> dict[str, Any]:
-    """The result of one choice; with an `error` beside the figures so far where it did not end.
+    options: argparse.Namespace,
+    keep: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Run the choices one after another; with `at_once` they start together and only measure in turn."""
+    choices = list(dict.fromkeys(options.choices))
+    at_once = getattr(options, "at_once", False)
+    stop = threading.Event()
+    with tempfile.TemporaryDirectory() as turns, ThreadPoolExecutor(len(choices) if at_once else 1) as pool:
 
-    Args:
-        file: the script that runs it, in a session of its own: what it starts ends with it.
-        choice: the script's word.
-        settings: for its standard input.
-        timeout: seconds.
-        keep: gets the figures so far, whenever there are more.
-    """
-    begin = time.monotonic()
-    pipe = subprocess.PIPE
-    child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own script)
-        [sys.executable, str(file), choice],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    printed = _Printed(child, choice, keep)
-    try:
-        with contextlib.suppress(BrokenPipeError), child.stdin as given:  # type: ignore[union-attr]
-            given.write(json.dumps(settings))
-        while child.poll() is None and time.monotonic() < begin + timeout:
-            printed.take(0.2)
-        is_late = child.poll() is None
-    finally:
-        # vLLM and SGLang have processes of their own, which may outlive a script that ends by an error.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-    printed.take_rest()
-    found, errors = printed.result, printed.errors
-    if "layers" in found:
-        return found
-    if is_late:
-        said = [line.strip() for line in errors if line.strip()]
-        why = f"took more than {timeout:.0f} s; its last line is: {said[-1] if said else '-'}"
-    else:
-        why = last_error("".join(errors)) or f"ended with exit code {child.returncode}"
-    return {**found, "error": why}
+        def one(turn: int, choice: str) -> None:
+            print(f"running {choice} ...", flush=True)
+            name = re.sub(r"[^\w.]+", "-", choice)
+            log = options.json and options.json.with_name(f"{options.json.stem}-{name}.log")
+            given = {**settings, "turns": [turns, turn, len(choices)]} if at_once else settings
+            timeout = options.timeout * (len(choices) if at_once else 1)
+            keeps = functools.partial(keep, choice)
+            try:
+                keeps(run(run_file, choice, given, timeout, keeps, stop=stop, log=log))
+            finally:
+                (Path(turns) / f"{turn}.{ENDED}").touch()
 
-
-class _Printed:
-    """What a child prints: figures, progress, and all else of standard error."""
-
-    def __init__(
-        self, child: subprocess.Popen[str], choice: str, keep: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self.result: dict[str, Any] = {}
-        self.errors: list[str] = []
-        self._choice, self._keep = choice, keep
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._threads = [
-            threading.Thread(target=self._read, args=given, daemon=True)
-            for given in ((child.stdout, False), (child.stderr, True))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _read(self, stream: IO[str], is_error: bool) -> None:
-        with stream:
-            for line in stream:
-                if is_error or line.startswith(MARK):
-                    self._lines.put(line)
-
-    def take(self, seconds: float) -> bool:
-        """Read one line; False if none comes within `seconds`."""
         try:
-            line = self._lines.get(timeout=seconds)
-        except queue.Empty:
-            return False
-        if line.startswith(MARK):
-            self.result = json.loads(line.removeprefix(MARK))
-            if "layers" not in self.result:
-                self._keep(self.result)
-            return True
-        self.errors.append(line)
-        if line.startswith(SAID):
-            print(f"  {self._choice}: {line.removeprefix(SAID).rstrip()}", flush=True)
-        return True
-
-    def take_rest(self) -> None:
-        """Read what is left; the child has ended."""
-        for thread in self._threads:
-            thread.join(10.0)
-        while not self._lines.empty():
-            self.take(0.0)
-
-
-def last_error(printed: str) -> str:
-    """The message of the last exception in a log, which may have several lines; else the last line."""
-    # torch names the rank before each line of an exception.
-    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in printed.splitlines()]
-    # It warns at the end about what nobody has closed.
-    lines = [line for line in lines if line and not re.match(r"\[W\d+", line)]
-    for row, line in reversed([*enumerate(lines)]):
-        if named := re.search(r"\b\w*(?:Error|Exception): .*", line):
-            return " ".join([named[0], *lines[row + 1 : row + 12]])
-    return "".join(lines[-1:])
+            for ended in [pool.submit(one, *each) for each in enumerate(choices)]:
+                ended.result()
+        finally:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def show(console: Console, results: Mapping[str, Mapping[str, Any]]) -> None:

@@ -18,7 +18,7 @@ import comparison
 
 RUN = Path(__file__).with_name("sglang_run.py")
 CHOICES = ("attnplug", "fa3", "triton")
-SETTINGS = ("layers", "dense", "max_tokens", "rounds", "memory", "eager", "page_size", "device")
+SETTINGS = ("layers", "dense", "max_tokens", "rounds", "memory", "eager", "page_size", "device", "at_once")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument(
         "--page-size", type=comparison.count, default=64, help="tokens of a page (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--at-once",
+        action="store_true",
+        help="start all choices together, and measure one after another; the GPU holds the weights of all",
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
     options = parser.parse_args(arguments)

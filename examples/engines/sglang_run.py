@@ -76,10 +76,10 @@ def _sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["disable_cuda_graph"] = True
     else:
         found["cuda_graph_bs_decode"] = [requests]
-    if settings["device"] == "cpu":
-        # SGLang would take a share of the whole machine's memory. Layers with windows get fewer pages than others.
+    if settings["device"] == "cpu" or settings["at_once"]:
+        # SGLang would take a share of the whole memory. Layers with windows get fewer pages than others.
         pages = max(sum(-(-(length + more) // page) + 1 for length in each) for each in given)
-        found["max_total_tokens"] = 2 * pages * page
+        found["max_total_tokens"] = (pages + (pages if settings["device"] == "cpu" else pages // 3)) * page
     return found
 
 

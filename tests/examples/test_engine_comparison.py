@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import choice_process
+import choice_run
 import comparison
 import model_folder
 import pytest
@@ -45,12 +47,14 @@ def test_bad_arguments_are_refused(
             "NoBackendError: none T: b",
         ),
         ("x\n[rank0]: Traceback\n[rank0]: ImportError: no y\n[rank0]:[W1 not closed", "ImportError: no y"),
+        ("Traceback\n  assert a\nAssertionError\nends all\n", "AssertionError"),
+        ("x\nFatal Python error: Segmentation fault\nThread 1\n", "Fatal Python error: Segmentation fault"),
         ("killed\n\n", "killed"),
         ("", ""),
     ],
 )
 def test_the_error_is_the_message_of_the_last_exception(printed: str, shown: str) -> None:
-    assert comparison.last_error(printed) == shown
+    assert choice_process.last_error(printed) == shown
 
 
 def write_run(folder: Path, text: str) -> Path:
@@ -81,7 +85,7 @@ def test_a_choice_that_takes_too_long_says_how_far_it_came_and_ends_with_all_it_
         f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
         "said('starts vLLM'); time.sleep(60)",
     )
-    found = comparison.run(file, "ATTNPLUG", {}, 3.0)
+    found = choice_process.run(file, "ATTNPLUG", {}, 3.0)
     assert found == {"error": "took more than 3 s; its last line is: starts vLLM"}
     assert gone(int((tmp_path / "child").read_text()))
 
@@ -90,13 +94,13 @@ def test_figures_so_far_are_kept_when_a_choice_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = f"""
-said({comparison.SAID!r} + '2 s: loads ' + sys.argv[1] + ' with ' + json.load(sys.stdin)['model'])
+said({choice_run.SAID!r} + '2 s: loads ' + sys.argv[1] + ' with ' + json.load(sys.stdin)['model'])
 print('warning')
-print({comparison.MARK!r} + json.dumps(dict(workloads=dict(a=1))), flush=True)
+print({choice_run.MARK!r} + json.dumps(dict(workloads=dict(a=1))), flush=True)
 raise ValueError('no memory')
 """
     kept: list[object] = []
-    found = comparison.run(write_run(tmp_path, text), "fa3", {"model": "m"}, 60.0, kept.append)
+    found = choice_process.run(write_run(tmp_path, text), "fa3", {"model": "m"}, 60.0, kept.append)
     assert kept == [{"workloads": {"a": 1}}]
     assert found == {"workloads": {"a": 1}, "error": "ValueError: no memory"}
     assert capsys.readouterr().out == "  fa3: 2 s: loads fa3 with m\n"
@@ -123,6 +127,35 @@ comparison.compare("vllm", options, run_file=pathlib.Path({str(file)!r}), names=
         outer.send_signal(signal.SIGTERM)
         assert outer.wait(20) == 128 + signal.SIGTERM
     assert gone(int((tmp_path / "pid").read_text()))
+
+
+@pytest.mark.slow
+def test_choices_that_start_at_once_measure_in_turn_and_a_failure_leaves_its_log(tmp_path: Path) -> None:
+    text = f"""
+sys.path.insert(0, {str(Path(comparison.__file__).parent)!r})
+import choice_run
+settings, name = json.load(sys.stdin), sys.argv[1]
+times = open({str(tmp_path)!r} + '/' + name, 'w')
+print(time.time(), file=times)
+if name == 'b/2':
+    raise ValueError('no b')
+choice_run.wait_for_turn(*settings['turns'])
+print(time.time(), file=times)
+time.sleep(0.5)
+print(time.time(), file=times)
+print(choice_run.MARK + json.dumps(dict(layers=[])))
+""".replace("name, 'w'", "name.replace('/', '-'), 'w'")
+    options = comparison.parser("about").parse_args(["--json", str(tmp_path / "found.json")])
+    options.choices, options.at_once = ["a", "b/2", "c"], True
+    given = {"run_file": write_run(tmp_path, text), "names": (), "missing": None}
+    assert comparison.compare("sglang", options, **given) == 1
+    found = json.loads((tmp_path / "found.json").read_text())["choices"]
+    assert found == {"a": {"layers": []}, "b/2": {"error": "ValueError: no b"}, "c": {"layers": []}}
+    first, last = (list(map(float, (tmp_path / name).read_text().split())) for name in "ac")
+    assert last[0] < first[1], "they start together"
+    assert first[2] <= last[1], "they measure one after another"
+    assert "raise ValueError" in (tmp_path / "found-b-2.log").read_text()
+    assert not (tmp_path / "found-a.log").exists()
 
 
 def test_results_without_a_single_run_are_still_shown(capsys: pytest.CaptureFixture[str]) -> None:
