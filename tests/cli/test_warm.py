@@ -38,6 +38,17 @@ def test_what_a_model_will_launch_is_cold_until_it_is_compiled(tmp_path):
     code, said, _ = warm(*asked, *few, "--check")
     assert code == 0
     assert said == f"{len(lines) - 1} kernels for sm80: {len(lines) - 1} warm, 0 cold\n"
+    # What calls the driver is compiled too, and belongs to each kernel.
+    (module,) = tmp_path.glob("*/cuda_utils*.so")
+    module.unlink()
+    code, said, _ = warm(*asked, *few, "--check")
+    assert (code, said.splitlines()) == (1, lines)
+    code, said, problem = warm(*asked, *few, "--jobs", "1", PATH=str(tmp_path), CC="")
+    assert (code, problem) == (
+        0,
+        "no C compiler is here (CC, gcc, clang), so Triton compiles its launchers at the first launch\n",
+    )
+    assert said.endswith("warm, 0 cold\n")
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_key, get_cache_manager
 
+from attnplug.backends.triton.ahead import host_modules
 from attnplug.backends.triton.ahead.chips import Chip
 from attnplug.backends.triton.ahead.forms import Form
 from attnplug.core.compiled import CompiledKernel
@@ -35,12 +36,13 @@ def target_of(chip: Chip) -> GPUTarget:
 
 
 def is_cached(form: Form, chip: Chip) -> bool:
-    """Whether Triton's cache on disk has the form."""
+    """Whether Triton's cache on disk has the form, and what launches it."""
     backend = make_backend(target_of(chip))
     options = backend.parse_options(dict(form.options.__dict__))
     key = get_cache_key(form.source, backend, options, env_vars=get_cache_invalidating_env_vars())
     folder = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
-    return folder.get_group(f"{form.source.name[:150]}.json") is not None
+    found = folder.get_group(f"{form.source.name[:150]}.json") is not None
+    return found and (not host_modules.are_for(chip) or host_modules.are_cached(form))
 
 
 def compile_form(form: Form, chip: Chip, *, again: bool = True) -> CompiledKernel:
@@ -49,7 +51,8 @@ def compile_form(form: Form, chip: Chip, *, again: bool = True) -> CompiledKerne
     Args:
         form: the kernel.
         chip: for which.
-        again: whether a form in Triton's cache is compiled too; if not, registers and spills are not counted.
+        again: whether a form in Triton's cache is compiled too; if not, registers and spills are not counted, and what
+            launches the form is compiled with it.
     """
     key, kernel = form.key, str(form)
     log = io.StringIO()
@@ -60,6 +63,8 @@ def compile_form(form: Form, chip: Chip, *, again: bool = True) -> CompiledKerne
     if problem is not None:
         return CompiledKernel(key, kernel, refused=f"the compiler refuses it: {describe(problem)}")
     if not again:
+        if host_modules.are_for(chip):
+            host_modules.compile_modules(form)
         return judged(CompiledKernel(key, kernel, shared=made.metadata.shared), chip)
     registers, spilled = _nvidia(log.getvalue()) if chip.is_nvidia else _amd(made.asm["amdgcn"])
     threads = made.metadata.num_warps * chip.warp_size
