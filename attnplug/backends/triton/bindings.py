@@ -9,7 +9,14 @@ import torch
 import triton.language as tl
 
 from attnplug.backends.impl import Pages
-from attnplug.backends.triton.formats import format_values, opened_scale, rotation_of, row_of, scale_step
+from attnplug.backends.triton.formats import (
+    bound_strides,
+    format_values,
+    opened_scale,
+    rotation_of,
+    row_of,
+    scale_step,
+)
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
     SHORT_PROMPT_LAUNCH,
@@ -188,7 +195,7 @@ class BoundLayer:
             if len(self._shares) == _MOST_LAUNCHES:
                 self._shares.clear()
             values = {**self._values, **self._whole_tiles(pages.k)}
-            values |= _strides(pages.k.stride(), pages.v.stride())
+            values |= bound_strides(pages.k.stride(), pages.v.stride())
             values |= _paired(pages.v, launch.block_m)
             values |= format_values(self._spec, pages.k, pages.v)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
@@ -265,7 +272,7 @@ class BoundLayer:
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
                 self._prefills.clear()
-            values = {**self._values, **_strides(k.stride(), v.stride())}
+            values = {**self._values, **bound_strides(k.stride(), v.stride())}
             values |= {"stride_table": stride_table, "PAGED": paged, "BLOCK_SIZE": block_size}
             if special is not None:
                 found = self._specialized(k, v, values, special)
@@ -335,21 +342,6 @@ class BoundLayer:
         """Most rows of a tile of decodes."""
         stored = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
         return most_rows(self._widest, stored, self._gpu, self.fixed)
-
-
-def _strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
-    """Strides of pages `[blocks, block_size, Hkv, D]`, or of keys and values `[T, Hkv, D]` as one page."""
-    (kb, kt, kh, _), (vb, vt, vh, _) = (each if len(each) == 4 else (0, *each) for each in (k, v))
-    return {
-        "stride_kb": kb,
-        "stride_kt": kt,
-        "stride_kh": kh,
-        "stride_vb": vb,
-        "stride_vt": vt,
-        "stride_vh": vh,
-        # K and V of equal strides share one set of row offsets, which saves instructions.
-        "ALIKE": (kb, kt) == (vb, vt),
-    }
 
 
 def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:

@@ -41,6 +41,21 @@ def scale_step(spec: LayerSpec) -> int:
     return 16 if spec.resolved_kv_cache_dtype == "nvfp4" else 8
 
 
+def bound_strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
+    """Strides of pages `[blocks, block_size, Hkv, D]`, or of keys and values `[T, Hkv, D]` as one page."""
+    (kb, kt, kh, _), (vb, vt, vh, _) = (each if len(each) == 4 else (0, *each) for each in (k, v))
+    return {
+        "stride_kb": kb,
+        "stride_kt": kt,
+        "stride_kh": kh,
+        "stride_vb": vb,
+        "stride_vt": vt,
+        "stride_vh": vh,
+        # K and V of equal strides share one set of row offsets, which saves instructions.
+        "ALIKE": (kb, kt) == (vb, vt),
+    }
+
+
 def format_values(
     spec: LayerSpec, k: torch.Tensor, v: torch.Tensor, columns: int | None = None
 ) -> dict[str, Any]:

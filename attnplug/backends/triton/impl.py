@@ -138,11 +138,10 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
                 return
             keys = self._given(key, value, meta) or (pages.k, pages.v)
-            if self._opens and gains(tokens * bound.group, reqs):
+            if self._opens and gains(self.spec, meta):
                 opened = self._opened(meta, pages, reqs)
-                if opened is not None:
-                    keys, table = (opened.k, opened.v), opened.table
-                    bound = bound.over_opened(opened, *call[:3])
+                keys, table = (opened.k, opened.v), opened.table
+                bound = bound.over_opened(opened, *call[:3])
             batch = starts, lens, table, starts
             _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
 
@@ -150,8 +149,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     def _opens(self) -> bool:
         return may_open(self.spec)
 
-    def _opened(self, meta: TritonMetadata, pages: Pages, reqs: int) -> Opened | None:
-        """The opened pages of the longer requests; None if there are too many of them."""
+    def _opened(self, meta: TritonMetadata, pages: Pages, reqs: int) -> Opened:
+        """The opened pages of the longer requests."""
         most = tile_side(max(meta.workspace.most_reqs, reqs))
         form = pages.form, meta.block_table.stride(0), most
         if form != self._opener_form:

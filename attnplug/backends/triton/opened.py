@@ -1,4 +1,4 @@
-"""Pages with planes that are opened before a prefill, where many tiles of queries read each page."""
+"""Pages of fewer bits that are opened before a prefill, where many tiles of queries read each page."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnplug.backends.impl import Pages
-from attnplug.backends.triton.formats import format_values, row_of
+from attnplug.backends.triton.formats import bound_strides, format_values, row_of
 from attnplug.backends.triton.kernels.opened_pages import open_pages_kernel
 from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
@@ -51,7 +51,8 @@ class PageOpener:
     def __init__(self, spec: LayerSpec, pages: Pages, stride_table: int, reqs: int) -> None:
         _, block_size, heads, _ = pages.k.shape
         self._shape = block_size, heads, spec.head_size
-        found = format_values(spec, pages.k, pages.v)
+        found = {"BLOCK_D": tile_side(spec.head_size), "FORMAT": None}
+        found |= bound_strides(pages.k.stride(), pages.v.stride()) | format_values(spec, pages.k, pages.v)
         row = row_of(spec)
         has_scales = row is not None and bool(row.planes[1].per_row)
         # The codes of rows with scales are numbers of float16, whatever the type of the layer.
@@ -63,18 +64,20 @@ class PageOpener:
         tile = min(tile_side(block_size), _TILE)
         self._grid = heads, -(-block_size // tile)
         strides = {name: found[name] for name in ("stride_kt", "stride_kh", "stride_vt", "stride_vh")}
-        strides |= {"stride_kb": pages.k.stride(0), "stride_vb": pages.v.stride(0), "stride_page": self._page}
+        strides |= {
+            "stride_kb": found["stride_kb"],
+            "stride_vb": found["stride_vb"],
+            "stride_page": self._page,
+        }
         sizes = {"BLOCK_SIZE": block_size, "HEADS": heads, "D": spec.head_size, "WIDTH": found["BLOCK_D"]}
         values = {"stride_table": stride_table, **strides, **sizes}
         values |= {"REQS": reqs, "TILE": tile, "FORMAT": found["FORMAT"]}
         self._kernel = BoundKernel(_KERNEL, 8, values, num_warps=4)
 
-    def __call__(self, meta: TritonMetadata, pages: Pages) -> Opened | None:
-        """The pages of the requests after the decodes; None if there are too many."""
+    def __call__(self, meta: TritonMetadata, pages: Pages) -> Opened:
+        """The pages of the requests after the decodes."""
         block_size, heads, head_size = self._shape
         count = int((-(-meta.key_bounds // block_size)).sum())
-        if 4 * count * self._page > _MOST_BYTES:
-            return None
         reqs = meta.num_reqs - meta.num_decodes
         _, lens, table, _ = meta.others
         held, own = meta.workspace.opened(2 * count * self._page, reqs * table.stride(0), self._dtype)
@@ -91,10 +94,17 @@ class PageOpener:
 
 def may_open(spec: LayerSpec) -> bool:
     """Whether prefills of a layer may read opened pages; sums of layers with invariance would depend on the step."""
-    wide = max(spec.head_size, spec.head_size_v) > _WIDEST
-    return row_of(spec) is not None and spec.dtype != "float32" and not spec.invariance and not wide
+    wide = max(spec.head_size, spec.head_size_v) > _WIDEST or spec.head_size_v != spec.head_size
+    plain = spec.dtype != "float32" and not spec.invariance and not spec.head_scales
+    return spec.has_quantized_kv_cache and plain and not wide
 
 
-def gains(rows: int, reqs: int) -> bool:
-    """Whether so many rows, queries times heads of a group, read each page so often that it is opened first."""
-    return rows >= _LEAST_ROWS * reqs
+def gains(spec: LayerSpec, meta: TritonMetadata) -> bool:
+    """Whether the requests after the decodes read each page so often that it is opened first, and these have room."""
+    reqs = meta.num_reqs - meta.num_decodes
+    keys, queries = int(meta.key_bounds.sum()), meta.num_actual_tokens - meta.num_decode_tokens
+    # A window's queries read few pages of a long context. It is estimated.
+    sees_most = (spec.window[0] < 0 and spec.chunk_size is None) or keys <= 8 * queries
+    size = 4 * keys * spec.num_kv_heads * spec.head_size
+    rows = queries * (spec.num_heads // spec.num_kv_heads)
+    return rows >= _LEAST_ROWS * reqs and sees_most and size <= _MOST_BYTES

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -139,9 +141,11 @@ def test_the_loop_in_registers_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> N
 
 _OPEN = PageOpener.__call__
 EXTENDS = [1, 1, 20, 30, 17], [33, 130, 64, 101, 17]
+PROMPTS = [20, 30, 17], [64, 30, 19]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("step", [EXTENDS, PROMPTS], ids=["mixed", "prompts"])
+@pytest.mark.parametrize("name", [*FORMATS, "fp8_e4m3", pytest.param("fp8_e5m2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("fields", "given"),
     [
@@ -159,7 +163,11 @@ EXTENDS = [1, 1, 20, 30, 17], [33, 130, 64, 101, 17]
     ids=["lse", "window", "96", "chunk", "cap"],
 )
 def test_pages_that_many_tiles_read_are_opened_once(
-    name: str, fields: dict[str, Any], given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str,
+    fields: dict[str, Any],
+    given: dict[str, Any],
+    step: tuple[list[int], list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = []
 
@@ -170,6 +178,28 @@ def test_pages_that_many_tiles_read_are_opened_once(
     monkeypatch.setattr(PageOpener, "__call__", opened)
     monkeypatch.setattr(BoundLayer, "fills_gpu", lambda *_: True)
     spec = layer(name, num_heads=32, num_kv_heads=1, **fields)
-    assert_step_correct(TritonBackend, spec, *EXTENDS, **given)
+    assert_step_correct(TritonBackend, spec, *step, **given)
     assert found
-    assert all(each is not None for each in found)
+    rows = name in ("int8_token_head", "rotated4")
+    assert {each.form is not None for each in found} == {rows}
+
+
+def test_a_window_over_long_contexts_and_too_many_keys_are_not_opened() -> None:
+    from attnplug.backends.triton.opened import gains, may_open
+
+    def step(queries: int, keys: int) -> Any:
+        counts = {"num_reqs": 2, "num_decodes": 1, "num_actual_tokens": queries + 3, "num_decode_tokens": 3}
+        return SimpleNamespace(key_bounds=np.array([keys]), **counts)
+
+    spec = layer("fp8_e4m3", num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
+    assert may_open(spec)
+    assert gains(spec, step(128, 60_000))
+    assert not gains(spec, step(127, 60_000)), "few rows read each page"
+    assert not gains(spec, step(128, 66_000)), "256 MiB"
+    window = spec.replace(sliding_window=512)
+    assert gains(window, step(512, 4096))
+    assert not gains(window, step(512, 4097))
+    for other in ({"invariance": ("batch",)}, {"dtype": "float32"}, {"head_size_v": 64}, {"head_size": 288}):
+        assert not may_open(spec.replace(**other)), other
+    assert not may_open(spec.replace(head_scales=True))
+    assert not may_open(spec.replace(kv_cache_dtype="auto"))
