@@ -49,6 +49,11 @@ def test_what_a_model_will_launch_is_cold_until_it_is_compiled(tmp_path):
         "no C compiler is here (CC, gcc, clang), so Triton compiles its launchers at the first launch\n",
     )
     assert said.endswith("warm, 0 cold\n")
+    code, _, problem = warm(*asked, *few, "--jobs", "1", CC="false")
+    assert (code, problem) == (
+        0,
+        "the C compiler fails, so Triton compiles its launchers at the first launch\n",
+    )
 
 
 @pytest.mark.slow

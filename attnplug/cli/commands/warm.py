@@ -79,7 +79,7 @@ def warm(
     from triton import knobs
 
     from attnplug.backends.triton.ahead.compiling import compile_all
-    from attnplug.backends.triton.ahead.host_modules import c_compiler
+    from attnplug.backends.triton.ahead.host_modules import are_cached, c_compiler
     from attnplug.registry.devices import resolve_device
 
     where = resolve_device(device)
@@ -103,11 +103,6 @@ def warm(
         for form in cold:
             echo(f"cold: {form}")
         raise typer.Exit(_COLD if cold else 0)
-    if chip.is_nvidia and c_compiler() is None:
-        echo(
-            "no C compiler is here (CC, gcc, clang), so Triton compiles its launchers at the first launch",
-            err=True,
-        )
     refused = 0
     for made in compile_all([(form, chip) for form in cold], jobs or os.cpu_count() or 1, again=False):
         refused += bool(made.refused)
@@ -115,6 +110,9 @@ def warm(
             echo(str(made), err=True)
     if cold:
         echo(f"compiled {len(cold) - refused} into {knobs.cache.dir}")
+    if chip.is_nvidia and not all(map(are_cached, forms)):
+        why = "no C compiler is here (CC, gcc, clang)" if c_compiler() is None else "the C compiler fails"
+        echo(f"{why}, so Triton compiles its launchers at the first launch", err=True)
     raise typer.Exit(_DOES_NOT_FIT if refused else 0)
 
 

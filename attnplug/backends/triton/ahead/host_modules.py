@@ -25,6 +25,7 @@ from attnplug.backends.triton.ahead.forms import Form
 _DRIVER = "libcuda.so.1"
 _LAUNCHER = SimpleNamespace(
     num_ctas=1,
+    cluster_dims=(1, 1, 1),
     tensordesc_meta=None,
     global_scratch_size=0,
     global_scratch_align=1,
@@ -63,12 +64,8 @@ def are_cached(form: Form) -> bool:
 
 
 def compile_modules(form: Form) -> None:
-    """Put the modules that launch a form on an NVIDIA GPU into Triton's cache.
-
-    Raises:
-        subprocess.CalledProcessError: the C compiler fails.
-    """
-    with _driver_to_link():
+    """Put the modules that launch a form on an NVIDIA GPU into Triton's cache, unless the C compiler fails."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError), _driver_to_link():
         _make(form)
 
 
@@ -98,6 +95,8 @@ def _driver_to_link() -> Iterator[None]:
         library = Path(folder, _DRIVER)
         command = [c_compiler() or "cc", "-shared", f"-Wl,-soname,{_DRIVER}", "-o", str(library), str(source)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
+        # Triton 3.5 links by the name without a number.
+        Path(folder, _DRIVER.removesuffix(".1")).symlink_to(library)
         _folders[:] = [folder]
         try:
             yield

@@ -107,15 +107,17 @@ def _open(
         stored = planes + (block * stride_block + tokens * stride_token)[:, None] + columns
         numbers = tl.load(stored, mask=inside, other=0.0).to(tl.float16)
         tl.store(opened + (rows * D)[:, None] + columns, numbers.to(opened.dtype.element_ty), mask=inside)
-        return
-    low, high = open_rows(planes, block, tokens, stride_block, stride_token, there, D, WIDTH, True, FORMAT)
-    places = opened + (rows * D)[:, None] + columns * FORMAT[STEP]
-    SIZE: tl.constexpr = D // 2 if FORMAT[SHIFT] else D
-    inside = there[:, None] & (columns < SIZE)
-    tl.store(places, low.to(opened.dtype.element_ty), mask=inside)
-    if FORMAT[SHIFT]:
-        tl.store(places + FORMAT[SHIFT], high.to(opened.dtype.element_ty), mask=inside)
-    if FORMAT[ROW_SCALES]:
-        scales = (opened + BLOCK_SIZE * HEADS * D).to(tl.pointer_type(tl.float32), bitcast=True)
-        own = row_scales(planes, block, tokens, stride_block, there, True, FORMAT)
-        tl.store(scales + rows, own, mask=there)
+    else:
+        low, high = open_rows(
+            planes, block, tokens, stride_block, stride_token, there, D, WIDTH, True, FORMAT
+        )
+        places = opened + (rows * D)[:, None] + columns * FORMAT[STEP]
+        SIZE: tl.constexpr = D // 2 if FORMAT[SHIFT] else D
+        inside = there[:, None] & (columns < SIZE)
+        tl.store(places, low.to(opened.dtype.element_ty), mask=inside)
+        if FORMAT[SHIFT]:
+            tl.store(places + FORMAT[SHIFT], high.to(opened.dtype.element_ty), mask=inside)
+        if FORMAT[ROW_SCALES]:
+            scales = (opened + BLOCK_SIZE * HEADS * D).to(tl.pointer_type(tl.float32), bitcast=True)
+            own = row_scales(planes, block, tokens, stride_block, there, True, FORMAT)
+            tl.store(scales + rows, own, mask=there)
