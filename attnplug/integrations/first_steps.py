@@ -71,6 +71,6 @@ def _run(
     common = completed(dummy_step(shape, table, slots)).for_layers((spec,))
     given = dummy_tensors(spec, rows, device)
     query, key, value = given["query"], given["key"], given.get("value")
-    output = query.new_empty(rows, spec.num_heads, spec.output_size)
+    output = query.new_zeros(rows, spec.num_heads, spec.output_size)
     impl.update_kv_cache(layer, key, key if value is None else value, pages, slots)
     impl.attend(layer, query, key, value, pages, builder.build(0, common), output)
