@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests; 1 where a case failed or a run did not end."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if not (options.source / FILES[0]).is_file():
-        parser.error(f"--source {options.source} has no {FILES[0]}; unpack vLLM's sdist there")
+    if not options.source.is_dir():
+        parser.error(f"--source {options.source} must be a folder with vLLM's source tree: unpack its sdist")
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // len(options.backends))
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
