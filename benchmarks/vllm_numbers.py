@@ -35,7 +35,10 @@ SELECTED = "(causal or sliding or layout or test_sinks) and not flashinfer and n
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests; 1 where a case failed or a run did not end."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.source.is_dir():
+        parser.error(f"--source {options.source} must be a folder with vLLM's source tree: unpack its sdist")
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // len(options.backends))
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from attnplug.core.composite.step_split import split_at
 from attnplug.core.errors import BatchError
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.engines.engine import Call, Engine
@@ -46,7 +48,27 @@ def _asked(spec: LayerSpec) -> Iterator[LayerSpec]:
         yield spec.replace(**direct, causal=True)  # of a batch that narrows it
 
 
+_MOST_TOKENS = 1 << 20
+"""Places of a batch of padded rows. One request of 3,001 tokens among 1,040 of 5 took 11 GB, and 44 s."""
+
+
 def _attend(call: Call) -> None:
+    lengths, is_cut = call.common.seq_lens.tolist(), call.spec.attn_type is AttentionType.DECODER
+    is_cut &= call.spec.has_pages and len(lengths) > 1
+    if is_cut and max(lengths) * len(lengths) > _MOST_TOKENS:
+        # A service has its longest request in another batch.
+        cut = max(lengths.index(max(lengths)), 1)
+        tokens, most = int(call.common.query_start_loc_cpu[cut]), call.common.num_actual_tokens
+        split = split_at(call.common, cut, tokens)
+        for part, rows in ((split.decode, slice(tokens)), (split.prefill, slice(tokens, most))):
+            if part is not None:
+                own = {name: getattr(call, name)[rows] for name in ("query", "key", "value", "output")}
+                _attend(dataclasses.replace(call, common=part, **own))
+        return
+    _attend_rows(call)
+
+
+def _attend_rows(call: Call) -> None:
     from transformers import DynamicCache, PreTrainedConfig
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -11,8 +11,9 @@ from attnplug.core.backend import AttentionBackend
 from attnplug.core.interface.answers import answer
 from attnplug.core.metadata import PAD_SLOT_ID, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.core.spec import AttentionType, LayerSpec
+from attnplug.mla.chunks import long_context
 from attnplug.registry.selection.decision import Decision
-from attnplug.runtime.steps.dummy_steps import DummyShape, dummy_step, shapes_within
+from attnplug.runtime.steps.dummy_steps import DummyShape, dummy_step, dummy_tensors, shapes_within
 
 
 def compiles(decision: Decision) -> bool:
@@ -45,7 +46,8 @@ def run_first_steps(
         pages: the layer's cache in its logical shape.
         completed: adds to a step what the engine gives its layers.
     """
-    shapes = list(shapes_within(builder.config, backend, is_paged=True))
+    context = long_context(spec, builder.config.context_chunk_rows)
+    shapes = list(shapes_within(builder.config, backend, is_paged=True, context=context))
     for shape in shapes:
         _run(impl, builder, spec, shape, layer, pages, completed)
     return len(shapes)
@@ -61,18 +63,14 @@ def _run(
     completed: Callable[[CommonAttentionMetadata], CommonAttentionMetadata],
 ) -> None:
     rows, device = shape.requests * shape.query_len, pages.device
-    width = -(-(shape.computed + shape.query_len) // pages.shape[2])
+    # Pages of latents have no dimension for keys and values.
+    block_size = pages.shape[2 if spec.mla is None else 1]
+    width = -(-(shape.computed + shape.query_len) // block_size)
     table = torch.zeros(shape.requests, width, dtype=torch.int32, device=device)
     slots = torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64, device=device)
     common = completed(dummy_step(shape, table, slots)).for_layers((spec,))
-    query, key, value, output = (
-        torch.zeros(rows, heads, size, dtype=getattr(torch, spec.dtype), device=device)
-        for heads, size in (
-            (spec.num_heads, spec.head_size),
-            (spec.num_kv_heads, spec.head_size),
-            (spec.num_kv_heads, spec.head_size_v),
-            (spec.num_heads, spec.head_size_v),
-        )
-    )
-    impl.update_kv_cache(layer, key, value, pages, slots)
+    given = dummy_tensors(spec, rows, device)
+    query, key, value = given["query"], given["key"], given.get("value")
+    output = query.new_zeros(rows, spec.num_heads, spec.output_size)
+    impl.update_kv_cache(layer, key, key if value is None else value, pages, slots)
     impl.attend(layer, query, key, value, pages, builder.build(0, common), output)

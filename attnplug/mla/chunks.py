@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from attnplug.core.arguments import integers
 from attnplug.core.batch.host import check_count
 from attnplug.core.checks import MOST, check_size
+from attnplug.core.config import CONTEXT_CHUNK_ROWS
 from attnplug.core.dtypes import element_size
 from attnplug.core.errors import BatchError, SpecError
 from attnplug.core.spec import LayerSpec
+
+FEW_CHUNKS = 8
+"""Chunks of a prefill whose results are merged in the dtype of the layer; more are merged in float32."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -102,6 +106,18 @@ def _checked(context_lens: Sequence[int], rows: int, block_size: int) -> list[in
     if any(length < 0 for length in lengths):
         raise BatchError("context_lens", lengths, "must be at least 0")
     return lengths
+
+
+def long_context(spec: LayerSpec, rows: int | None) -> int:
+    """The fewest computed tokens that are more than FEW_CHUNKS; 0 for a layer that expands none.
+
+    Args:
+        spec: the layer.
+        rows: tokens of the workspace, as `BuilderConfig.context_chunk_rows`.
+    """
+    if spec.mla is None or spec.sparse is not None:
+        return 0
+    return FEW_CHUNKS * max(rows or CONTEXT_CHUNK_ROWS, spec.block_size or 1) + 1
 
 
 def prefill_workspace_bytes(spec: LayerSpec, rows: int) -> int:

@@ -14,6 +14,7 @@ from attnplug.core.interface.impl_and_builder import make_impl
 from attnplug.core.mla.dims import MLADims
 from attnplug.core.mla.weights import DenseProjection, LatentProjection, projection_of
 from attnplug.core.spec import LayerSpec, Phase
+from attnplug.mla.chunks import FEW_CHUNKS
 from attnplug.mla.metadata import MLAMetadata, MLAPrefillMetadata
 from attnplug.mla.selected import token_pages
 from attnplug.ops.checks import check_rows, kv_scales, refuse_output_scales
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _PRODUCT_ROWS = 4096
-_FEW_CHUNKS = 8
 
 
 class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
@@ -269,7 +269,7 @@ class MLADecodeImpl(MLAAttentionImpl[MLAMetadata]):
         pages, scale = self._latents(kv_cache), float(k_scale)
         rank = self.dims.kv_lora_rank
         # Each merge rounds its result, which adds up over many chunks.
-        merged = output if len(meta.chunks) <= _FEW_CHUNKS else output.float()
+        merged = output if len(meta.chunks) <= FEW_CHUNKS else output.float()
         for chunk in meta.chunks:
             latent, key, value = self._workspace(meta.workspace, chunk.rows, q)
             pages_into(pages, chunk.block_table, chunk.cu_lens, chunk.starts, latent, scale=scale)

@@ -121,6 +121,8 @@ def test_libraries_of_another_machine_are_assumed_and_named(run: Any) -> None:
     out = run(*asked).out
     assert "Assumes every library that such a machine could install." in out
     assert "Missing here: FLASH_ATTN_4 (pip install 'flash-attn-4<5,>=4.0.0b26')." in out
+    both = run(*asked, "--backend", "FLASH_ATTN_4+TRITON").out
+    assert "Missing here: FLASH_ATTN_4 (pip install 'flash-attn-4<5,>=4.0.0b26')." in both
     here = run(*asked, "--assume-installed", "here")
     assert "Assumes" not in here.out
     assert "Missing" not in here.out

@@ -36,8 +36,31 @@ def config_of(size: int, interleave: int, exchange: str) -> Any:
     parallel = config.parallel_config
     parallel.tensor_parallel_size = parallel.decode_context_parallel_size = size
     parallel.cp_kv_cache_interleave_size, parallel.dcp_comm_backend = interleave, exchange
-    config.scheduler_config.max_num_seqs = 16
+    config.scheduler_config.max_num_seqs, config.scheduler_config.max_num_batched_tokens = 16, 128
     return config
+
+
+def run_first_steps(builder: Any, layer: Any, cache: torch.Tensor, backend: str) -> None:
+    """The steps before vLLM's graphs, on all ranks; they leave the pages as they are, and later steps right."""
+    from attnplug.integrations.vllm import warm_up
+
+    if backend != "_TORCH":
+        return  # the interpreter is slow
+    layer.kv_cache, seen = cache, list[int]()
+    [bound] = builder.kinds().values()
+    attend = bound.inner.attend
+
+    def watched(given: Any, query: torch.Tensor, *rest: Any) -> Any:
+        seen.append(query.shape[0])
+        return attend(given, query, *rest)
+
+    with (
+        mock.patch.object(warm_up, "compiles", return_value=True),
+        mock.patch.object(bound.inner, "attend", watched),
+    ):
+        warm_up.warm_up(builder)
+    assert {1, 8, 16, 128} <= {*seen}
+    assert not cache.any()
 
 
 def paged(
@@ -66,6 +89,7 @@ def paged(
     builder = cls.get_builder_cls()(spec, ["a"], config, CPU)
     stored = torch.float32 if dtype == "auto" else torch.uint8
     cache = torch.zeros(64, 2, BLOCK, 1, SIZE, dtype=stored)
+    run_first_steps(builder, layer, cache, backend)
     close = {"atol": 2e-5, "rtol": 1e-4}
     # vLLM measures memory first.
     impl.forward(layer, torch.zeros(128, HEADS, SIZE), None, None, cache, None, torch.zeros(128, HEADS, SIZE))
@@ -120,6 +144,7 @@ def latent(rank: int, size: int, backend: str, interleave: int, exchange: str = 
     spec = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + ROPE, dtype=torch.float32)
     builder = cls.get_builder_cls()(spec, ["a"], config, CPU)
     cache = torch.zeros(64, BLOCK, LATENT + ROPE)
+    run_first_steps(builder, owner, cache, backend)
     for given, rows in steps(engine):
         common = CommonAttentionMetadata(**vars(given))
         padding = common.num_actual_tokens - len(rows)

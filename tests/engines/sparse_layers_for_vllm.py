@@ -14,6 +14,9 @@ from latent_cases_for_vllm import CHOSEN, one_rank
 from sparse_served import (
     BLOCK,
     DEVICE,
+    HEADS,
+    NOPE,
+    ROPE,
     STEPS,
     TOPK,
     Served,
@@ -35,6 +38,7 @@ from attnplug.integrations.vllm import builder as builder_module
 from attnplug.integrations.vllm import impl as impl_module
 from attnplug.integrations.vllm import sparse as sparse_module
 from attnplug.integrations.vllm.latent import LatentLayer
+from attnplug.mla import MLADecodeImpl
 from attnplug.ops import selection as selection_ops
 
 __all__ = ["as_on_a_gpu", "one_rank"]
@@ -261,6 +265,49 @@ def test_later_steps_fill_what_a_graph_of_decodes_reads(name: Any) -> None:
     for _ in range(2):
         assert max(made.step(decodes, picks)) < RIGHT
         assert read() == captured
+
+
+@pytest.mark.parametrize("is_sparse", [True, False])
+def test_first_steps_run_once_for_each_kind_before_its_graphs_and_write_no_page(
+    is_sparse: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, ran = AttentionBackendEnum.ATTNPLUG_TORCH_MLA, list[tuple[int, int]]()
+    attend = MLADecodeImpl.attend
+
+    def watched(
+        impl: Any, layer: Any, query: torch.Tensor, key: Any, value: Any, pages: Any, *given: Any
+    ) -> Any:
+        ran.append((id(impl), query.shape[0]))
+        assert query.shape[1:] == (HEADS, NOPE + ROPE)
+        return attend(impl, layer, query, key, value, pages, *given)
+
+    monkeypatch.setattr(MLADecodeImpl, "attend", watched)
+    monkeypatch.setattr("attnplug.integrations.vllm.warm_up.compiles", lambda decision: True)
+    if is_sparse:
+        # No indexer has written them.
+        made = served(name, before=lambda layer: layer.filled.fill_(1 << 30))
+    else:
+        config = configuration(name)
+        given = {"use_sparse": False, "has_indexer": False}
+        made = Served(config, {each: make_layer(config, each, None, **given) for each in ("a", "b")})
+    warm_up, first = builder_module.warm_up, list[list[tuple[int, int]]]()
+
+    def checked(builder: Any) -> None:
+        pages = {each: layer.kv_cache.zero_().clone() for each, layer in made.layers.items()}
+        warm_up(builder)
+        first.append([*ran])
+        assert all(torch.equal(layer.kv_cache, pages[each]) for each, layer in made.layers.items())
+
+    monkeypatch.setattr(builder_module, "warm_up", checked)
+    made.step(STEPS[0], picks)
+    ran.clear()
+    for _ in range(2):
+        decodes = [(request, 1) for request in range(1, 4)]
+        assert max(made.step(decodes, picks, how="build_for_cudagraph_capture")) < RIGHT
+    [steps] = first
+    # Layers that read one buffer are one kind.
+    assert len({impl for impl, _ in steps}) == (2 if is_sparse else 1)
+    assert {1, 2, 8, 64} <= {rows for _, rows in steps}
 
 
 def test_dense_layers_of_the_same_class_stay_dense() -> None:

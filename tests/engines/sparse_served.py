@@ -24,7 +24,7 @@ from vllm.v1.attention.selector import _cached_get_attn_backend
 
 HEADS, RANK, ROPE, NOPE, VALUE = 4, 32, 16, 24, 40
 TOPK, BLOCK, PAGES, TABLE = 8, 16, 64, 6
-SCALE = 0.2
+SCALE, _TOKENS = 0.2, 64
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -36,10 +36,12 @@ def configuration(name: Any, **parallel: int) -> VllmConfig:
         dtype=torch.float32,
         block_size=BLOCK,
         max_num_seqs=8,
-        max_num_batched_tokens=64,
+        max_num_batched_tokens=_TOKENS,
         hf_config_override={**sizes, "num_attention_heads": HEADS, "index_topk": TOPK},
     )
     config.attention_config.backend = name
+    # On a CPU vLLM raises it, before models make their buffers.
+    config.scheduler_config.max_num_batched_tokens = _TOKENS
     # Small, so that requests have several; nobody asks for this size, because vLLM's indexer reads 64.
     config.cache_config.user_specified_block_size = False
     for field, value in parallel.items():
@@ -224,7 +226,7 @@ STEPS: list[list[tuple[int, int]]] = [
 
 
 def buffer() -> torch.Tensor:
-    return torch.full((64, TOPK), -1, dtype=torch.int32)
+    return torch.full((_TOKENS, TOPK), -1, dtype=torch.int32)
 
 
 def served(name: Any, *, before: Callable[[Any], None] = lambda layer: None) -> Served:

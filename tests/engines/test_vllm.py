@@ -96,6 +96,15 @@ def test_sparse_layers_attend_the_keys_that_were_picked(source: Path) -> None:
 
 
 @pytest.mark.slow
+def test_first_steps_compile_all_kernels_of_latent_layers(source: Path) -> None:
+    # Kernels are counted on a pretended GPU, which the interpreter is not.
+    given = {"backends": "ATTNPLUG_TRITON_MLA", "TRITON_INTERPRET": "0"}
+    passed, failed, printed = run(source, str(HERE / "warm_cases_for_vllm.py"), **given)
+    assert failed == 0, printed
+    assert passed == 12, printed
+
+
+@pytest.mark.slow
 def test_the_adapter_answers_what_vllm_asks(source: Path) -> None:
     passed, failed, printed = run(source, str(HERE / "adapter_cases_for_vllm.py"), backends="ATTNPLUG")
     assert failed == 0, printed

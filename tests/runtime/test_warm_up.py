@@ -92,6 +92,25 @@ def test_the_longest_prompt_of_a_step_is_run_once(tokens, longest):
     assert [(s.requests, s.computed) for s in shapes if s.query_len == longest][:2] == [(1, 0), (1, 1)]
 
 
+def test_short_queries_are_run_for_a_few_requests_too():
+    """Kernels of latents that merge the parts of a request differ by their number, by factors of 8."""
+    config = BuilderConfig(max_num_seqs=100, max_num_batched_tokens=1000, num_speculative_tokens=1)
+    shapes = list(shapes_within(config, TorchBackend, is_paged=True))
+    counts = {n: [s.requests for s in shapes if s.query_len == n and s.computed] for n in (1, 2, 16, 32)}
+    assert counts == {1: [1, 8, 64, 100], 2: [1, 8, 64, 100], 16: [1, 8, 62], 32: [1, 31]}
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "expected"),
+    [(9, None, (1, 200)), (9, 300, (1, 200)), (9, 82, (4, 50)), (9, 50, None), (3, 82, None)],
+)
+def test_a_step_of_many_computed_tokens_is_run_if_there_can_be_one(most, length, expected):
+    config = BuilderConfig(max_num_seqs=most, max_num_batched_tokens=256, max_model_len=length)
+    shapes = list(shapes_within(config, TorchBackend, is_paged=True, context=200))
+    found = [(s.requests, s.computed) for s in shapes if s.computed > 1]
+    assert found == ([] if expected is None else [expected])
+
+
 def test_the_report_names_what_was_compiled_and_when(runtime_of):
     runtime = runtime_of({"a": SPEC.replace(needs_lse=True)})
     report = runtime.warm_up()

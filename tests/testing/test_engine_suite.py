@@ -122,6 +122,24 @@ def test_a_right_backend_passes_or_the_engine_says_why_it_cannot_ask(engine: Eng
             check_case(target, case(shape, **LAYERS[layer]))
 
 
+@pytest.mark.parametrize("layer", ["plain", "window", "spans", "sinks"])
+def test_a_large_batch_of_transformers_is_run_in_parts(layer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from attnplug.engines import transformers
+
+    parts, attend = list[int](), transformers._attend_rows
+    monkeypatch.setattr(transformers, "_MOST_TOKENS", 300)
+    monkeypatch.setattr(
+        transformers, "_attend_rows", lambda call: (parts.append(call.common.num_reqs), attend(call))
+    )
+    target = Target(transformers.ENGINE.through(TorchBackend), CPU)
+    for shape in SHAPES:
+        parts.clear()
+        check_case(target, case(shape, **LAYERS[layer]))
+        assert len(parts) > 1
+        assert max(parts) > 1
+
+
 @pytest.mark.parametrize(
     ("offered", "layer"),
     [("window-not-for-prompts", "window"), ("scale-of-powers-of-two", "plain")],

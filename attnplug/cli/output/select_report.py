@@ -18,7 +18,6 @@ from attnplug._system.terminal_tables import Paragraph, WrappedTable
 from attnplug.cli.output.output import console, layers_in_words
 from attnplug.cli.output.own_output import is_quiet
 from attnplug.core.dtypes import element_size
-from attnplug.core.spec import Phase
 from attnplug.matrix.words import NO_BACKEND, colours, letters
 
 if TYPE_CHECKING:
@@ -109,14 +108,16 @@ ASSUMES = "Assumes every library that such a machine could install"
 
 def print_missing(decisions: Sequence[Decision]) -> None:
     """Print in one line the libraries of the chosen backends that are not installed here; nothing without any."""
+    from attnplug.core.composite.pair import parts_of
     from attnplug.registry.plugins.installed import missing_requirements
 
     missing: dict[str, str] = {}
     for decision in decisions:
         if decision.assumed != "all" or decision.backend_cls is None:
             continue
-        for reason in missing_requirements(decision.backend_cls.requires):
-            missing[str(reason.remedy)] = decision.members[Phase.DECODE]
+        for part in parts_of(decision.backend_cls):
+            for reason in missing_requirements(part.requires):
+                missing[str(reason.remedy)] = part.get_name()
     if missing:
         text = ", ".join(f"{name} ({remedy})" for remedy, name in missing.items())
         console().print(Paragraph(f"Missing here: {text}."))

@@ -88,6 +88,15 @@ def decode_of(backend: _Backend) -> Any:
     return _PAIRS[backend][2] if backend in _PAIRS else backend
 
 
+def parts_of(backend: _Backend) -> list[_Backend]:
+    """The classes that one was made of, those of its parts too, each once; any other alone."""
+    if backend not in _PAIRS:
+        return [backend]
+    _, prefill, decode, routes = _PAIRS[backend]
+    every = (parts_of(each) for each in members_of(decode, prefill, routes))
+    return list(dict.fromkeys(itertools.chain(*every)))
+
+
 def said_by(members: Mapping[str, Reason]) -> Reason:
     """One reason for one cause, which one or both members gave."""
     first = next(iter(members.values()))

@@ -232,7 +232,7 @@ class Builder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Step:
         """The metadata that a captured graph reads; later steps fill the same tensors."""
         # vLLM has bound its pages by now, and no request has come.
-        if not self.is_warm and self.layer_class is Layer:
+        if not self.is_warm:
             self.is_warm = True
             warm_up(self)
         return self._step(common_attn_metadata, "capture", 0)

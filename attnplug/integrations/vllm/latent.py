@@ -176,7 +176,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         """Write new latents `[T, L]` and their parts with positions `[T, 1, R]` to their slots."""
         if not kv_cache.numel():
             return  # vLLM measures memory
-        cache, slots = self._cache(kv_cache), slot_mapping.flatten()
+        cache, slots = self.view_of(kv_cache), slot_mapping.flatten()
         latent = _latent(kv_c_normed, k_pe)[: slots.shape[0]]
         inner = self.bound(cache.shape[1], cache.device).inner
         inner.update_kv_cache(self.owner, latent, latent, cache, slots[: latent.shape[0]])
@@ -197,7 +197,7 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
             raise BatchError("output_scale", "a tensor", "is not served: outputs of 8 bits")
         metadata, bound = self._read(attn_metadata)
         self._take_weights(bound)
-        cache = self._cache(kv_c_and_k_pe_cache)
+        cache = self.view_of(kv_c_and_k_pe_cache)
         rows = output.view(-1, self.num_heads, self.v_head_dim)
         bound.inner.attend(self.owner, q, _latent(kv_c_normed, k_pe), None, cache, metadata, rows)
 
@@ -205,8 +205,8 @@ class LatentLayer(MLAAttentionImpl):  # type: ignore[misc]
         """Never called for dense layers, because a step has no decodes for vLLM."""
         raise BatchError("num_decode_tokens", "more than 0", "is not what attnplug's builder gave")
 
-    def _cache(self, kv_cache: torch.Tensor) -> torch.Tensor:
-        """The latents as `[blocks, tokens, L + R]`, in their stored dtype."""
+    def view_of(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The pages `kv_cache` as `[blocks, tokens, L + R]`, in their stored dtype."""
         cache = kv_cache.squeeze(1) if kv_cache.ndim == 4 else kv_cache
         return logical(cache, self.head_size, self.kv_cache_dtype)
 

@@ -97,7 +97,7 @@ class SparseLatentLayer(LatentLayer, _SPARSE_IMPL):  # type: ignore[misc]
         tokens, rows = nope.shape[0], metadata.num_decode_tokens
         if not rows:
             return torch.zeros_like(nope), None
-        cache = self._cache(kv_c_and_k_pe_cache)
+        cache = self.view_of(kv_c_and_k_pe_cache)
         attended, _ = bound.inner.forward_mqa((nope[:rows], rope[:rows]), cache, metadata, layer)
         if rows < tokens:
             attended = torch.nn.functional.pad(attended, (0, 0, 0, 0, 0, tokens - rows))

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnplug.integrations.first_steps import compiles, run_first_steps
-from attnplug.integrations.vllm.rank_layers import RankImpl
 
 if TYPE_CHECKING:
     from attnplug.integrations.vllm.builder import Builder
@@ -29,12 +28,13 @@ def warm_up(builder: Builder) -> None:
         if found is None or not isinstance(pages, torch.Tensor) or not pages.numel():
             continue
         if compiles(bound.decision):
-            spec, view = bound.decision.spec, found.impl.view_of(pages)
-            completed = functools.partial(builder.with_spans, spec=spec)
-            impl, inner = bound.inner, builder.inner(bound)
-            if isinstance(impl, RankImpl):
-                # The keys of one rank, without an exchange.
-                impl, inner = impl.pages, inner.pages
-            count += run_first_steps(bound.backend, impl, inner, spec, found, view, completed)
+            if bound.picked is not None:
+                # No indexer has filled it, and positions past a table would be read there.
+                bound.picked.fill_(-1)
+                bound.picked[:, 0] = 0
+            view, completed = found.impl.view_of(pages), functools.partial(builder.completed, bound=bound)
+            # Where ranks share tokens, all of them run the same steps now, and exchange their parts.
+            inner = builder.inner(bound)
+            count += run_first_steps(bound.backend, bound.inner, inner, bound.spec, found, view, completed)
     if count:
         _log.info("%d dummy steps before vLLM's graphs took %.1f s", count, time.perf_counter() - began)

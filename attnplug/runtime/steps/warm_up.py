@@ -17,13 +17,14 @@ from attnplug.core.interface.answers import answer
 from attnplug.core.metadata import PAD_SLOT_ID
 from attnplug.core.selection import Selection
 from attnplug.core.spec import Phase
+from attnplug.mla.chunks import long_context
 from attnplug.runtime.batch.sharded_step import ShardedStep
 from attnplug.runtime.batch.step_batch import StepBatch
 from attnplug.runtime.plan.grouping import cross_groups
 from attnplug.runtime.plan.sharding import shares_tokens
 from attnplug.runtime.states.state_layers import StateLayer, shapes_of
 from attnplug.runtime.states.state_step import StateStep
-from attnplug.runtime.steps.dummy_steps import DummyShape, dummy_step, shapes_within
+from attnplug.runtime.steps.dummy_steps import DummyShape, dummy_step, dummy_tensors, shapes_within
 from attnplug.runtime.steps.step_checks import needed_inputs, widest_topk
 
 if TYPE_CHECKING:
@@ -93,9 +94,9 @@ class WarmUpReport:
 def warm_up(runtime: AttentionRuntime) -> WarmUpReport:
     """Run dummy steps of every kind, once for each group of layers that compile the same kernels.
 
-    The steps are decodes of one request and of the most requests, for each number of tokens that speculation
-    allows. Prompts have 2, 4, 8, ... 1024 tokens, and the most of a step: one from the start, and one and the most
-    after computed tokens. No page of a request is read or written: slots and pages of states are -1, and tables
+    The steps are decodes of 1, 8, 64, ... and the most requests, for each number of tokens that speculation allows.
+    Prompts have 2, 4, 8, ... 1024 tokens, and the most of a step: one from the start, and one and the most after
+    computed tokens, or as many as decodes if they are short. No page of a request is read or written: slots and pages of states are -1, and tables
     have the null block. Compiled kernels are logged at INFO.
 
     Layers of backends that compile nothing (`compile_key` None) are skipped. An active step ends. Under context
@@ -149,7 +150,8 @@ def step_shapes(runtime: AttentionRuntime, layer: AnyLayer) -> Iterator[DummySha
     """The dummy steps after which a layer compiles nothing more, within the limits of the runtime's config."""
     is_paged = isinstance(layer, StateLayer) or layer.kv_cache is not None
     backend = runtime.plan.decisions[layer.name].get_backend_cls()
-    return shapes_within(runtime.config, backend, is_paged=is_paged)
+    context = long_context(layer.spec, runtime.config.context_chunk_rows)
+    return shapes_within(runtime.config, backend, is_paged=is_paged, context=context)
 
 
 def run_step(
@@ -191,7 +193,7 @@ def run_step(
     return WarmUpStep(layer.backend, layer.name, *sizes, compiled, seconds)
 
 
-def _tensors(layer: AnyLayer, rows: int, device: torch.device) -> dict[str, Any]:
+def _tensors(layer: AnyLayer, rows: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The arguments of a layer's call for so many tokens: zeros."""
     spec, dtype = layer.spec, getattr(torch, layer.spec.dtype)
     if isinstance(layer, StateLayer):
@@ -201,12 +203,7 @@ def _tensors(layer: AnyLayer, rows: int, device: torch.device) -> dict[str, Any]
             for name, shapes in shapes_of(spec).items()
             if name != "output"
         }
-    sizes = {"query": (spec.num_heads, spec.query_size)}
-    if layer.target is None:
-        sizes["key"] = spec.num_kv_heads, spec.head_size
-        if spec.mla is None:
-            sizes["value"] = spec.num_kv_heads, spec.head_size_v
-    return {name: torch.zeros(rows, *size, dtype=dtype, device=device) for name, size in sizes.items()}
+    return dummy_tensors(spec, rows, device, writes=layer.target is None)
 
 
 def _inputs(runtime: AttentionRuntime, reqs: int, rows: int, length: int) -> dict[str, Any]:

@@ -109,12 +109,18 @@ def paged(arch: str, *ids: str) -> dict[str, list[bool]]:
 
 
 def memory(arch: str) -> dict[str, float]:
-    """The sums of page numbers, and how many MiB more a process has that makes 1 GiB of states."""
+    """The sums of page numbers, and how many MiB more a process has that makes 1 GiB of states and copies them."""
     with pretended(CHIPS[arch]):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        torch.zeros(256, 1 << 20, dtype=torch.float32, device="cuda")
+        states = torch.zeros(256, 1 << 20, dtype=torch.float32, device="cuda")
+        states.copy_(states.t().contiguous().t())
+        states.view(torch.complex128)[:, ::2].copy_(states.view(torch.complex128)[:, 1::2])
+        states[:, ::2] = states[:, 1::2]
+        torch.zeros(256, 1 << 20, dtype=torch.float32).to("cuda")
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         pages = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
+        pages[:2] = 3
+        pages[2:4].copy_(pages[:2])
         return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024}
 
 

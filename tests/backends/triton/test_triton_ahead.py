@@ -56,9 +56,9 @@ def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
 
 
 def test_caches_of_a_pretended_gpu_take_no_memory_of_the_host():
-    """`attnplug warm` of a model with states took 20 GB."""
+    """`attnplug warm` of a model with states took 20 GB, and copies of latents and weights 8.5 GB."""
     found = child("memory", "sm90")
-    assert found["pages"] == 0
+    assert found["pages"] == 12
     assert found["more"] < 100
 
 

@@ -132,6 +132,11 @@ class _OnHost(TorchFunctionMode):
         if func is torch.bmm:
             left, right = args
             return named["out"] if "out" in named else left.new_empty(*left.shape[:2], right.shape[2])
+        if func in _WRITES and isinstance(args[0], PretendedTensor) and _has_numbers(args[0]):
+            # The expanded latents of 131,072 tokens have 6 GB.
+            return args[0] if func is torch.Tensor.copy_ else None
+        if func is torch.Tensor.contiguous and _has_numbers(args[0]) and not args[0].is_contiguous():
+            return args[0].new_empty(args[0].shape)
         dtype = named.get("dtype")
         if func is torch.zeros and dtype is not None and dtype.is_floating_point:
             # No kernel reads the numbers. Memory that is not written takes no room; states of 256 requests have 20 GB.
@@ -140,12 +145,20 @@ class _OnHost(TorchFunctionMode):
         if asked is None or not isinstance(result, torch.Tensor):
             return result
         if asked.type == "cuda" and func in _MOVES and result.data_ptr() == args[0].data_ptr():
-            # Memory of numpy may begin anywhere, and on a GPU each tensor of its own begins at whole 512 bytes.
-            result = result.clone()
+            # Memory of numpy may begin anywhere, and on a GPU each tensor of its own begins at whole 512 bytes. Torch's
+            # begins at 64; the weights of all layers are one tensor here, which is not written.
+            result = result if _has_numbers(result) and not result.data_ptr() & 63 else result.clone()
         return result.as_subclass(PretendedTensor if asked.type == "cuda" else torch.Tensor)
 
 
 _MOVES = {torch.Tensor.to, torch.Tensor.new_empty, torch.Tensor.new_zeros}
+_WRITES = {torch.Tensor.copy_, torch.Tensor.__setitem__}
+
+
+def _has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether only kernels read its elements; host code reads those of integers."""
+    # Words of 16 bytes are complex.
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _device(value: object) -> torch.device | None:
