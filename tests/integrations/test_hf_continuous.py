@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hf_models import DECODERS, WINDOW
+from hf_models import DECODERS, WINDOW, Family
 from packaging.version import Version
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
@@ -230,6 +230,16 @@ def test_a_cache_that_drops_tokens_which_a_layer_sees_is_refused() -> None:
     model = DECODERS["llama"].build(config, "attnplug")
     with pytest.raises(RuntimeError, match=r"sliding_window=8 is all that the cache keeps.*sees all tokens"):
         batched(model)
+
+
+def test_a_layer_that_calls_attention_twice_in_a_step_is_refused() -> None:
+    # Its calls have the same keys and other values, and the second would overwrite the first one's.
+    ours, eager = Family("DiffLlama").pair()
+    with pytest.raises(
+        RuntimeError, match=r"calls of attention=2 must be 1 in a step.*layers\.0\.self_attn.*generate"
+    ):
+        batched(ours)
+    assert one_by_one(ours) == one_by_one(eager)
 
 
 def test_rings_of_a_version_that_reads_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -254,6 +254,12 @@ def attend_paged(
     step: PagedStep = _once(
         mask_step, ("step", part.kind), lambda: PagedStep.read(arguments, part.kind, query.shape[2])
     )
+    # Each layer has one place in the cache for a token, so a second call would overwrite what the first one wrote.
+    written = "written", part.layer
+    if written in mask_step.metadata:
+        limit = f"must be 1 in a step: the paged cache keeps one set of keys and values for {call.layer}"
+        raise BatchError("calls of attention", 2, limit, "use generate")
+    mask_step.metadata[written] = True
     output = query.new_zeros(query.shape[2], query.shape[1], call.value.shape[3])
     if not step.tokens:
         return output[None]
