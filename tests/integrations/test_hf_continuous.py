@@ -241,6 +241,19 @@ def test_a_layer_that_runs_twice_in_a_step_is_refused() -> None:
         batched(ours)
 
 
+def test_a_model_that_does_not_pass_the_cache_on_is_refused() -> None:
+    # As StableLm and Nemotron; each token would see those of its own step alone.
+    def drop(module: Any, args: Any, keywords: dict[str, Any]) -> Any:
+        return args, {name: value for name, value in keywords.items() if name != "cache"}
+
+    ours, eager = DECODERS["llama"].pair()
+    ours.model.layers[2].register_forward_pre_hook(drop, with_kwargs=True)
+    limit = r"cache='PagedAttentionCache' of continuous batching does not reach model\.layers\.2\.self_attn .*use generate"
+    with pytest.raises(RuntimeError, match=limit):
+        batched(ours)
+    assert one_by_one(ours) == one_by_one(eager)
+
+
 def test_rings_of_a_version_that_reads_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers, "__version__", "5.15.0")
     cache = SimpleNamespace(

@@ -23,7 +23,7 @@ from attnplug.core.metadata import CommonAttentionMetadata
 from attnplug.core.precision import without_autocast
 from attnplug.core.spec import AttentionType, LayerSpec
 from attnplug.integrations.attention.calls import AttentionCall
-from attnplug.integrations.attention.model_hooks import NAME, LayerState
+from attnplug.integrations.attention.model_hooks import NAME, LayerState, forward_pass
 from attnplug.integrations.attention.step_mask import PatternMask, StepMask
 from attnplug.integrations.binding import direct_step
 from attnplug.integrations.flash_attn.pages import Pages
@@ -227,9 +227,15 @@ _ARGUMENTS = (
 _GRAPHS = "pass ContinuousBatchingConfig(use_cuda_graph=False)"
 
 
-def take_paged(keywords: dict[str, Any]) -> dict[str, Any] | None:
-    """The keywords of continuous batching, taken out of `keywords`; None for an ordinary call."""
+def take_paged(keywords: dict[str, Any], layer: str) -> dict[str, Any] | None:
+    """The keywords of continuous batching, taken out of `keywords`; None for an ordinary call.
+
+    BatchError: the forward has a paged cache, and the model did not pass it on to `layer`.
+    """
     if not isinstance(keywords.get("cache"), PagedAttentionCache):
+        if isinstance(forward_pass.cache, PagedAttentionCache):
+            limit = f"of continuous batching does not reach {layer}: its model drops the keyword"
+            raise BatchError("cache", type(forward_pass.cache).__name__, limit, "use generate")
         return None
     return {name: keywords.pop(name, None) for name in _ARGUMENTS}
 
