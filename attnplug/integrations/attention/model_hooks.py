@@ -301,7 +301,8 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, A
     if forward_pass.position_ids is None:
         forward_pass.position_ids = _argument(model, "position_ids", args, kwargs)
     # The keyword of continuous batching, which a model may not pass on to its layers.
-    forward_pass.cache = forward_pass.cache or kwargs.get("cache")
+    if forward_pass.cache is None:
+        forward_pass.cache = kwargs.get("cache")
     if not vars(model)[_WATCHED].ready:
         _prepare(model)
         vars(model)[_WATCHED].ready = True
