@@ -22,7 +22,7 @@ import attnplug
 from attnplug.core.errors import BatchError
 from attnplug.integrations.attention import paged as continuous
 from attnplug.integrations.attention import paged as paged_steps
-from attnplug.integrations.attention.paged import layer_cache
+from attnplug.integrations.attention.paged_cache import layer_cache
 from attnplug.integrations.transformers import attention_decisions
 
 PAGE = 8
