@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnplug.integrations.attention.paged import LayerCache, PagedStep
+from attnplug.integrations.attention.paged import PagedStep
+from attnplug.integrations.attention.paged_cache import LayerCache
 from attnplug.integrations.flash_attn.pages import Pages
 from attnplug.integrations.flash_attn.steps import Lengths, paged_step
 from attnplug.integrations.vllm.steps import translate

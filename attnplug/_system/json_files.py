@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from attnplug._system import files
+from attnplug._system.text import shortened
 from attnplug.core.errors import MatrixFileError, SpecError
 
 if TYPE_CHECKING:
@@ -149,8 +150,8 @@ def remedy_for(path: Path, delete: str, rename: str) -> str:
 
 
 def json_problem(problem: Exception) -> str:
-    """The text of an error of reading malformed JSON; the error of a missing key has the key alone."""
-    return f"{problem} is missing" if isinstance(problem, KeyError) else str(problem)
+    """The text of an error of reading malformed JSON, which may quote a long value; that of a missing key has the key alone."""
+    return shortened(f"{problem} is missing" if isinstance(problem, KeyError) else str(problem), 500)
 
 
 def locked(path: Path, remedy: str) -> AbstractContextManager[object]:

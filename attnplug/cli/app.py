@@ -7,13 +7,15 @@ import errno
 import gc
 import io
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
 from attnplug._system.files import why
+from attnplug._system.text import shortened
 from attnplug.cli.arguments import completion
 from attnplug.cli.commands.conformance import conformance
 from attnplug.cli.commands.doctor import doctor
@@ -152,6 +154,21 @@ def exit_code(problem: Exception) -> int:
     return BAD_USAGE if is_usage or not isinstance(problem, AttnplugError) else FAILED
 
 
+@contextlib.contextmanager
+def _broken_torch() -> Iterator[None]:
+    """An error while torch is imported, such as a CUDA library that is not there, becomes one message."""
+    try:
+        yield
+    except Exception as problem:
+        frames = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_tb(problem.__traceback__))
+        # Python takes a module that raised out again.
+        if "torch" in sys.modules or "torch" not in {*frames, getattr(problem, "name", None)}:
+            raise
+        remedy = "repair it until python -c 'import torch' runs"
+        text = f"torch cannot be imported: {type(problem).__name__}: {shortened(str(problem))}; {remedy}"
+        raise CommandError(text, FAILED) from problem
+
+
 def _program() -> None:
     """Run a command; each AttnplugError becomes one message and an exit code."""
     for stream in (sys.stdout, sys.stderr):
@@ -160,7 +177,7 @@ def _program() -> None:
             stream.reconfigure(errors="backslashreplace")
     arguments, to_stdout = with_json(sys.argv[1:])
     try:
-        with read_from_here():
+        with read_from_here(), _broken_torch():
             # With JSON, errors of usage are printed below too.
             ended = app(arguments, prog_name="attnplug", standalone_mode=not to_stdout)
         sys.exit(ended if isinstance(ended, int) else 0)

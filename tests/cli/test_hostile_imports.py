@@ -81,7 +81,8 @@ def attnplug(tmp_path):
         text = PLUGIN.format(at_import=at_import, in_priority=in_priority, in_parts=in_parts)
         tmp_path.joinpath("noisy_backend.py").write_text(text)
         kept = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
-        home = {"PYTHONPATH": str(tmp_path), "XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+        path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+        home = {"PYTHONPATH": path, "XDG_DATA_HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
         # Each backend that doctor imports costs a process.
         home |= (
             {"ATTNPLUG_BLOCK_PLUGINS": "flash_attn,flash_mla,flashinfer,triton"}
@@ -240,3 +241,25 @@ def test_processes_that_a_part_starts_in_a_child_of_a_command_end_with_it(attnpl
         except OSError:
             continue
         assert text.rpartition(")")[2].split()[0] in "ZX", command
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "raise OSError('libcudart.so.12: cannot open shared object file')",
+        "import json; json.loads('libcudart.so.12')",
+        "import libcudart",
+    ],
+    ids=["library", "code that it calls", "module"],
+)
+@pytest.mark.parametrize("command", [("matrix",), ("conformance", "TORCH", "--json")], ids=str)
+def test_a_torch_that_cannot_be_imported_is_one_message(attnplug, tmp_path, command, code):
+    tmp_path.joinpath("torch").mkdir()
+    tmp_path.joinpath("torch", "__init__.py").write_text(code)
+    done = attnplug(*command)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "attnplug: torch cannot be imported: " in done.stderr
+    assert "repair it until python -c 'import torch' runs" in done.stderr
+    if "--json" in command:
+        assert json.loads(done.stdout)["schema"] == "attnplug.error"

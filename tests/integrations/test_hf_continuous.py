@@ -22,7 +22,7 @@ import attnplug
 from attnplug.core.errors import BatchError
 from attnplug.integrations.attention import paged as continuous
 from attnplug.integrations.attention import paged as paged_steps
-from attnplug.integrations.attention.paged import layer_cache
+from attnplug.integrations.attention.paged_cache import layer_cache
 from attnplug.integrations.transformers import attention_decisions
 
 PAGE = 8
@@ -230,6 +230,28 @@ def test_a_cache_that_drops_tokens_which_a_layer_sees_is_refused() -> None:
     model = DECODERS["llama"].build(config, "attnplug")
     with pytest.raises(RuntimeError, match=r"sliding_window=8 is all that the cache keeps.*sees all tokens"):
         batched(model)
+
+
+def test_a_layer_that_runs_twice_in_a_step_is_refused() -> None:
+    # As in DiffLlama and HRM, the second call would overwrite the keys and values of the first one.
+    ours, _ = DECODERS["llama"].pair()
+    ours.model.layers[1] = ours.model.layers[0]
+    limit = r"calls of attention=2 must be 1 in a step: .* for model\.layers\.0\.self_attn .*; use generate"
+    with pytest.raises(RuntimeError, match=limit):
+        batched(ours)
+
+
+def test_a_model_that_does_not_pass_the_cache_on_is_refused() -> None:
+    # As StableLm and Nemotron; each token would see those of its own step alone.
+    def drop(module: Any, args: Any, keywords: dict[str, Any]) -> Any:
+        return args, {name: value for name, value in keywords.items() if name != "cache"}
+
+    ours, eager = DECODERS["llama"].pair()
+    ours.model.layers[2].register_forward_pre_hook(drop, with_kwargs=True)
+    limit = r"cache='PagedAttentionCache' of continuous batching does not reach model\.layers\.2\.self_attn .*use generate"
+    with pytest.raises(RuntimeError, match=limit):
+        batched(ours)
+    assert one_by_one(ours) == one_by_one(eager)
 
 
 def test_rings_of_a_version_that_reads_other_tokens_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

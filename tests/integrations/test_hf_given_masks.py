@@ -189,9 +189,16 @@ def hole(seen: torch.Tensor) -> torch.Tensor:
     return seen
 
 
+def hidden_key(seen: torch.Tensor) -> torch.Tensor:
+    """The key of token 4 is hidden from all queries, and its own query sees the keys before it."""
+    seen[0, 0, :, 4] = False
+    return seen
+
+
 REFUSED = {
     "future": (lambda seen: added(future(seen)), "neither plain causal nor full"),
     "hole": (lambda seen: added(hole(seen)), "neither plain causal nor full"),
+    "hidden key": (lambda seen: added(hidden_key(seen)), "neither plain causal nor full"),
     "window": (lambda seen: added(seen & ~seen.tril(-4)), "neither plain causal nor full"),
     "full": (torch.ones_like, "it is full, and the layer is causal"),
     "bias": (lambda seen: added(seen) - 0.5 * seen, "adds values other than 0"),

@@ -112,6 +112,14 @@ def test_a_damaged_table_is_refused(path: Path, name: str) -> None:
     assert "--no-tuned" in error.value.remedy
 
 
+@pytest.mark.parametrize("name", ["status", "phase", "date"])
+def test_an_error_does_not_repeat_a_long_value(path: Path, name: str) -> None:
+    path.write_text(edited(lambda d: d["cells"][0].update({name: "fast" * 2000})))
+    with pytest.raises(MatrixFileError, match="fastfast") as error:
+        read_table(path)
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"us": NaN}', "[" * 100_000, "\x00"])
 def test_what_is_no_table_is_refused(path: Path, text: str) -> None:
     path.write_text(text)

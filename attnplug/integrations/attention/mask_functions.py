@@ -245,6 +245,9 @@ def _is_causal(seen: torch.Tensor, real: torch.Tensor, offset: int) -> bool:
     key = torch.arange(seen.shape[2], device=seen.device)
     expected = (key <= query[:, None]) & real[:, None]
     same = (seen == expected).all(dim=2)
-    # A query that is padding has no result to compare; masks hide every key from it, or none.
-    unused = ~real[:, offset : offset + seen.shape[1]] & (~seen.any(dim=2) | seen.all(dim=2))
-    return bool((same | unused).all())
+    # A query that is padding has no result to compare; masks hide every key from it, or none. At the end of a row it
+    # may see the keys before it. Elsewhere such a query may be a token of which only the key is hidden.
+    hidden = ~real[:, offset : offset + seen.shape[1]]
+    ends = ~real.flip(1).cummax(dim=1).values.flip(1)[:, offset : offset + seen.shape[1]]
+    unused = hidden & (~seen.any(dim=2) | seen.all(dim=2))
+    return bool((same & (~hidden | ends) | unused).all())

@@ -152,8 +152,8 @@ class _Binding(Binding):
 class ForwardPass(threading.local):
     """The outermost watched model that runs in this thread; a model that runs inside it changes nothing.
 
-    `calls` counts attention calls served in this thread. `position_ids` are those of the caller. `masks` caches
-    what was read from the caller's mask tensors.
+    `calls` counts attention calls served in this thread. `position_ids` and `cache` are those of the caller. `masks`
+    caches what was read from the caller's mask tensors.
     """
 
     def __init__(self) -> None:
@@ -164,6 +164,7 @@ class ForwardPass(threading.local):
     def _clear(self) -> None:
         self._root = None
         self.position_ids: torch.Tensor | None = None
+        self.cache: Any = None
         self.masks: dict[Hashable, Any] = {}
 
     @property
@@ -299,6 +300,9 @@ def _enter(model: PreTrainedModel, args: tuple[Any, ...], kwargs: Mapping[str, A
         raise BatchError("output_attentions", asked, limit, "use attn_implementation='eager'")
     if forward_pass.position_ids is None:
         forward_pass.position_ids = _argument(model, "position_ids", args, kwargs)
+    # The keyword of continuous batching, which a model may not pass on to its layers.
+    if forward_pass.cache is None:
+        forward_pass.cache = kwargs.get("cache")
     if not vars(model)[_WATCHED].ready:
         _prepare(model)
         vars(model)[_WATCHED].ready = True

@@ -118,7 +118,7 @@ def attention(
     where = f"{layer.name} ({type(module).__name__})"
     if getattr(getattr(module, "config", None), "output_attentions", False):
         keywords["output_attentions"] = True
-    paged = take_paged(keywords)
+    paged = take_paged(keywords, where)
     call = AttentionCall(
         module=module,
         layer=where,
