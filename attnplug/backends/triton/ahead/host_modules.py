@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 from triton.backends.nvidia import driver
@@ -77,7 +78,8 @@ def _make(form: Form) -> None:
         mock.patch.object(driver, "PyCUtensorMap", None),
         mock.patch.object(driver, "library_dirs", return_value=[driver.libdevice_dir, *_folders]),
     ):
-        driver.CudaUtils.__init__(SimpleNamespace())
+        holder: Any = SimpleNamespace()
+        driver.CudaUtils.__init__(holder)
         if hasattr(driver, "make_launcher"):
             driver.CudaLauncher(form.source, _LAUNCHER)
 
