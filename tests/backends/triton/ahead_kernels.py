@@ -20,15 +20,20 @@ import triton.language as tl
 from triton import knobs
 from triton.runtime import driver
 
+import attnplug
 from attnplug.backends.triton.ahead.chips import CHIPS
 from attnplug.backends.triton.ahead.compiling import compile_all, is_cached, target_of
 from attnplug.backends.triton.ahead.forms import Form
 from attnplug.backends.triton.ahead.pretended import pretended
+from attnplug.core import BuilderConfig, LayerSpec, Phase
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.compiled import launches
 from attnplug.matrix.design import declare
 from attnplug.matrix.model import Cell, Status
 from attnplug.registry.default import get_registry
+from attnplug.runtime import AttentionRuntime
+from attnplug.runtime.steps.dummy_steps import DummyShape
+from attnplug.runtime.steps.warm_up import distinct_layers, run_step
 
 
 @triton.jit
@@ -124,8 +129,23 @@ def memory(arch: str) -> dict[str, float]:
         return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024}
 
 
+def after_warm_up(arch: str, name: str, context: str) -> list[str]:
+    """The kernels that an engine of one request launches first in a prompt after so many tokens of a layer's cache."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16, kv_cache_dtype=name)
+    plan = attnplug.plan({"layer": spec}, CHIPS[arch].device, backend="TRITON", num_blocks=4)
+    limits = BuilderConfig(max_num_seqs=1, max_num_batched_tokens=2048)
+    with pretended(CHIPS[arch]) as found:
+        runtime = AttentionRuntime(plan, config=limits)
+        runtime.warm_up()
+        known = set(found)
+        shape = DummyShape(1, 2048, int(context), Phase.PREFILL)
+        for layer, backend, _ in distinct_layers(runtime):
+            run_step(runtime, layer, backend, shape)
+        return [str(form) for form in found if form not in known]
+
+
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     kinds = {"planted": planted, "found": found_by_a_launch, "launched": launched, "paged": paged}
-    kinds["memory"] = memory
+    kinds |= {"memory": memory, "after": after_warm_up}
     print(json.dumps(kinds[kind](*rest)))
