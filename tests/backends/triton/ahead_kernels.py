@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import attnplug
@@ -67,9 +68,10 @@ def found_by_a_launch(arch: str) -> dict[str, list[bool]]:
         x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="cuda")
         product_kernel[(1,)](x, x, LONG=32)
     (form,) = found
-    before = is_cached(form, chip)
+    before, names = is_cached(form, chip), dict(vars(nvidia))
     (made,) = compile_all([(form, chip)], 1, again=False)
     assert not made.refused
+    assert {name for name, value in vars(nvidia).items() if names[name] is not value} == set()
     hits: list[bool] = []
     knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
     stand_in = {"get_current_device": 0, "get_current_stream": 0, "get_current_target": target_of(chip)}
