@@ -128,7 +128,9 @@ def memory(arch: str) -> dict[str, float]:
         pages = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
         pages[:2] = 3
         pages[2:4].copy_(pages[:2])
-        return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024}
+        turned = torch.arange(6.0).view(2, 3).t().contiguous()
+        host = float((turned * torch.arange(6.0).view(3, 2)).sum())
+        return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024, "host": host}
 
 
 def after_warm_up(arch: str, name: str, context: str) -> list[str]:

@@ -65,6 +65,7 @@ def test_caches_of_a_pretended_gpu_take_no_memory_of_the_host():
     """`attnplug warm` of a model with states took 20 GB, and copies of latents and weights 8.5 GB."""
     found = child("memory", "sm90")
     assert found["pages"] == 12
+    assert found["host"] == 50, "host code reads its own numbers"
     assert found["more"] < 100
 
 
