@@ -27,6 +27,7 @@ def run(
     keep: Callable[[dict[str, Any]], None] = lambda result: None,
     *,
     stop: threading.Event | None = None,
+    waits: Callable[[], bool] = lambda: False,
     log: Path | None = None,
 ) -> dict[str, Any]:
     """The result of one choice; with an `error` beside the figures so far where it did not end.
@@ -35,12 +36,13 @@ def run(
         file: the script that runs it, in a session of its own: what it starts ends with it.
         choice: the script's word.
         settings: for its standard input.
-        timeout: seconds.
+        timeout: seconds, without those in which it waits.
         keep: gets the figures so far, whenever there are more.
         stop: ends the process when it is set.
+        waits: whether it waits for other choices now.
         log: a file for all of standard error, written where the choice did not end.
     """
-    begin = time.monotonic()
+    left = timeout
     pipe = subprocess.PIPE
     child = subprocess.Popen(  # noqa: S603  (our own interpreter on our own script)
         [sys.executable, str(file), choice],
@@ -55,9 +57,11 @@ def run(
     try:
         with contextlib.suppress(BrokenPipeError), child.stdin as given:  # type: ignore[union-attr]
             given.write(json.dumps(settings))
-        while child.poll() is None and time.monotonic() < begin + timeout and not (stop and stop.is_set()):
+        while child.poll() is None and left > 0 and not (stop and stop.is_set()):
+            begin = time.monotonic()
             printed.take(0.2)
-        is_late = child.poll() is None
+            left -= 0.0 if waits() else time.monotonic() - begin
+        is_running = child.poll() is None
     finally:
         # vLLM and SGLang have processes of their own, which may outlive a script that ends by an error.
         with contextlib.suppress(ProcessLookupError):
@@ -67,9 +71,12 @@ def run(
     found, errors = printed.result, printed.errors
     if "layers" in found:
         return found
-    if is_late:
+    if is_running or child.returncode < 0:
         said = [line.strip() for line in errors if line.strip()]
-        why = f"took more than {timeout:.0f} s; its last line is: {said[-1] if said else '-'}"
+        ended = f"ended by signal {-child.returncode}"
+        if is_running:
+            ended = f"took more than {timeout:.0f} s" if left <= 0 else "was stopped"
+        why = f"{ended}; its last line is: {said[-1] if said else '-'}"
     else:
         why = last_error("".join(errors)) or f"ended with exit code {child.returncode}"
     if log:

@@ -68,14 +68,20 @@ def wait_for_turn(folder: str, turn: int, choices: int) -> None:
         turn: of this choice, from 0.
         choices: how many there are.
     """
+    say("is ready, and waits for the others")
+    Path(folder, f"{turn}.{READY}").touch()
+    while is_waiting(folder, turn, choices):
+        time.sleep(0.1)
+
+
+def is_waiting(folder: str, turn: int, choices: int) -> bool:
+    """Whether a choice is ready, and others are not or measure before it; the arguments are those of `wait_for_turn`."""
 
     def there(number: int, *endings: str) -> bool:
         return any(Path(folder, f"{number}.{ending}").exists() for ending in endings)
 
-    say("is ready, and waits for the others")
-    Path(folder, f"{turn}.{READY}").touch()
-    while not all(there(each, ENDED, *[READY] * (each >= turn)) for each in range(choices)):
-        time.sleep(0.1)
+    others = (there(each, ENDED, *[READY] * (each >= turn)) for each in range(choices))
+    return there(turn, READY) and not all(others)
 
 
 def report(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:

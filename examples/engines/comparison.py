@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from choice_process import run
-from choice_run import ENDED
+from choice_run import ENDED, is_waiting
 from lookup import BLOCK, FLAG
 from rich.console import Console
 from rich.table import Table
@@ -171,15 +171,22 @@ def compare(
                 options.json.with_suffix(".part").write_text(text)
                 options.json.with_suffix(".part").replace(options.json)
 
-    # A time limit ends the script by this signal, and what it has started must end too.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if options.json:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+    # A time limit or a closed terminal ends the script by these signals, and what it has started must end too.
+    before = {each: signal.signal(each, _end) for each in (signal.SIGTERM, signal.SIGHUP)}
     try:
         _run_all(run_file, settings, options, keep)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     show(Console(), results)
     failed = ["error" in result for result in results.values()]
     return 2 if all(failed) else int(any(failed))
+
+
+def _end(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _run_all(
@@ -198,11 +205,11 @@ def _run_all(
             print(f"running {choice} ...", flush=True)
             name = re.sub(r"[^\w.]+", "-", choice)
             log = options.json and options.json.with_name(f"{options.json.stem}-{name}.log")
-            given = {**settings, "turns": [turns, turn, len(choices)]} if at_once else settings
-            timeout = options.timeout * (len(choices) if at_once else 1)
-            keeps = functools.partial(keep, choice)
+            place = turns, turn, len(choices)
+            given = {**settings, "turns": place} if at_once else settings
+            keeps, waits = functools.partial(keep, choice), functools.partial(is_waiting, *place)
             try:
-                keeps(run(run_file, choice, given, timeout, keeps, stop=stop, log=log))
+                keeps(run(run_file, choice, given, options.timeout, keeps, stop=stop, waits=waits, log=log))
             finally:
                 (Path(turns) / f"{turn}.{ENDED}").touch()
 

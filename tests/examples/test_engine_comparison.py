@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -107,7 +108,8 @@ raise ValueError('no memory')
 
 
 @pytest.mark.slow
-def test_a_time_limit_on_the_comparison_ends_the_choice_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
+def test_the_end_of_the_comparison_ends_the_choice_too(tmp_path: Path, ending: signal.Signals) -> None:
     file = write_run(
         tmp_path, f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); said('run'); time.sleep(60)"
     )
@@ -124,8 +126,8 @@ comparison.compare("vllm", options, run_file=pathlib.Path({str(file)!r}), names=
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert outer.poll() is None
             time.sleep(0.05)
-        outer.send_signal(signal.SIGTERM)
-        assert outer.wait(20) == 128 + signal.SIGTERM
+        outer.send_signal(ending)
+        assert outer.wait(20) == 128 + ending
     assert gone(int((tmp_path / "pid").read_text()))
 
 
@@ -156,6 +158,39 @@ print(choice_run.MARK + json.dumps(dict(layers=[])))
     assert first[2] <= last[1], "they measure one after another"
     assert "raise ValueError" in (tmp_path / "found-b-2.log").read_text()
     assert not (tmp_path / "found-a.log").exists()
+
+
+@pytest.mark.slow
+def test_a_choice_that_never_gets_ready_costs_the_others_no_time(tmp_path: Path) -> None:
+    text = f"""
+sys.path.insert(0, {str(Path(comparison.__file__).parent)!r})
+import choice_run
+settings, name = json.load(sys.stdin), sys.argv[1]
+if name == 'hangs':
+    time.sleep(100)
+choice_run.wait_for_turn(*settings['turns'])
+print(choice_run.MARK + json.dumps(dict(layers=[])))
+"""
+    file = tmp_path / "new" / "found.json"
+    options = comparison.parser("about").parse_args(["--json", str(file), "--timeout", "8"])
+    options.choices, options.at_once = ["a", "hangs", "b"], True
+    given = {"run_file": write_run(tmp_path, text), "names": (), "missing": None}
+    assert comparison.compare("sglang", options, **given) == 1
+    late = {"error": "took more than 8 s; its last line is: -"}
+    assert json.loads(file.read_text())["choices"] == {
+        "a": {"layers": []},
+        "hangs": late,
+        "b": {"layers": []},
+    }
+
+
+def test_a_choice_that_is_stopped_or_killed_says_so(tmp_path: Path) -> None:
+    file, stop = write_run(tmp_path, "import os; said('loads'); os.kill(os.getpid(), 9)"), threading.Event()
+    found = choice_process.run(file, "fa3", {}, 60.0)
+    assert found == {"error": "ended by signal 9; its last line is: loads"}
+    stop.set()
+    found = choice_process.run(write_run(tmp_path, "time.sleep(60)"), "fa3", {}, 60.0, stop=stop)
+    assert found == {"error": "was stopped; its last line is: -"}
 
 
 def test_results_without_a_single_run_are_still_shown(capsys: pytest.CaptureFixture[str]) -> None:

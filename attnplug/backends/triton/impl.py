@@ -138,12 +138,14 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
                 return
             keys = self._given(key, value, meta) or (pages.k, pages.v)
-            if self._opens and gains(self.spec, meta):
+            given = (starts, lens, table, starts), (first, reqs), meta.max_query_len
+            if self._opens and gains(self.spec, meta, pages.k.shape[1]):
+                # A later step may have too many keys, which those of a warm-up never have.
+                _prefill(bound, meta, call, keys, *given, is_run=False)
                 opened = self._opened(meta, pages, reqs)
-                keys, table = (opened.k, opened.v), opened.table
-                bound = bound.over_opened(opened, *call[:3])
-            batch = starts, lens, table, starts
-            _prefill(bound, meta, call, keys, batch, (first, reqs), meta.max_query_len)
+                keys, bound = (opened.k, opened.v), bound.over_opened(opened, *call[:3])
+                given = (starts, lens, opened.table, starts), *given[1:]
+            _prefill(bound, meta, call, keys, *given)
 
     @functools.cached_property
     def _opens(self) -> bool:
@@ -238,15 +240,22 @@ def _prefill(
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     part: tuple[int, int],
     longest: int,
+    *,
+    is_run: bool = True,
 ) -> None:
-    """Attend `part`, a first token and a number of requests; `longest` is its longest query."""
+    """Attend `part`, a first token and a number of requests; `longest` is its longest query.
+
+    Without `is_run` the kernel is only compiled.
+    """
     query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
     most_keys = longest if meta.all_new else None
     prefill = bound.prefill(*keys, (query, output), meta.block_table.stride(0), longest, most_keys)
     given = (query, *keys, output, lse, *batch, sinks, slopes, spans, first_token, reqs)
     tokens = meta.num_actual_tokens - first_token
-    if prefill.is_specialized:
+    if not is_run:
+        prefill.kernel.compile(*given)
+    elif prefill.is_specialized:
         count, each = tiles(tokens, reqs, longest, prefill.tokens)
         programs = bound.programs(count * bound.kv_heads, most_keys)
         prefill.kernel((programs,), *given, count, each)

@@ -77,7 +77,7 @@ class PageOpener:
     def __call__(self, meta: TritonMetadata, pages: Pages) -> Opened:
         """The pages of the requests after the decodes."""
         block_size, heads, head_size = self._shape
-        count = int((-(-meta.key_bounds // block_size)).sum())
+        count = _pages(meta, block_size)
         reqs = meta.num_reqs - meta.num_decodes
         _, lens, table, _ = meta.others
         held, own = meta.workspace.opened(2 * count * self._page, reqs * table.stride(0), self._dtype)
@@ -99,12 +99,17 @@ def may_open(spec: LayerSpec) -> bool:
     return spec.has_quantized_kv_cache and plain and not wide
 
 
-def gains(spec: LayerSpec, meta: TritonMetadata) -> bool:
+def gains(spec: LayerSpec, meta: TritonMetadata, block_size: int) -> bool:
     """Whether the requests after the decodes read each page so often that it is opened first, and these have room."""
     reqs = meta.num_reqs - meta.num_decodes
     keys, queries = int(meta.key_bounds.sum()), meta.num_actual_tokens - meta.num_decode_tokens
     # A window's queries read few pages of a long context. It is estimated.
     sees_most = (spec.window[0] < 0 and spec.chunk_size is None) or keys <= 8 * queries
-    size = 4 * keys * spec.num_kv_heads * spec.head_size
+    size = 4 * _pages(meta, block_size) * block_size * spec.num_kv_heads * spec.head_size
     rows = queries * (spec.num_heads // spec.num_kv_heads)
     return rows >= _LEAST_ROWS * reqs and sees_most and size <= _MOST_BYTES
+
+
+def _pages(meta: TritonMetadata, block_size: int) -> int:
+    """The pages of the requests after the decodes, or an upper bound."""
+    return int((-(-meta.key_bounds // block_size)).sum())

@@ -45,9 +45,7 @@ class BoundKernel:
         if not given[0].is_cuda:
             self._kernel[grid](*given, *self._bound, **self._options)
             return
-        device = given[0].get_device()
-        # Triton compiles loads for pointers that are multiples of 16 bytes apart from the others.
-        form = (device, *[not each.data_ptr() & 15 for each in given if type(each) is not int])
+        form = _form(given)
         compiled = self._compiled.get(form)
         if compiled is None:
             self._compiled[form] = self._kernel[grid](*given, *self._bound, **self._options)
@@ -58,9 +56,22 @@ class BoundKernel:
             # Triton's private launcher (requires triton>=3.4): its public one makes metadata for profilers first,
             # half of a launch's time.
             active: Any = driver.active
-            stream = active.get_current_stream(device)
+            stream = active.get_current_stream(form[0])
             size, known = (*grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata)
             compiled.run(*size, stream, *known, None, None, None, *given, *self._bound)
+
+    def compile(self, *given: Any) -> None:
+        """Compile what a launch with such tensors needs, without it; nothing is compiled for host tensors."""
+        if given[0].is_cuda and (form := _form(given)) not in self._compiled:
+            self._kernel.warmup(*given, *self._bound, grid=(1,), **self._options)
+            # Only Triton's public launcher loads the binary.
+            self._compiled[form] = None
+
+
+def _form(given: tuple[Any, ...]) -> tuple[int, ...]:
+    """The device of a launch's tensors, and which of them begin at multiples of 16 bytes."""
+    # Triton compiles loads for such pointers apart from the others.
+    return (given[0].get_device(), *[not each.data_ptr() & 15 for each in given if type(each) is not int])
 
 
 def _listened_to() -> bool:

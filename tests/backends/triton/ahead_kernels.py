@@ -18,17 +18,23 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
+import attnplug
 from attnplug.backends.triton.ahead.chips import CHIPS
 from attnplug.backends.triton.ahead.compiling import compile_all, is_cached, target_of
 from attnplug.backends.triton.ahead.forms import Form
 from attnplug.backends.triton.ahead.pretended import pretended
+from attnplug.core import BuilderConfig, LayerSpec, Phase
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.compiled import launches
 from attnplug.matrix.design import declare
 from attnplug.matrix.model import Cell, Status
 from attnplug.registry.default import get_registry
+from attnplug.runtime import AttentionRuntime
+from attnplug.runtime.steps.dummy_steps import DummyShape
+from attnplug.runtime.steps.warm_up import distinct_layers, run_step
 
 
 @triton.jit
@@ -62,9 +68,10 @@ def found_by_a_launch(arch: str) -> dict[str, list[bool]]:
         x = torch.zeros(1 << 16, dtype=torch.bfloat16, device="cuda")
         product_kernel[(1,)](x, x, LONG=32)
     (form,) = found
-    before = is_cached(form, chip)
+    before, names = is_cached(form, chip), dict(vars(nvidia))
     (made,) = compile_all([(form, chip)], 1, again=False)
     assert not made.refused
+    assert {name for name, value in vars(nvidia).items() if names[name] is not value} == set()
     hits: list[bool] = []
     knobs.compilation.listener = lambda cache_hit, **_: hits.append(cache_hit)
     stand_in = {"get_current_device": 0, "get_current_stream": 0, "get_current_target": target_of(chip)}
@@ -121,11 +128,28 @@ def memory(arch: str) -> dict[str, float]:
         pages = torch.zeros(1 << 20, dtype=torch.int32, device="cuda")
         pages[:2] = 3
         pages[2:4].copy_(pages[:2])
-        return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024}
+        turned = torch.arange(6.0).view(2, 3).t().contiguous()
+        host = float((turned * torch.arange(6.0).view(3, 2)).sum())
+        return {"pages": float(pages.cpu().sum()), "more": (after - before) / 1024, "host": host}
+
+
+def after_warm_up(arch: str, name: str, context: str) -> list[str]:
+    """The kernels that an engine of one request launches first in a prompt after so many tokens of a layer's cache."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, block_size=16, kv_cache_dtype=name)
+    plan = attnplug.plan({"layer": spec}, CHIPS[arch].device, backend="TRITON", num_blocks=4)
+    limits = BuilderConfig(max_num_seqs=1, max_num_batched_tokens=2048)
+    with pretended(CHIPS[arch]) as found:
+        runtime = AttentionRuntime(plan, config=limits)
+        runtime.warm_up()
+        known = set(found)
+        shape = DummyShape(1, 2048, int(context), Phase.PREFILL)
+        for layer, backend, _ in distinct_layers(runtime):
+            run_step(runtime, layer, backend, shape)
+        return [str(form) for form in found if form not in known]
 
 
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     kinds = {"planted": planted, "found": found_by_a_launch, "launched": launched, "paged": paged}
-    kinds["memory"] = memory
+    kinds |= {"memory": memory, "after": after_warm_up}
     print(json.dumps(kinds[kind](*rest)))

@@ -55,10 +55,17 @@ def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
     assert found == {"cached": [False, True], "hits": [True, False]}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8_token_head"])
+def test_a_warm_up_of_one_request_compiles_the_kernel_of_contexts_that_are_not_opened(name):
+    assert child("after", "sm90", name, "100000") == []
+
+
 def test_caches_of_a_pretended_gpu_take_no_memory_of_the_host():
     """`attnplug warm` of a model with states took 20 GB, and copies of latents and weights 8.5 GB."""
     found = child("memory", "sm90")
     assert found["pages"] == 12
+    assert found["host"] == 50, "host code reads its own numbers"
     assert found["more"] < 100
 
 

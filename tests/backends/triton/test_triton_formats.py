@@ -193,12 +193,14 @@ def test_a_window_over_long_contexts_and_too_many_keys_are_not_opened() -> None:
 
     spec = layer("fp8_e4m3", num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16")
     assert may_open(spec)
-    assert gains(spec, step(128, 60_000))
-    assert not gains(spec, step(127, 60_000)), "few rows read each page"
-    assert not gains(spec, step(128, 66_000)), "256 MiB"
+    assert gains(spec, step(128, 60_000), 16)
+    assert not gains(spec, step(127, 60_000), 16), "few rows read each page"
+    assert not gains(spec, step(128, 66_000), 16), "256 MiB"
+    assert gains(spec, step(128, 65_000), 65_536)
+    assert not gains(spec, step(128, 300), 131_072), "a page has room for more tokens than the request has"
     window = spec.replace(sliding_window=512)
-    assert gains(window, step(512, 4096))
-    assert not gains(window, step(512, 4097))
+    assert gains(window, step(512, 4096), 16)
+    assert not gains(window, step(512, 4097), 16)
     for other in ({"invariance": ("batch",)}, {"dtype": "float32"}, {"head_size_v": 64}, {"head_size": 288}):
         assert not may_open(spec.replace(**other)), other
     assert not may_open(spec.replace(head_scales=True))

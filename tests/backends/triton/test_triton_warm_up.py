@@ -35,7 +35,7 @@ def test_the_warm_up_asks_for_every_kernel_that_steps_need():
     assert said["steps"] >= 10
     assert said["after"] == []
     names = {entry.partition("(")[0] for entry in said["warmed"]}
-    assert names == OF_DECODES | {"prefill_kernel", "kv_write_kernel"}
+    assert names == OF_DECODES | {"prefill_kernel", "open_pages_kernel", "kv_write_kernel"}
     assert any("HAS_LEFT=True" in entry and "HAS_SINKS=True" in entry for entry in said["warmed"])
 
 

@@ -66,6 +66,8 @@ def are_cached(form: Form) -> bool:
 
 def compile_modules(form: Form) -> None:
     """Put the modules that launch a form on an NVIDIA GPU into Triton's cache, unless the C compiler fails."""
+    if are_cached(form):
+        return
     with contextlib.suppress(OSError, subprocess.CalledProcessError), _driver_to_link():
         _make(form)
 
@@ -73,10 +75,11 @@ def compile_modules(form: Form) -> None:
 def _make(form: Form) -> None:
     # Triton loads what it has compiled, for which the driver would have to be here.
     loaded = mock.MagicMock()
+    folders = [driver.libdevice_dir, *_folders]
     with (
         mock.patch.object(build, "_load_module_from_path", return_value=loaded),
-        mock.patch.object(driver, "PyCUtensorMap", None),
-        mock.patch.object(driver, "library_dirs", return_value=[driver.libdevice_dir, *_folders]),
+        # Triton keeps names of a module in its own, where a process that launches kernels has those of the real one.
+        mock.patch.dict(vars(driver), library_dirs=lambda: folders),
     ):
         holder: Any = SimpleNamespace()
         driver.CudaUtils.__init__(holder)

@@ -132,10 +132,11 @@ class _OnHost(TorchFunctionMode):
         if func is torch.bmm:
             left, right = args
             return named["out"] if "out" in named else left.new_empty(*left.shape[:2], right.shape[2])
-        if func in _WRITES and isinstance(args[0], PretendedTensor) and _has_numbers(args[0]):
+        idle = bool(args) and isinstance(args[0], PretendedTensor) and _has_numbers(args[0])
+        if func in _WRITES and idle:
             # The expanded latents of 131,072 tokens have 6 GB.
             return args[0] if func is torch.Tensor.copy_ else None
-        if func is torch.Tensor.contiguous and _has_numbers(args[0]) and not args[0].is_contiguous():
+        if func is torch.Tensor.contiguous and idle and not args[0].is_contiguous():
             return args[0].new_empty(args[0].shape)
         dtype = named.get("dtype")
         if func is torch.zeros and dtype is not None and dtype.is_floating_point:
