@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -40,6 +41,11 @@ def test_what_a_model_will_launch_is_cold_until_it_is_compiled(tmp_path):
     assert said == f"{len(lines) - 1} kernels for sm80: {len(lines) - 1} warm, 0 cold\n"
     # What calls the driver is compiled too, and belongs to each kernel.
     (module,) = tmp_path.glob("*/cuda_utils*.so")
+    try:
+        ctypes.CDLL(str(module))
+    except OSError as error:
+        # It asks for the driver, and not for single functions that no library has.
+        assert "libcuda.so.1: cannot open" in str(error)  # noqa: PT017
     module.unlink()
     code, said, _ = warm(*asked, *few, "--check")
     assert (code, said.splitlines()) == (1, lines)

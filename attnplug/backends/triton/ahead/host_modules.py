@@ -6,12 +6,10 @@ neither the GPU nor its driver, so a machine without one can compile them. Nothi
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from triton.runtime import build
 
 from attnplug.backends.triton.ahead.chips import Chip
 from attnplug.backends.triton.ahead.forms import Form
+from attnplug.core.interface.guarded import guarded_call
 
 _DRIVER = "libcuda.so.1"
 _LAUNCHER = SimpleNamespace(
@@ -38,10 +37,6 @@ _LAUNCHER = SimpleNamespace(
 """Of a kernel's metadata, what its launcher reads; no C code depends on it for kernels without tensor descriptors."""
 
 
-class _ColdError(Exception):
-    """A module that the cache does not have."""
-
-
 def c_compiler() -> str | None:
     """The compiler that Triton takes; None without one."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -54,56 +49,49 @@ def are_for(chip: Chip) -> bool:
 
 def are_cached(form: Form) -> bool:
     """Whether Triton's cache has the modules that launch a form on an NVIDIA GPU."""
-
-    def refuse(*_: object) -> str:
-        raise _ColdError
-
-    with mock.patch.object(build, "_build", refuse), contextlib.suppress(_ColdError):
-        _make(form)
-        return True
-    return False
+    with mock.patch.object(build, "_build", side_effect=LookupError("a module that the cache does not have")):
+        _, problem = guarded_call(_make, form)
+    return problem is None
 
 
 def compile_modules(form: Form) -> None:
     """Put the modules that launch a form on an NVIDIA GPU into Triton's cache, unless the C compiler fails."""
-    if are_cached(form):
-        return
-    with contextlib.suppress(OSError, subprocess.CalledProcessError), _driver_to_link():
-        _make(form)
+    if not are_cached(form):
+        guarded_call(_compile, form)
 
 
-def _make(form: Form) -> None:
+def _compile(form: Form) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "driver.c")
+        source.touch()
+        # An empty library in place of the driver, which the linker only names in what it makes.
+        made = build._build("driver", str(source), folder, [], [], [], [f"-Wl,-soname,{_DRIVER}"])
+        # Triton 3.5 links by the name without a number.
+        for name in (_DRIVER, _DRIVER.removesuffix(".1")):
+            Path(folder, name).symlink_to(made)
+        # The linker leaves out a library that has nothing which is called, unless it is told to keep the next ones.
+        kept = functools.partial(_build, ("-Wl,--no-as-needed", f"-l:{_DRIVER}"), build._build)
+        with mock.patch.object(build, "_build", kept):
+            _make(form, folder)
+
+
+def _build(flags: tuple[str, ...], compiler: Any, *given: Any) -> str:
+    *others, own = given
+    made: str = compiler(*others, [*own, *flags])
+    return made
+
+
+def _make(form: Form, *folders: str) -> None:
+    """Have Triton make what it lacks, linked with libraries of `folders`."""
     # Triton loads what it has compiled, for which the driver would have to be here.
     loaded = mock.MagicMock()
-    folders = [driver.libdevice_dir, *_folders]
+    found = [driver.libdevice_dir, *folders]
     with (
         mock.patch.object(build, "_load_module_from_path", return_value=loaded),
         # Triton keeps names of a module in its own, where a process that launches kernels has those of the real one.
-        mock.patch.dict(vars(driver), library_dirs=lambda: folders),
+        mock.patch.dict(vars(driver), library_dirs=lambda: found),
     ):
         holder: Any = SimpleNamespace()
         driver.CudaUtils.__init__(holder)
         if hasattr(driver, "make_launcher"):
             driver.CudaLauncher(form.source, _LAUNCHER)
-
-
-_folders: list[str] = []
-"""Of a library with the name of the GPU's driver, while modules are linked."""
-
-
-@contextlib.contextmanager
-def _driver_to_link() -> Iterator[None]:
-    """An empty library in place of the driver, which the linker only names in what it makes."""
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "driver.c")
-        source.touch()
-        library = Path(folder, _DRIVER)
-        command = [c_compiler() or "cc", "-shared", f"-Wl,-soname,{_DRIVER}", "-o", str(library), str(source)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)  # noqa: S603
-        # Triton 3.5 links by the name without a number.
-        Path(folder, _DRIVER.removesuffix(".1")).symlink_to(library)
-        _folders[:] = [folder]
-        try:
-            yield
-        finally:
-            _folders.clear()
