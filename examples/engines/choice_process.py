@@ -71,12 +71,13 @@ def run(
     found, errors = printed.result, printed.errors
     if "layers" in found:
         return found
-    if is_running or child.returncode < 0:
-        said = [line.strip() for line in errors if line.strip()]
-        ended = f"ended by signal {-child.returncode}"
-        if is_running:
-            ended = f"took more than {timeout:.0f} s" if left <= 0 else "was stopped"
-        why = f"{ended}; its last line is: {said[-1] if said else '-'}"
+    said = [line.strip() for line in errors if line.strip()]
+    last = f"its last line is: {said[-1] if said else '-'}"
+    if is_running:
+        why = f"took more than {timeout:.0f} s; {last}" if left <= 0 else f"was stopped; {last}"
+    elif child.returncode < 0:
+        # An engine whose process has failed may kill all that it started, this script too.
+        why = named_error("".join(errors)) or f"ended by signal {-child.returncode}; {last}"
     else:
         why = last_error("".join(errors)) or f"ended with exit code {child.returncode}"
     if log:
@@ -133,14 +134,22 @@ class _Printed:
 
 def last_error(printed: str) -> str:
     """The message of the last exception in a log, which may have several lines; else its name, or the last line."""
-    # torch names the rank before each line of an exception.
-    lines = [re.sub(r"^\[rank\d+\]:", "", line).strip() for line in printed.splitlines()]
-    # It warns at the end about what nobody has closed.
-    lines = [line for line in lines if line and not re.match(r"\[W\d+", line)]
+    return named_error(printed) or "".join(_lines(printed)[-1:])
+
+
+def named_error(printed: str) -> str:
+    """As `last_error`; empty for a log without an exception."""
+    lines = _lines(printed)
     for row, line in reversed([*enumerate(lines)]):
         if named := re.search(r"\b\w*(?:Error|Exception): .*", line):
             return " ".join([named[0], *lines[row + 1 : row + 12]])
-    named = [
+    found = (
         line for line in lines if re.fullmatch(r"[\w.]*(?:Error|Exception)|Fatal Python error: .*", line)
-    ]
-    return "".join(named[-1:] or lines[-1:])
+    )
+    return "".join([*found][-1:])
+
+
+def _lines(printed: str) -> list[str]:
+    # torch names the rank before each line of an exception, and warns at the end about what nobody has closed.
+    lines = (re.sub(r"^\[rank\d+\]:", "", line).strip() for line in printed.splitlines())
+    return [line for line in lines if line and not re.match(r"\[W\d+", line)]

@@ -184,6 +184,12 @@ print(choice_run.MARK + json.dumps(dict(layers=[])))
     }
 
 
+def test_an_engine_that_kills_the_script_after_an_error_leaves_the_error(tmp_path: Path) -> None:
+    text = "said('Traceback\\nValueError: no pages\\nSIGQUIT received'); os.kill(os.getpid(), 9)"
+    found = choice_process.run(write_run(tmp_path, text), "fa3", {}, 60.0)
+    assert found == {"error": "ValueError: no pages SIGQUIT received"}
+
+
 def test_a_choice_that_is_stopped_or_killed_says_so(tmp_path: Path) -> None:
     file, stop = write_run(tmp_path, "import os; said('loads'); os.kill(os.getpid(), 9)"), threading.Event()
     found = choice_process.run(file, "fa3", {}, 60.0)

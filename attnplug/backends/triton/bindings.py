@@ -10,12 +10,12 @@ import triton.language as tl
 
 from attnplug.backends.impl import Pages
 from attnplug.backends.triton.formats import (
-    bound_strides,
     format_values,
     opened_scale,
     rotation_of,
     row_of,
     scale_step,
+    stride_arguments,
 )
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
@@ -195,7 +195,7 @@ class BoundLayer:
             if len(self._shares) == _MOST_LAUNCHES:
                 self._shares.clear()
             values = {**self._values, **self._whole_tiles(pages.k)}
-            values |= bound_strides(pages.k.stride(), pages.v.stride())
+            values |= stride_arguments(pages.k.stride(), pages.v.stride())
             values |= _paired(pages.v, launch.block_m)
             values |= format_values(self._spec, pages.k, pages.v)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
@@ -272,7 +272,7 @@ class BoundLayer:
         if found is None:
             if len(self._prefills) == _MOST_LAUNCHES:
                 self._prefills.clear()
-            values = {**self._values, **bound_strides(k.stride(), v.stride())}
+            values = {**self._values, **stride_arguments(k.stride(), v.stride())}
             values |= {"stride_table": stride_table, "PAGED": paged, "BLOCK_SIZE": block_size}
             if special is not None:
                 found = self._specialized(k, v, values, special)

@@ -41,7 +41,7 @@ def scale_step(spec: LayerSpec) -> int:
     return 16 if spec.resolved_kv_cache_dtype == "nvfp4" else 8
 
 
-def bound_strides(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
+def stride_arguments(k: tuple[int, ...], v: tuple[int, ...]) -> dict[str, int]:
     """Strides of pages `[blocks, block_size, Hkv, D]`, or of keys and values `[T, Hkv, D]` as one page."""
     (kb, kt, kh, _), (vb, vt, vh, _) = (each if len(each) == 4 else (0, *each) for each in (k, v))
     return {

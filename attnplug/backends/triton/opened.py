@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attnplug.backends.impl import Pages
-from attnplug.backends.triton.formats import bound_strides, format_values, row_of
+from attnplug.backends.triton.formats import format_values, row_of, stride_arguments
 from attnplug.backends.triton.kernels.opened_pages import open_pages_kernel
 from attnplug.backends.triton.layout import tile_side
 from attnplug.backends.triton.metadata import TritonMetadata
@@ -52,7 +52,7 @@ class PageOpener:
         _, block_size, heads, _ = pages.k.shape
         self._shape = block_size, heads, spec.head_size
         found = {"BLOCK_D": tile_side(spec.head_size), "FORMAT": None}
-        found |= bound_strides(pages.k.stride(), pages.v.stride()) | format_values(spec, pages.k, pages.v)
+        found |= stride_arguments(pages.k.stride(), pages.v.stride()) | format_values(spec, pages.k, pages.v)
         row = row_of(spec)
         has_scales = row is not None and bool(row.planes[1].per_row)
         # The codes of rows with scales are numbers of float16, whatever the type of the layer.
@@ -63,12 +63,8 @@ class PageOpener:
         self._page = -(-(elements + (2 * block_size * heads if has_scales else 0)) // 8) * 8
         tile = min(tile_side(block_size), _TILE)
         self._grid = heads, -(-block_size // tile)
-        strides = {name: found[name] for name in ("stride_kt", "stride_kh", "stride_vt", "stride_vh")}
-        strides |= {
-            "stride_kb": found["stride_kb"],
-            "stride_vb": found["stride_vb"],
-            "stride_page": self._page,
-        }
+        names = (f"stride_{part}{axis}" for part in "kv" for axis in "bth")
+        strides = {"stride_page": self._page, **{name: found[name] for name in names}}
         sizes = {"BLOCK_SIZE": block_size, "HEADS": heads, "D": spec.head_size, "WIDTH": found["BLOCK_D"]}
         values = {"stride_table": stride_table, **strides, **sizes}
         values |= {"REQS": reqs, "TILE": tile, "FORMAT": found["FORMAT"]}

@@ -6,7 +6,6 @@ neither the GPU nor its driver, so a machine without one can compile them. Nothi
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import tempfile
@@ -69,16 +68,15 @@ def _compile(form: Form) -> None:
         # Triton 3.5 links by the name without a number.
         for name in (_DRIVER, _DRIVER.removesuffix(".1")):
             Path(folder, name).symlink_to(made)
-        # The linker leaves out a library that has nothing which is called, unless it is told to keep the next ones.
-        kept = functools.partial(_build, ("-Wl,--no-as-needed", f"-l:{_DRIVER}"), build._build)
-        with mock.patch.object(build, "_build", kept):
+        original: Any = build._build
+
+        def compile_c(*given: Any) -> Any:
+            # The linker leaves out a library of which nothing is called, unless it is told to keep the next ones.
+            *others, flags = given
+            return original(*others, [*flags, "-Wl,--no-as-needed", f"-l:{_DRIVER}"])
+
+        with mock.patch.object(build, "_build", compile_c):
             _make(form, folder)
-
-
-def _build(flags: tuple[str, ...], compiler: Any, *given: Any) -> str:
-    *others, own = given
-    made: str = compiler(*others, [*own, *flags])
-    return made
 
 
 def _make(form: Form, *folders: str) -> None:
