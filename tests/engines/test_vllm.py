@@ -147,6 +147,33 @@ def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     assert "vllm" not in sys.modules
 
 
+_REGISTRY = """
+import enum
+
+class AttentionBackendEnum(enum.Enum):
+    FLASH_ATTN = "theirs"
+
+def register_backend(name, path):
+    raise AssertionError("this version has no names of others")
+"""
+
+
+@pytest.mark.parametrize("name", ["ATTNPLUG", "ATTNPLUG_TORCH", "ATTNPLUG_TRITON_MLA"])
+def test_names_reach_processes_that_have_loaded_no_plugin(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "vllm" / "v1" / "attention" / "backends"
+    folder.mkdir(parents=True)
+    (folder / "registry.py").write_text(_REGISTRY)
+    there = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import pickle; "
+    begin = there + "from attnplug.integrations.vllm import register; register(); "
+    member = "from vllm.v1.attention.backends.registry import AttentionBackendEnum as names; "
+    told = f"print(pickle.dumps([names[{name!r}], names.FLASH_ATTN]).hex())"
+    sent = subprocess.run([sys.executable, "-c", begin + member + told], capture_output=True, check=True)
+    own = f"mine, theirs = pickle.loads(bytes.fromhex({sent.stdout.decode().strip()!r})); {member}"
+    asked = f"print(mine is names[{name!r}], theirs is names.FLASH_ATTN)"
+    found = subprocess.run([sys.executable, "-c", there + own + asked], capture_output=True, check=True)
+    assert found.stdout.decode().split() == ["True", "True"]
+
+
 def test_a_vllm_without_the_interface_starts_without_attnplugs_names(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -453,9 +453,12 @@ def test_latents_are_decoded_by_another_backend_where_it_ranks_higher():
         assert back.decisions["l"].backend_cls is decision.backend_cls
     assert found == {
         16: ("FLASH_ATTN_4+TRITON", []),
-        64: ("FLASH_ATTN_4+FLASH_MLA+TRITON", ["decode requests ..2 on TRITON"]),
-        128: ("FLASH_ATTN_4+FLASH_MLA", []),
+        64: ("FLASH_ATTN_4+FLASH_MLA+TRITON", ["decode requests ..1 on TRITON"]),
+        128: ("FLASH_ATTN_4+FLASH_MLA+TRITON", ["decode requests ..1 on TRITON"]),
     }
+    few = spec.replace(num_heads=16, block_size=64)
+    drafts = plan({"l": few}, "h100", assume_installed="all").decisions["l"].steps
+    assert [str(each.steps) for each in drafts] == ["draft requests 3.."]
     # Ranks that share latents decode each row by one impl.
     shared = plan({"l": spec.replace(num_heads=64, needs_lse=True)}, "h100", assume_installed="all")
     assert shared.decisions["l"].steps == ()

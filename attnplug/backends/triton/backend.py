@@ -16,7 +16,7 @@ from attnplug.backends.triton.layout import (
 )
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
+from attnplug.core.composite.steps import Limits, StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
 from attnplug.core.kv_format import kv_format
 from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 # Query heads of one KV head: one tile of the kernels has them all.
 _MAX_GROUP = 128
-_FEW, _FEW_HEADS = 2, 64
-"""Requests, and heads of latents, of decodes that FLASH_MLA is slower at."""
-_LONGEST_SHORT, _SHORT_ELSEWHERE = 384, 128
-"""Longest query of a prefill that counts as short, with heads of 96 to 128 and with others."""
+_FEW_HEADS = 32
+"""Heads of latents with which FLASH_MLA is slower at two requests too."""
 # Elements of a latent without its rope part: the accumulators of a tile are as wide.
 _WIDEST_LATENT = 512
 # Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
@@ -127,14 +125,24 @@ class TritonBackend(AttentionBackend):
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
         """On compute capability 9.x, 243 for prefills of short queries: before FLASH_ATTN_4."""
-        # With heads of 128, FLASH_ATTN_4 takes 1.14 to 2.15 of the time here for prompts of 40 to 300 tokens, 1.7 for 64 of
-        # 128, and 2.5 to 3.3 for 16 and 100 more tokens of 30k. It takes 0.94 for 512 more of 32k, and 0.87 for 1,024: see
-        # attention-serving-h200.json. Between, no length was measured. With heads of 64 and 256, where long prompts take
-        # more time here, short ones were not measured: the range ends where the margin is large.
+        # With heads of 64 and 128, FLASH_ATTN_4 takes 1.14 to 2.36 of the time here for prompts of 40 to 300 tokens, and with
+        # 128 it takes 2.5 to 3.3 for 16 and 100 more tokens of 30k. A prompt is not told from an extend: with heads of 64,
+        # 16 x 64 more of 8k take 0.87, and 256 more of 8k beside decodes 0.65, so there the range of more than 128 tokens
+        # has several requests. With heads of 128, 3 x 700 more of 5k take 1.18 and 1.23, and one request of 512 more of 32k
+        # 0.95 and 0.98. See step-choice-h200.json and attention-serving-h200.json. Other sizes were not measured: the range
+        # ends where the margin is large.
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return ()
-        longest = _LONGEST_SHORT if 96 <= spec.head_size <= 128 else _SHORT_ELSEWHERE
-        return (StepPriority(StepRange(StepKind.PREFILL, query=(1, longest)), 243),)
+        if 96 <= spec.head_size <= 128:
+            ranges: list[dict[str, Limits]] = [
+                {"query": (1, 384)},
+                {"query": (385, 1024), "requests": (2, None)},
+            ]
+        else:
+            ranges = [{"query": (1, 128)}]
+            if spec.head_size == 64:
+                ranges.append({"query": (129, 384), "requests": (4, None)})
+        return tuple(StepPriority(StepRange(StepKind.PREFILL, **each), 243) for each in ranges)
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
@@ -245,13 +253,14 @@ class TritonMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
-        """On compute capability 9.0, 125 for decodes of one or two requests with at most 64 heads: before FLASH_MLA."""
-        # FLASH_MLA takes 25 us for one request of 8k, whatever the heads, and the kernels here 13 to 16 us for 16 and 32
-        # heads, and 26 us for 128: see mla-flash-mla-h200.json. Between one and eight requests nothing was measured.
-        is_hopper = device.type == "cuda" and device.capability == (9, 0)
-        if not is_hopper or spec.sparse is not None or spec.num_heads > _FEW_HEADS:
+        """On compute capability 9.0, 125 for decodes of one request, and of two with few heads: before FLASH_MLA."""
+        # One request of 8k takes FLASH_MLA 1.43 to 1.58 of the time here with 32 heads, 1.16 with 64, and 0.97 and 1.09 in
+        # two runs with 128. Two requests take 1.12 with 32 heads, and 0.93 with 64: see step-choice-h200.json and
+        # mla-flash-mla-h200.json. Between two and eight requests nothing was measured.
+        if device.type != "cuda" or device.capability != (9, 0) or spec.sparse is not None:
             return ()
-        return (StepPriority(StepRange(StepKind.DECODE, requests=(1, _FEW)), 125),)
+        few = 2 if spec.num_heads <= _FEW_HEADS else 1
+        return (StepPriority(StepRange(StepKind.DECODE, requests=(1, few)), 125),)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
