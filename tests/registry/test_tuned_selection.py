@@ -537,30 +537,27 @@ def by_phase(tuned: TunedTable, **asked: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("pair", "rows", "served"),
+    ("pair", "rows", "mixed"),
     [
         # The pair gains half of each phase, and its mixed steps are as fast.
-        (100.0, 3, "A+B"),
-        # Its mixed steps are so slow that A alone is faster over all steps.
-        (900.0, 3, "A"),
+        (100.0, 3, False),
+        # Its mixed steps are slower than those of A alone.
+        (900.0, 3, True),
         # It was not measured at mixed steps, or A was not: nothing is compared.
-        (None, 3, "A+B"),
-        (900.0, 2, "A+B"),
+        (None, 3, False),
+        (900.0, 2, False),
     ],
 )
-def test_a_composite_serves_unless_its_mixed_steps_are_measured_slower(
-    pair: float | None, rows: int, served: str
+def test_mixed_steps_that_a_composite_is_measured_slower_in_go_to_one_backend(
+    pair: float | None, rows: int, mixed: bool
 ) -> None:
     times = [*in_three("A", 200.0, 100.0, 100.0)[:rows], *in_three("B", 100.0, 200.0, 100.0)[:rows]]
     tuned = table(*times, *([] if pair is None else [row("A+B", pair, MIXED)]))
-    made = by_phase(tuned, per_phase=True)
-    assert made.decisions["layer"].backend == served
-    notes = [note for note in made.notes if "would prefill on A and decode on B" in note]
-    assert len(notes) == (served == "A")
-    if notes:
-        assert "but A was measured " in notes[0]
-        assert "x faster than A+B at decode 64 x 8k and 2 more, spread 0.4 %, 2026-11-22" in notes[0]
-        assert notes[0].endswith("A serves both phases")
+    decision = by_phase(tuned, per_phase=True).decisions["layer"]
+    assert decision.backend == "A+B"
+    words = [(each.steps.kind, each.backend, each.why) for each in decision.steps]
+    assert [each[:2] for each in words] == ([("mixed", "A")] if mixed else [])
+    assert all("measured 9.00x faster than A+B at" in why for *_, why in words)
     # A user who asks for the pair gets it.
     assert by_phase(tuned, backend="prefill=A,decode=B").decisions["layer"].backend == "A+B"
 

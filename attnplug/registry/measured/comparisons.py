@@ -162,10 +162,6 @@ class PhaseTimes:
             found = self._comparisons[key] = self._compared(default, numbers)
         return found
 
-    def has_mixed(self, run: Run) -> bool:
-        """Whether a run has times of a mixed step."""
-        return any(self._phases[place] is None for place in run.rows)
-
     def _compared(self, default: int, numbers: Sequence[int]) -> Comparison:
         own = self._runs[default]
         shapes = sorted(own.rows)
@@ -189,15 +185,6 @@ class PhaseTimes:
         found = (winner, *rest)
         times = tuple(self._runs[number].rows[shown].us for number in found)
         return Comparison(found, times, measured, next(iter(phases)) if len(phases) == 1 else None)
-
-    def overall_gain(self, one: Run, other: Run) -> Measured | None:
-        """The gain of one run over another in all steps that both have; None if it is within the noise."""
-        shapes = sorted(one.rows.keys() & other.rows.keys())
-        scores = self._scores((one, other), shapes)
-        gain = scores[other.number] / scores[one.number]
-        if gain <= least_gain(self._spread(one, other, shapes)):
-            return None
-        return self._measured(one, other.number, gain, other)
 
     def _heaviest(self, shapes: Sequence[int]) -> int:
         return max(shapes, key=self._weights.__getitem__)

@@ -139,36 +139,24 @@ def _unranked(order: list[Offer], failed: list[Offer]) -> Ranked | None:
     return Ranked([*(offer for offer in order if offer not in failed), *failed]) if failed else None
 
 
-def better_alone(tables: Tables, composite: Decision, alone: Decision) -> str | None:
-    """Why one backend serves a layer better than a composite, by measured times; None where it does not.
-
-    It is faster, or the composite failed.
-
-    The steps of each phase have the times of the composite's half, and mixed steps its own.
+def failed_together(tables: Tables, composite: Decision) -> str | None:
+    """Why a composite does not serve a layer: it was wrong or crashed when a table measured it. None if it may serve.
 
     Args:
         tables: the tables, the most important first.
         composite: the decision for a composite.
-        alone: the decision for one backend in both phases.
     """
-    placement = Placement(alone.spec, alone.device)
+    placement = Placement(composite.spec, composite.device)
     for table in tables.tables:
-        layer = table.times.get(layer_key(alone.spec)) if table.is_for(alone.device) else None
-        if layer is None or composite.chosen is None or alone.chosen is None:
+        layer = table.times.get(layer_key(composite.spec)) if table.is_for(composite.device) else None
+        if layer is None or composite.chosen is None:
             continue
-        others = table.other_versions(here=is_here(alone.device), assumed=alone.assumed)
-        applying = TableForLayer(table, layer[None], placement, others, [])
-        pair = applying.run_of(composite.chosen, composite.pages)
-        one = applying.run_of(alone.chosen, alone.pages)
-        if pair is not None and pair.failed and (one is None or not one.failed):
-            return f"{composite.backend} was wrong or crashed when it was measured"
-        if pair is None or one is None or pair.failed or one.failed or not pair.rows or not one.rows:
-            continue
-        # Without a mixed step, or with steps that only one of the two was measured at, nothing is compared.
-        if pair.rows.keys() != one.rows.keys() or not applying.times.has_mixed(pair):
-            continue
-        gain = applying.times.overall_gain(one, pair)
-        return None if gain is None else f"{alone.backend} was {gain}"
+        others = table.other_versions(here=is_here(composite.device), assumed=composite.assumed)
+        found = TableForLayer(table, layer[None], placement, others, []).run_of(
+            composite.chosen, composite.pages
+        )
+        if found is not None:
+            return f"{composite.backend} was wrong or crashed when it was measured" if found.failed else None
     return None
 
 

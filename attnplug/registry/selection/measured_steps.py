@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -129,7 +130,10 @@ class _Reader:
     def _ranges(
         self, kind: StepKind, own: Run, other: Run, sizes: Mapping[int, StepSizes]
     ) -> Iterator[tuple[StepRange, int, float]]:
-        """The ranges in which `other` is faster and at no measured step slower, each with its best step and gain."""
+        """The ranges in which `other` is faster, each with its best step and gain.
+
+        It is at no measured step slower, or in a range of lengths or requests gains more than it loses.
+        """
         if kind not in _BY:
             won = _won(own, other, list(sizes))
             if won:
@@ -142,17 +146,19 @@ class _Reader:
         for place in sorted(sizes, key=lambda place: getattr(sizes[place], name)):
             groups.setdefault(getattr(sizes[place], name), []).append(place)
         for is_below, ordered in ((True, list(groups)), (False, list(reversed(groups)))):
-            limit, won = None, list[int]()
+            limit, most, total, seen = None, 0.0, 0.0, list[int]()
             for number in ordered:
-                faster = _won(own, other, groups[number])
-                if faster is None:
+                if any(place not in other.rows for place in groups[number]):
                     break
-                if faster:
-                    limit, won = number, won + faster
+                # A prompt that is twice as fast is worth one that is twice as slow.
+                total += sum(math.log(_gain(own, other, place)) for place in groups[number])
+                seen += groups[number]
+                # A range ends at the last measured step that it won.
+                if total > most and _won(own, other, groups[number]):
+                    limit, most, within = number, total, [*seen]
             if limit is None or (not is_below and limit == next(iter(groups))):
                 continue
-            best = max(won, key=lambda place: _gain(own, other, place))
-            # A range ends at the last measured step that it won.
+            best = max(within, key=lambda place: _gain(own, other, place))
             span = (1, limit) if is_below else (limit, None)
             yield StepRange(kind, **{name: span}), best, _gain(own, other, best)
 

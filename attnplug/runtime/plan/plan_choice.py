@@ -17,7 +17,7 @@ from attnplug.core.reasons import Reason
 from attnplug.core.spec import LayerSpec, Phase
 from attnplug.registry.registry import Registry, Rules, SelectKwargs
 from attnplug.registry.selection.decision import Candidate, Decision
-from attnplug.registry.selection.measured_ranking import better_alone
+from attnplug.registry.selection.measured_ranking import failed_together
 from attnplug.registry.selection.negotiation import negotiated
 from attnplug.registry.selection.policy import Rule, rule_for, rule_sets
 from attnplug.registry.selection.step_choices import Step, step_choices
@@ -218,9 +218,8 @@ class _Layer:
         if first:
             if self.rules is not None or not self.both:
                 return first, None
-            # Mixed steps may have measured that one backend serves the layer better than the pair.
-            faster = better_alone(self._tables, first, self.both)
-            return (self._by_step(first, self._tables), None) if faster is None else (self.both, faster)
+            failed = failed_together(self._tables, first)
+            return (self._by_step(first, self._tables), None) if failed is None else (self.both, failed)
         refused = next(candidate for candidate in first.refused if "+" in candidate.name)
         why = "; ".join(refused.reasons)
         if self.rules is None and self.both:
