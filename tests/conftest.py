@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -22,6 +23,7 @@ from filelock import FileLock
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
 from quick_interpreter import patch_once_per_launch
+from slow_kits import list_checks
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -39,6 +41,7 @@ settings.register_profile("attnplug", deadline=None, print_blob=True)
 settings.load_profile("attnplug")
 
 
+@functools.cache
 def _has_gpu() -> bool:
     import torch
 
@@ -156,6 +159,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the selected tests")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """List the checks of the kits that this run has."""
+    list_checks(metafunc)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what was measured as slow, then keep one share, skip `gpu` where there is none, and note groups of attacks."""
@@ -200,12 +208,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Make what all tests share faster: Triton's interpreter, and full garbage collections.
+    """Make what all tests share faster: Triton's interpreter, the program's commands, and full garbage collections.
 
     Checks of memory make many of those. Modules and collected tests are kept out of them.
     """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
         patch_once_per_launch()
+    if "typer.main" in sys.modules:
+        # Typer makes the commands anew for each call of the program, which takes most of the time of a refusal.
+        typer_main = sys.modules["typer.main"]
+        vars(typer_main)["get_command"] = functools.cache(typer_main.get_command)
     gc.collect()
     gc.freeze()
 
