@@ -22,7 +22,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
-from quick_interpreter import patch_once_per_launch
+from quick_interpreter import make_interpreter_quick
 from slow_kits import list_checks
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def pytest_collection_finish() -> None:
     Checks of memory make many of those. Modules and collected tests are kept out of them.
     """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
-        patch_once_per_launch()
+        make_interpreter_quick()
     if "typer.main" in sys.modules:
         # Typer makes the commands anew for each call of the program, which takes most of the time of a refusal.
         typer_main = sys.modules["typer.main"]
