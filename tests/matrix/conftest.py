@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 LAPTOP = {"width": 1280, "height": 900}
+_RENDERED: dict[tuple[int, int, str], tuple[str, Any]] = {}
+
+
+def rendered(matrix: Matrix, models: Any, links: Any) -> str:
+    """The page, rendered once: many tests open the same one."""
+    key = id(matrix.runs), id(models), repr(links)
+    if key not in _RENDERED:
+        # What has these ids is kept with the page, so that nothing else gets them.
+        _RENDERED[key] = render_html(matrix, models=models, links=links), (matrix, models)
+    return _RENDERED[key][0]
 
 
 class Opened:
@@ -31,7 +41,7 @@ class Opened:
         **options: Any,
     ) -> None:
         self.file = folder / "matrix.html"
-        self.file.write_text(render_html(matrix, models=models, links=links), encoding="utf-8")
+        self.file.write_text(rendered(matrix, models, links), encoding="utf-8")
         self.wrong: list[str] = []
         self.requests: list[str] = []
         self.tab: Page = browser.new_page(**{"viewport": LAPTOP, **options})
@@ -39,10 +49,13 @@ class Opened:
         self.tab.on("console", lambda message: self.wrong.append(message.text))
         self.tab.on("dialog", lambda dialog: self.wrong.append(dialog.message))
         self.tab.on("request", lambda request: self.requests.append(request.url))
-        self.go(hash_)
+        self._load(hash_)
 
     def go(self, hash_: str) -> None:
         self.tab.goto("about:blank")
+        self._load(hash_)
+
+    def _load(self, hash_: str) -> None:
         self.tab.goto(f"{self.file.as_uri()}{hash_}")
         self.tab.wait_for_selector("#main:not([hidden])")
 
