@@ -16,14 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
 from quick_interpreter import make_interpreter_quick
-from slow_kits import list_checks
+from slow_kits import list_checks, share_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -164,6 +163,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     list_checks(metafunc)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a share that is none, before tests are collected."""
+    share = config.getoption("share") or "1/1"
+    number, _, shares = share.partition("/")
+    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
+        raise pytest.UsageError(f"--share={share}: K/N is expected, with K from 1 to N")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what was measured as slow, then keep one share, skip `gpu` where there is none, and note groups of attacks."""
@@ -185,14 +192,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_share(share: str, config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A test's name says in which share it is, so that other tests that come or go do not move it.
     number, _, shares = share.partition("/")
-    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
-        raise pytest.UsageError(f"--share={share}: K/N is expected, with K from 1 to N")
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        (kept if crc32(item.nodeid.encode()) % int(shares) == int(number) - 1 else others).append(item)
+        of_kit = item.get_closest_marker("slow_kit") is not None
+        chosen = share_of(item.nodeid, int(shares), of_kit=of_kit) == int(number) - 1
+        (kept if chosen else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = kept
 
