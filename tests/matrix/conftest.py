@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,13 @@ class Opened:
         return self.tab.locator("#cells-title").inner_text()
 
 
-@pytest.fixture
-def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
+@contextlib.contextmanager
+def pages(browser: Browser, folder: Path) -> Iterator[Any]:
+    """Opens pages, and closes them if nothing went wrong in them and they asked for nothing else."""
     opened: list[Opened] = []
 
     def open_it(matrix: Matrix, hash_: str = "", **options: Any) -> Opened:
-        opened.append(Opened(browser, tmp_path, matrix, hash_, **options))
+        opened.append(Opened(browser, folder, matrix, hash_, **options))
         return opened[-1]
 
     yield open_it
@@ -87,3 +89,16 @@ def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
         each.tab.close()
         assert each.wrong == []
         assert {url.partition("#")[0] for url in each.requests} <= {"about:blank", each.file.as_uri()}
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[Any]:
+    with pages(browser, tmp_path) as open_it:
+        yield open_it
+
+
+@pytest.fixture(scope="module")
+def open_page_once(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """As `open_page`, for a page that several tests ask and leave as it is."""
+    with pages(browser, tmp_path_factory.mktemp("page")) as open_it:
+        yield open_it
