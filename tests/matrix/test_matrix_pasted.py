@@ -374,8 +374,8 @@ def test_the_keyboard_pastes_a_configuration_on_any_screen(
     assert "gemma" not in page.hash
 
 
-def test_a_page_without_the_answers_has_no_place_to_paste(open_page: Any, models_data: Any) -> None:
-    page = open_page(Matrix(()), "#model=config.json", models=models_data)
+def test_a_page_without_the_answers_has_no_place_to_paste(open_page: Any, data: Any) -> None:
+    page = open_page(Matrix(()), "#model=config.json", models={**data, "pasted": None})
     assert page.tab.get_by_role("option", name="my own config.json").count() == 0
     assert (
         page.tab.locator("#sentence").inner_text().startswith("On an H100 with a bfloat16 cache, gpt-oss-20b")
