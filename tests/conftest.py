@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -15,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import pytest
 from filelock import FileLock
 from hypothesis import settings
 from plugin_env import InstallPlugins, PluginEnvironments, RunWithPlugins
-from quick_interpreter import patch_once_per_launch
+from quick_interpreter import make_interpreter_quick
+from slow_kits import list_checks, share_of
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -39,6 +40,7 @@ settings.register_profile("attnplug", deadline=None, print_blob=True)
 settings.load_profile("attnplug")
 
 
+@functools.cache
 def _has_gpu() -> bool:
     import torch
 
@@ -59,9 +61,9 @@ def _no_switches(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium, for tests of pages."""
+    """Chromium, for tests of pages. Playwright runs an event loop, beside which other tests cannot run theirs."""
     playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if chromium is None:
@@ -156,6 +158,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share", metavar="K/N", help="run the K-th of N shares of the selected tests")
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """List the checks of the kits that this run has."""
+    list_checks(metafunc)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse a share that is none, before tests are collected."""
+    share = config.getoption("share") or "1/1"
+    number, _, shares = share.partition("/")
+    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
+        raise pytest.UsageError(f"--share={share}: K/N is expected, with K from 1 to N")
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Mark what was measured as slow, then keep one share, skip `gpu` where there is none, and note groups of attacks."""
@@ -177,14 +192,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _keep_share(share: str, config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A test's name says in which share it is, so that other tests that come or go do not move it.
     number, _, shares = share.partition("/")
-    if not (number.isdecimal() and shares.isdecimal() and 1 <= int(number) <= int(shares)):
-        raise pytest.UsageError(f"--share={share}: K/N is expected, with K from 1 to N")
     kept: list[pytest.Item] = []
     others: list[pytest.Item] = []
     for item in items:
-        (kept if crc32(item.nodeid.encode()) % int(shares) == int(number) - 1 else others).append(item)
+        of_kit = item.get_closest_marker("slow_kit") is not None
+        chosen = share_of(item.nodeid, int(shares), of_kit=of_kit) == int(number) - 1
+        (kept if chosen else others).append(item)
     config.hook.pytest_deselected(items=others)
     items[:] = kept
 
@@ -200,12 +214,16 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Make what all tests share faster: Triton's interpreter, and full garbage collections.
+    """Make what all tests share faster: Triton's interpreter, the program's commands, and full garbage collections.
 
     Checks of memory make many of those. Modules and collected tests are kept out of them.
     """
     if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") == "1":
-        patch_once_per_launch()
+        make_interpreter_quick()
+    if "typer.main" in sys.modules:
+        # Typer makes the commands anew for each call of the program, which takes most of the time of a refusal.
+        typer_main = sys.modules["typer.main"]
+        vars(typer_main)["get_command"] = functools.cache(typer_main.get_command)
     gc.collect()
     gc.freeze()
 

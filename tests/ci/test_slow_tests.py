@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from slow_kits import has_checks, share_of
 from slow_tests import LIST, slow_tests
 
 ROOT = Path(__file__).parent.parent.parent
-TESTS_HERE = 4
+TESTS_HERE = 6
 
 
 def test_each_line_names_a_test_that_exists() -> None:
@@ -39,6 +40,18 @@ def test_shares_have_each_test_once_and_an_unknown_share_is_refused() -> None:
     refused = _collected("--share", "3/2", "tests/ci/test_slow_tests.py")
     assert refused.returncode == pytest.ExitCode.USAGE_ERROR
     assert "K/N is expected, with K from 1 to N" in refused.stderr + refused.stdout
+
+
+@pytest.mark.parametrize("shares", [6, 32])
+def test_a_check_of_a_kit_is_in_a_share_that_lists_the_kit(shares: int) -> None:
+    kits = [f"tests/test_{name}.py::test_kit" for name in "abcdefgh"]
+    listed = {
+        kit: [number for number in range(shares) if has_checks(kit, number + 1, shares)] for kit in kits
+    }
+    assert {len(numbers) for numbers in listed.values()} == {shares if shares % 4 else shares // 4}
+    for kit, numbers in listed.items():
+        found = {share_of(f"{kit}[check-{number}]", shares, of_kit=True) for number in range(40 * shares)}
+        assert found == set(numbers)
 
 
 def test_a_test_of_the_list_is_left_out_of_a_plain_run() -> None:

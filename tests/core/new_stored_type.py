@@ -62,15 +62,15 @@ def output(*command: str) -> str:
 
 
 @functools.cache
-def checks(backend: type[attnplug.AttentionBackend]) -> dict[str, Check]:
-    """The kit's checks by id."""
-    return {check.id: check for check in conformance_checks(backend, device="cpu")}
+def checks(backend: type[attnplug.AttentionBackend], *only: str) -> dict[str, Check]:
+    """The kit's checks by id, without the areas that are slow to list and not in `only`."""
+    return {check.id: check for check in conformance_checks(backend, device="cpu", only=only)}
 
 
 def told(check_id: str, backend: type[attnplug.AttentionBackend]) -> str:
     """How one check of the kit ends."""
     try:
-        checks(backend)[check_id]()
+        checks(backend, "declared/*", "cache/*", "refused/*")[check_id]()
     except AssertionError as problem:
         return str(problem)
     return "passed"
@@ -102,7 +102,7 @@ json.dump(
                 "refused/kv-cache-dtype",
             )
         },
-        "cases": [name for name in checks(Acme) if "acme" in name],
+        "cases": [name for name in checks(Acme, "*") if "acme" in name],
         "nearest": [str(miss) for miss in nearest_misses(get_registry(), refused)],
         "completion": complete_kv_cache_dtypes("ac"),
         "help": output("explain", "--help"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 from attnplug.core.features import Feature
@@ -73,6 +74,7 @@ def run(*findings: Finding, backend: str = "TORCH", device: str = "cpu", **field
     return Run(backend=backend, device=device, findings=findings, **{**given, **fields})  # type: ignore[arg-type]
 
 
+@functools.cache
 def synthetic_matrix(cells: int | None = None) -> Matrix:
     """Four backends: TORCH verified on the CPU, the others on a GPU, with one cell refuted and some not run.
 

@@ -106,6 +106,11 @@ def page(open_page: Any, data: Any) -> Any:
     return open_page(Matrix(()), "#model=config.json", models=data)
 
 
+@pytest.fixture(scope="module")
+def asked_page(open_page_once: Any, data: Any) -> Any:
+    return open_page_once(Matrix(()), "#model=config.json", models=data)
+
+
 def expected(registry: Registry, config: dict[str, Any], gpu: str) -> list[dict[str, Any]]:
     """What the selector says of a configuration, as the page shows it."""
     read = read_known(config, 1, "auto", Client.ENGINE)
@@ -151,10 +156,10 @@ def expected(registry: Registry, config: dict[str, Any], gpu: str) -> list[dict[
 
 
 @pytest.mark.parametrize("name", [*sorted(EXAMPLES.keys() - STATES), *MADE])
-def test_the_answer_is_the_selectors(page: Any, registry: Registry, name: str) -> None:
+def test_the_answer_is_the_selectors(asked_page: Any, registry: Registry, name: str) -> None:
     text = EXAMPLES[name].read_text(encoding="utf-8") if name in EXAMPLES else json.dumps(MADE[name])
     for gpu in GPUS:
-        shown = page.tab.evaluate(ANSWER, [text, gpu])
+        shown = asked_page.tab.evaluate(ANSWER, [text, gpu])
         for each in shown:
             each["kinds"] = [[kind["words"], kind["backends"], kind["reference"]] for kind in each["kinds"]]
         assert shown == expected(registry, json.loads(text), gpu)
@@ -369,8 +374,8 @@ def test_the_keyboard_pastes_a_configuration_on_any_screen(
     assert "gemma" not in page.hash
 
 
-def test_a_page_without_the_answers_has_no_place_to_paste(open_page: Any, models_data: Any) -> None:
-    page = open_page(Matrix(()), "#model=config.json", models=models_data)
+def test_a_page_without_the_answers_has_no_place_to_paste(open_page: Any, data: Any) -> None:
+    page = open_page(Matrix(()), "#model=config.json", models={**data, "pasted": None})
     assert page.tab.get_by_role("option", name="my own config.json").count() == 0
     assert (
         page.tab.locator("#sentence").inner_text().startswith("On an H100 with a bfloat16 cache, gpt-oss-20b")

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from catching import failures, variant
 from plain_attention import PlainImpl
+from slow_kits import slow_kit
 
 from attnplug.backends.torch_native.builder import TorchMetadataBuilder
 from attnplug.backends.torch_native.impl import TorchImpl
 from attnplug.core import AttentionCGSupport, Device, Phase, composite_backend
 from attnplug.core.composite.routing import Router
 from attnplug.core.composite.steps import StepKind, StepRange
-from attnplug.testing import parametrize_with_checks
 from attnplug.testing.conformance.builders import step_members
 from attnplug.testing.conformance.check import Check
 from attnplug.testing.conformance.declared import options
@@ -43,7 +43,7 @@ DECODES = variant("DECODES", builder=DecodesFirst, supported_phases=(Phase.DECOD
 PLAIN = variant("PLAIN", impl=PlainImpl, supported_kv_cache_layouts=lambda cls: ("HND",))
 
 
-@parametrize_with_checks(composite_backend(PREFILLS, DECODES), device="cpu")
+@slow_kit(composite_backend(PREFILLS, DECODES), device="cpu")
 def test_of_two_that_serve_one_phase_each(check: Check) -> None:
     check()
 
@@ -67,7 +67,7 @@ ROUTES = (
 ROUTED = composite_backend(PREFILLS, DECODES, ROUTES)
 
 
-@parametrize_with_checks(ROUTED, device="cpu")
+@slow_kit(ROUTED, device="cpu")
 def test_of_four_that_share_their_steps(check: Check) -> None:
     check()
 

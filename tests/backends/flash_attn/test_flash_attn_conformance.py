@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flash_attn_on_cpu import FlashAttn2OnCpu, FlashAttn3OnCpu, FlashAttn4OnCpu
+from slow_kits import slow_kit
 
 from attnplug.testing import parametrize_with_checks
 
@@ -12,7 +13,7 @@ def test_flash_attn_2(check):
     check()
 
 
-@parametrize_with_checks(FlashAttn3OnCpu, device="cpu")
+@slow_kit(FlashAttn3OnCpu, device="cpu")
 def test_flash_attn_3(check):
     check()
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 from flash_mla_on_cpu import FlashMLAOnCpu
-
-from attnplug.testing import parametrize_with_checks
+from slow_kits import slow_kit
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_flash_mla")]
 
 
-@parametrize_with_checks(FlashMLAOnCpu, device="cpu")
+@slow_kit(FlashMLAOnCpu, device="cpu")
 def test_on_a_cpu(check):
     check()

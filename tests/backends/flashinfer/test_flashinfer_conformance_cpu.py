@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from flashinfer_on_cpu import FlashInferFa3OnCpu, FlashInferOnCpu
+from slow_kits import slow_kit
 
 from attnplug.backends.flashinfer import planned_wrapper
-from attnplug.testing import parametrize_with_checks
 
 pytestmark = pytest.mark.usefixtures("fake_library")
 
@@ -17,12 +17,12 @@ def _only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned_wrapper, "_LEAST", 1 << 20)
 
 
-@parametrize_with_checks(FlashInferOnCpu, device="cpu")
+@slow_kit(FlashInferOnCpu, device="cpu")
 def test_fa2(check):
     check()
 
 
 @pytest.mark.slow
-@parametrize_with_checks(FlashInferFa3OnCpu, device="cpu")
+@slow_kit(FlashInferFa3OnCpu, device="cpu")
 def test_fa3(check):
     check()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from slow_kits import slow_kit
 from test_flashinfer_latent import LatentOnCpu
-
-from attnplug.testing import parametrize_with_checks
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fake_library")]
 
@@ -15,6 +14,6 @@ def fake_version() -> str:
     return "0.6.13"
 
 
-@parametrize_with_checks(LatentOnCpu, device="cpu")
+@slow_kit(LatentOnCpu, device="cpu")
 def test_on_a_cpu(check):
     check()

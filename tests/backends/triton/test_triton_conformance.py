@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton")
 
+from slow_kits import slow_kit
+
 from attnplug.backends.triton import TritonBackend
-from attnplug.testing import parametrize_with_checks
 
 ON_GPU = torch.cuda.is_available()
 INTERPRETER = {
@@ -18,8 +19,6 @@ INTERPRETER = {
 
 # Triton's interpreter takes maxima by numpy, which warns of rows of NaN. The case of strangers has such requests.
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")
-@parametrize_with_checks(
-    TritonBackend, device="cuda" if ON_GPU else "cpu", known_failures={} if ON_GPU else INTERPRETER
-)
+@slow_kit(TritonBackend, device="cuda" if ON_GPU else "cpu", known_failures={} if ON_GPU else INTERPRETER)
 def test_conformance(check):
     check()
