@@ -8,8 +8,8 @@ import triton.language as tl
 from attnplug.backends.triton.kernels.formats import (
     ROW_SCALES,
     SHIFT,
-    STEP,
     head_planes,
+    joined,
     open_rows,
     row_scales,
 )
@@ -99,25 +99,35 @@ def _open(
     FORMAT: tl.constexpr,
 ):
     there = tokens < BLOCK_SIZE
-    columns = tl.arange(0, WIDTH)[None, :]
     rows = tokens * HEADS + head
     if FORMAT is None:
-        # float16 has every 8-bit float, and GPUs convert to it fastest.
+        columns = tl.arange(0, WIDTH)[None, :]
         inside = there[:, None] & (columns < D)
         stored = planes + (block * stride_block + tokens * stride_token)[:, None] + columns
-        numbers = tl.load(stored, mask=inside, other=0.0).to(tl.float16)
-        tl.store(opened + (rows * D)[:, None] + columns, numbers.to(opened.dtype.element_ty), mask=inside)
+        # float16 has every 8-bit float, and GPUs convert to it fastest.
+        _store(opened + (rows * D)[:, None], tl.load(stored, mask=inside, other=0.0).to(tl.float16), there, D)
     else:
         low, high = open_rows(
             planes, block, tokens, stride_block, stride_token, there, D, WIDTH, True, FORMAT
         )
-        places = opened + (rows * D)[:, None] + columns * FORMAT[STEP]
-        SIZE: tl.constexpr = D // 2 if FORMAT[SHIFT] else D
-        inside = there[:, None] & (columns < SIZE)
-        tl.store(places, low.to(opened.dtype.element_ty), mask=inside)
-        if FORMAT[SHIFT]:
-            tl.store(places + FORMAT[SHIFT], high.to(opened.dtype.element_ty), mask=inside)
+        places = opened + (rows * D)[:, None]
+        if FORMAT[SHIFT] == 1:
+            # Halves beside each other are stored together: apart, each store would have 2 bytes of every 4.
+            _store(places, joined(low, high, FORMAT), there, D)
+        elif FORMAT[SHIFT]:
+            _store(places, low, there, D // 2)
+            _store(places + FORMAT[SHIFT], high, there, D // 2)
+        else:
+            _store(places, low, there, D)
         if FORMAT[ROW_SCALES]:
             scales = (opened + BLOCK_SIZE * HEADS * D).to(tl.pointer_type(tl.float32), bitcast=True)
             own = row_scales(planes, block, tokens, stride_block, there, True, FORMAT)
             tl.store(scales + rows, own, mask=there)
+
+
+@triton.jit
+def _store(places, numbers, there, SIZE: tl.constexpr):
+    """The first SIZE columns of rows that are `there`."""
+    columns = tl.arange(0, numbers.shape[1])[None, :]
+    numbers = numbers.to(places.dtype.element_ty)
+    tl.store(places + columns, numbers, mask=there[:, None] & (columns < SIZE))
