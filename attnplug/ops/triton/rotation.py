@@ -11,8 +11,14 @@ from attnplug.ops.triton.kernels.rotation import turn_kernel
 from attnplug.ops.triton.launch import BoundKernel, power_of_two
 
 _KERNEL: Any = turn_kernel
+# Each program loads the columns of the matrix that it multiplies with. Few rows need small tiles for enough programs, and many
+# rows large tiles, which load the matrix less often. TRITON refuses formats to layers with `invariance`, whose bits would differ.
 _TILE, _COLUMNS = 16, 64
-"""Rows of a program, and most columns."""
+"""Rows of a program, and its most columns, for few rows."""
+_MOST_ROWS, _MOST_ELEMENTS = 128, 1 << 14
+"""Most rows of a program for many rows, and most elements of them and of its columns of the matrix."""
+_LEAST_MANY = 1 << 14
+"""Rows that are many: most multiprocessors of a large GPU have a program of them."""
 
 
 class Rotation:
@@ -27,7 +33,7 @@ class Rotation:
 
     def __init__(self, matrix: torch.Tensor, factor: float, head_size: int) -> None:
         self.matrix, self.factor, self.head_size = matrix, factor, head_size
-        self._bound: dict[object, BoundKernel] = {}
+        self._bound: dict[object, tuple[BoundKernel, int, int]] = {}
 
     @staticmethod
     def of(codec: Any, device: torch.device) -> Rotation:
@@ -56,9 +62,26 @@ class Rotation:
         """
         if not requests or not tokens:
             return
-        form = rows.stride(), rows.dtype, output.stride(), output.dtype, rows.shape[1], back
-        kernel = self._bound.get(form)
-        if kernel is None:
+        given = rows, output, self.matrix, query_start_loc, requests
+        count = tokens * rows.shape[1]
+        kernel, tile, parts = self._launch(rows, output, back, count >= _LEAST_MANY)
+        if count >= _LEAST_MANY:
+            # A later step may have few rows, which those of a warm-up never have.
+            self._launch(rows, output, back, False)[0].compile(*given)
+        kernel((-(-count // tile), parts), *given)
+
+    def _launch(
+        self, rows: torch.Tensor, output: torch.Tensor, back: bool, is_many: bool
+    ) -> tuple[BoundKernel, int, int]:
+        """The kernel for such rows, the rows of a program, and the programs that share the columns of a row."""
+        form = rows.stride(), rows.dtype, output.stride(), output.dtype, rows.shape[1], back, is_many
+        found = self._bound.get(form)
+        if found is None:
+            side = self.matrix.shape[0]
+            tile, columns = _TILE, min(side, _COLUMNS)
+            if is_many:
+                most = max(_MOST_ELEMENTS // side, _TILE)
+                tile, columns = min(most, _MOST_ROWS), min(most, side)
             strides = self.matrix.stride()[::-1] if back else self.matrix.stride()
             values = {
                 **dict(zip(("stride_rt", "stride_rh"), rows.stride(), strict=False)),
@@ -67,22 +90,15 @@ class Rotation:
                 "factor": self.factor,
                 "HEADS": rows.shape[1],
                 "D": self.head_size,
-                "TILE": _TILE,
-                "BLOCK_D": self.matrix.shape[0],
-                "COLUMNS": min(self.matrix.shape[0], _COLUMNS),
+                "TILE": tile,
+                "BLOCK_D": side,
+                "COLUMNS": columns,
                 # Two terms have more bits than an output of 16 bits.
                 "PARTS": exact_parts(rows) if output.dtype == torch.float32 else min(exact_parts(rows), 2),
             }
-            kernel = self._bound[form] = BoundKernel(_KERNEL, 5, values, num_warps=4)
-        programs = -(-tokens * rows.shape[1] // _TILE)
-        kernel(
-            (programs, -(-self.matrix.shape[0] // _COLUMNS)),
-            rows,
-            output,
-            self.matrix,
-            query_start_loc,
-            requests,
-        )
+            kernel = BoundKernel(_KERNEL, 5, values, num_warps=8 if is_many else 4)
+            found = self._bound[form] = kernel, tile, side // columns
+        return found
 
 
 def exact_parts(rows: torch.Tensor) -> int:

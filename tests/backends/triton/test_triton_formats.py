@@ -114,6 +114,24 @@ def test_a_rotation_is_that_of_the_codec() -> None:
     assert (back[[0, 6]] == 7.0).all()
 
 
+@pytest.mark.parametrize("head_size", [64, 96, 256])
+def test_many_rows_are_turned_in_large_tiles(head_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec: Any = make_codec(kv_format("rotated4"), head_size)
+    monkeypatch.setattr("attnplug.ops.triton.rotation._LEAST_MANY", 300)
+    known = Rotation.of(codec, torch.device("cpu"))
+    rotation = Rotation(known.matrix, known.factor, head_size)
+    rows = torch.randn(100, 3, head_size, generator=torch.Generator().manual_seed(0))
+    # 99 tokens are few rows, and 100 are many.
+    starts = torch.tensor([0, 41, 99], dtype=torch.int32)
+    few, many = torch.empty_like(rows), torch.full_like(rows, 7.0)
+    rotation.turn(rows, few, starts, 2, 99)
+    rotation.turn(rows, many, starts, 2, 100)
+    torch.testing.assert_close(many[:99], codec.rotate(rows[:99]))
+    torch.testing.assert_close(many[:99], few[:99])
+    assert (many[99] == 7.0).all()
+    assert {tile for _, tile, _ in rotation._bound.values()} == {16, 64 if head_size == 256 else 128}
+
+
 def test_the_loop_in_registers_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row_tile(rows) for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 0]
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (9, 0))
