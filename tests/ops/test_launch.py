@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import types
@@ -9,9 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
+import attnplug
+from attnplug.backends.triton import builder
+from attnplug.core import LayerSpec
 from attnplug.ops.triton import launch
 from attnplug.ops.triton.launch import BoundKernel
+from attnplug.runtime import AttentionRuntime
 
 knobs = pytest.importorskip("triton").knobs
 
@@ -172,3 +178,28 @@ def test_a_watch_leaves_a_hook_that_another_has_put_over_it(monkeypatch: pytest.
         compile_now("a")
     compile_now("b")
     assert (found, len(told)) == (["a()"], 2)
+
+
+def test_what_triton_reads_once_is_read_before_the_first_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    cache = importlib.import_module("triton.runtime.cache")
+    monkeypatch.setattr(cache, "triton_key", lambda: read.append("files"))
+    launch._read_triton.cache_clear()
+    launch.prepare(torch.device("cpu"))
+    assert not read
+    for _ in range(2):
+        launch.prepare(torch.device("cuda", 0))
+    assert read == ["files"]
+    # Other versions have it elsewhere, and it is only about time.
+    launch._read_triton.cache_clear()
+    monkeypatch.delattr(cache, "triton_key")
+    launch.prepare(torch.device("cuda", 0))
+    launch._read_triton.cache_clear()
+
+
+def test_a_builder_of_triton_prepares_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[torch.device] = []
+    monkeypatch.setattr(builder, "prepare", found.append)
+    spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=64, dtype="float32")
+    AttentionRuntime(attnplug.plan({"a": spec}, "cpu", backend="TRITON", num_blocks=4))
+    assert found == [torch.device("cpu")]

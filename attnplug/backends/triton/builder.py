@@ -16,6 +16,7 @@ from attnplug.backends.triton.workspace import Workspace
 from attnplug.core.errors import BatchError
 from attnplug.core.metadata import AttentionCGSupport, AttentionMetadataBuilder, CommonAttentionMetadata
 from attnplug.ops.checks import check_indices, check_spans, check_step_tensors, check_table_width
+from attnplug.ops.triton.launch import prepare
 
 # Queries up to which a request is a decode, whose keys are divided: reading them takes longer than the products.
 _FEW_QUERIES = 16
@@ -37,6 +38,7 @@ class TritonMetadataBuilder(AttentionMetadataBuilder[TritonMetadata]):
         super().__init__(*args, **kwargs)
         self._init_reorder_batch_threshold(_FEW_QUERIES, supports_spec_as_decode=True)
         self._workspace = Workspace(self.config.max_num_seqs, self.device)
+        prepare(self.device)
 
     @property
     def build_key(self) -> Hashable:

@@ -24,7 +24,7 @@ from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.selected import SelectedMetadata
 from attnplug.ops.checks import check_step_tensors
-from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two, prepare
 
 
 def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> ShareLaunch:
@@ -162,6 +162,7 @@ class TritonMLABuilder(MLADecodeBuilder):
         super().__init__(*args, **kwargs)
         self._shares = Shares(self.config.max_num_seqs, self.device)
         self._steps = 0
+        prepare(self.device)
 
     def build_decode(self, common: CommonAttentionMetadata) -> LatentStep:
         """The step of the decodes."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -66,6 +67,19 @@ class BoundKernel:
             self._kernel.warmup(*given, *self._bound, grid=(1,), **self._options)
             # Only Triton's public launcher loads the binary.
             self._compiled[form] = None
+
+
+def prepare(device: torch.device) -> None:
+    """Do now what Triton does once in a process before its first kernel on a GPU, and what takes longest of it."""
+    if device.type == "cuda":
+        _read_triton()
+
+
+@functools.cache
+def _read_triton() -> None:
+    # A part of each key of its cache: Triton reads all of its own files for it, some 400 MB. Versions move the function.
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _form(given: tuple[Any, ...]) -> tuple[int, ...]:
