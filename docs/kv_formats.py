@@ -17,7 +17,7 @@ from attnplug.core.kv_format import KVFormat, kv_format
 from attnplug.testing.oracle import request_oracle, stored_values
 
 PAGE = Path(__file__).parent / "concepts" / "kv-formats.md"
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kv-formats-h200.json"
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 NAMES = ("bfloat16", "fp8_e4m3", "int8_token_head", "nvfp4", "rotated4")
 SIZE, TOKENS, QUERIES, KV_HEADS = 128, 2048, 8, 2
 
@@ -76,7 +76,7 @@ def declared(row: KVFormat) -> str:
 
 def speeds() -> Iterator[str]:
     """The measured times: microseconds, and in parentheses the ratio that each kind of step has."""
-    found = json.loads(RESULTS.read_text())
+    found = json.loads((RESULTS / "kv-formats-h200.json").read_text())
     yield f"Times on one {found['device']}, in microseconds. In parentheses, decodes have the time of bfloat16 over that of the format;"
     yield "prompts and writes have that of the format over that of `fp8_e4m3`."
     yield ""
@@ -88,6 +88,24 @@ def speeds() -> Iterator[str]:
         yield f"| {row['cell']} | {cells} |"
 
 
+def engine() -> Iterator[str]:
+    """What the example engine measured over each format."""
+    found = json.loads((RESULTS / "format-engine-h200.json").read_text())
+    heads = " | ".join(
+        f"{load}: tokens a second | last first token | equal first tokens" for load in found["loads"]
+    )
+    yield f"| `kv_cache_dtype` | tokens in 64 GB | {heads} |"
+    yield f"|---|---:|{'---:|' * 3 * len(found['loads'])}"
+    by_name = zip(*(each.values() for each in found["loads"].values()), strict=True)
+    for name, loads in zip(NAMES, by_name, strict=True):
+        cells = [
+            f"{each['tokens a second']:,.0f} ({each['tokens a second, ratio']:.2f}) | "
+            f"{each['first token, s']['last']:.2f} s | {each['equal tokens']['share of first tokens']:.0%}"
+            for each in loads
+        ]
+        yield f"| `{name}` | {loads[0]['tokens in 64 GB']:,} | {' | '.join(cells)} |"
+
+
 def replaced(text: str, name: str, lines: Iterator[str]) -> str:
     """A page with lines between the marks of a name."""
     start, end = f"<!-- {name} -->", "<!-- end -->" if name == "table" else f"<!-- end {name} -->"
@@ -96,4 +114,7 @@ def replaced(text: str, name: str, lines: Iterator[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(replaced(replaced(PAGE.read_text(), "table", table()), "speed", speeds()))
+    page = PAGE.read_text()
+    for name, lines in {"table": table, "speed": speeds, "engine": engine}.items():
+        page = replaced(page, name, lines())
+    PAGE.write_text(page)
