@@ -235,6 +235,17 @@ def test_within_the_noise_and_slower_at_one_step_nothing_changes():
     assert by_times(*cells).steps == ()
 
 
+@pytest.mark.parametrize(("slow", "found"), [(115, ["prefill query ..300"]), (400, [])])
+def test_a_range_gains_more_than_it_loses(slow, found):
+    decision = by_times(
+        ("prefill 64 x 40", {"P": 226, "S": 100}),
+        ("prefill 16 x 64 of 8k", {"P": 100, "S": slow}),
+        ("prefill 32 x 300", {"P": 124, "S": 100}),
+    )
+    short = [str(each.steps) for each in decision.steps if each.steps.query[1] != 40]
+    assert short == found
+
+
 def test_long_prompts_may_have_another_backend_too():
     decision = by_times(
         ("prefill 16 x 1k", {"P": 50, "D": 100, "S": 100}), ("prefill 1 x 16k", {"P": 104, "D": 100, "S": 90})

@@ -146,7 +146,7 @@ class _Reader:
         for place in sorted(sizes, key=lambda place: getattr(sizes[place], name)):
             groups.setdefault(getattr(sizes[place], name), []).append(place)
         for is_below, ordered in ((True, list(groups)), (False, list(reversed(groups)))):
-            limit, most, total, seen = None, 0.0, 0.0, list[int]()
+            limit, most, total, seen, within = None, 0.0, 0.0, list[int](), list[int]()
             for number in ordered:
                 if any(place not in other.rows for place in groups[number]):
                     break
