@@ -42,6 +42,11 @@ def test_triton_ranks_short_prompts_before_flash_attention_4(size: int, found: l
     assert ranges(TritonBackend, spec, AMPERE) == ranges(TritonBackend, spec, CPU) == []
 
 
+@pytest.mark.parametrize("fields", [{"logits_soft_cap": 50.0}, {"has_alibi": True}, {"dtype": "float32"}])
+def test_longer_prefills_of_the_slower_kernel_are_not_ranked_first(fields: dict[str, object]) -> None:
+    assert ranges(TritonBackend, layer(**fields)) == ["prefill query ..384: 243"]
+
+
 def test_drafts_that_run_on_prefill_kernels_are_ranked_as_what_they_are() -> None:
     spec = layer()
     assert ranges(FlashInferBackend, spec) == ["draft: 205"]

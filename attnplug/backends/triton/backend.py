@@ -133,15 +133,12 @@ class TritonBackend(AttentionBackend):
         # ends where the margin is large.
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return ()
-        if 96 <= spec.head_size <= 128:
-            ranges: list[dict[str, Limits]] = [
-                {"query": (1, 384)},
-                {"query": (385, 1024), "requests": (2, None)},
-            ]
-        else:
-            ranges = [{"query": (1, 128)}]
-            if spec.head_size == 64:
-                ranges.append({"query": (129, 384), "requests": (4, None)})
+        middle = 96 <= spec.head_size <= 128
+        ranges: list[dict[str, Limits]] = [{"query": (1, 384 if middle else 128)}]
+        if middle and has_specialized_prefill(spec):
+            ranges.append({"query": (385, 1024), "requests": (2, None)})
+        elif spec.head_size == 64:
+            ranges.append({"query": (129, 384), "requests": (4, None)})
         return tuple(StepPriority(StepRange(StepKind.PREFILL, **each), 243) for each in ranges)
 
     @classmethod

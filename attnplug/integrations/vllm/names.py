@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -22,22 +21,12 @@ def register_names() -> None:
         for each, module in ((name, "backends"), (latent, "latent_backends")):
             if each not in AttentionBackendEnum.__members__:
                 _add(each, f"{_FOLDER}.{module}.{each}")
-                _travel_by_name(AttentionBackendEnum[each], each)
 
 
 def backend_named(name: str) -> Any:
     """The member of vLLM's enum with one of these names, also in a process where nobody has registered them."""
     register_names()
     return AttentionBackendEnum[name]
-
-
-def _travel_by_name(member: Any, name: str) -> None:
-    # vLLM's processes read the engine's configuration before they load plugins. Pickle looks for a value there, which
-    # the enum lacks until then.
-    def reduce(protocol: object) -> tuple[Callable[[str], Any], tuple[str]]:
-        return backend_named, (name,)
-
-    member.__reduce_ex__ = reduce
 
 
 def _add(name: str, path: str) -> None:
@@ -48,6 +37,8 @@ def _add(name: str, path: str) -> None:
     # Versions without names of others have one place for them all; a member is what later versions make.
     member = object.__new__(enum)
     member._name_, member._value_ = name, path
+    # Processes read the engine's configuration before they load plugins, when the enum has no such value for pickle.
+    member.__reduce_ex__ = lambda protocol: (backend_named, (name,))
     setattr(enum, name, member)
     enum._member_map_[name] = member
     enum._value2member_map_[path] = member
