@@ -297,7 +297,7 @@ def test_bad_usage_exits_with_2_and_says_what_is_meant(command, no_workers, args
     [
         (
             ("TROCH",),
-            "NAME='TROCH' is not a backend; loaded are FLASHINFER, FLASH_ATTN, FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, TORCH, TRITON; did you mean TORCH or TRITON?",
+            "NAME='TROCH' is not a backend; loaded are FLASHINFER, FLASH_ATTN, FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4, FLASH_MLA, TORCH, TRITON; did you mean TORCH or TRITON?",
         ),
         (("TORCH", "--device", "sm35"), "TORCH does not run here on sm35: this machine has no sm35"),
     ],

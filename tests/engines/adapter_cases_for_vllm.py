@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import inspect
+import pickle
 import re
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -18,6 +21,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym, kNvfp4Dynamic
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.attention.backends import utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SinkFullAttentionSpec
 
 import attnplug
@@ -30,6 +34,7 @@ from attnplug.core.metadata import AttentionMetadata as OurMetadata
 from attnplug.core.spec import Phase
 from attnplug.integrations.vllm import builder as builder_module
 from attnplug.integrations.vllm import latent as latent_module
+from attnplug.integrations.vllm import register
 from attnplug.integrations.vllm.backends import backend_class
 from attnplug.integrations.vllm.builder import Builder
 from attnplug.integrations.vllm.impl import HAS_CACHE_SHAPE
@@ -771,3 +776,17 @@ def test_outputs_of_8_bits_are_refused_by_backends_that_do_not_write_them(
         AttnplugError, match=r"was not offered: TORCH writes no outputs of torch.float8_e4m3fn"
     ):
         attended(one, torch.tensor(0.02))
+
+
+@pytest.mark.parametrize("name", ["ATTNPLUG", "ATTNPLUG_TORCH_MLA"])
+def test_names_reach_processes_that_have_loaded_no_plugin(name: str) -> None:
+    register()
+    sent = pickle.dumps(AttentionBackendEnum[name])
+    asked = (
+        f"import pickle; found = pickle.loads({sent!r}); "
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum as names; "
+        f"print(found is names[{name!r}], found.get_path())"
+    )
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    module = "latent_backends" if name.endswith("MLA") else "backends"
+    assert done.stdout.split() == ["True", f"attnplug.integrations.vllm.{module}.{name}"]

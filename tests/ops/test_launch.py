@@ -13,8 +13,7 @@ import pytest
 import torch
 
 import attnplug
-from attnplug.backends.triton import builder
-from attnplug.core import LayerSpec
+from attnplug.core import LayerSpec, StateDims
 from attnplug.ops.triton import launch
 from attnplug.ops.triton.launch import BoundKernel
 from attnplug.runtime import AttentionRuntime
@@ -197,9 +196,15 @@ def test_what_triton_reads_once_is_read_before_the_first_kernel(monkeypatch: pyt
     launch._read_triton.cache_clear()
 
 
-def test_a_builder_of_triton_prepares_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["builder", "state.builder"])
+def test_builders_of_triton_prepare_their_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(f"attnplug.backends.triton.{kind}")
     found: list[torch.device] = []
-    monkeypatch.setattr(builder, "prepare", found.append)
-    spec = LayerSpec(num_heads=4, num_kv_heads=1, head_size=64, dtype="float32")
-    AttentionRuntime(attnplug.plan({"a": spec}, "cpu", backend="TRITON", num_blocks=4))
+    monkeypatch.setattr(module, "prepare", found.append)
+    sizes = {"num_heads": 4, "num_kv_heads": 1, "head_size": 64}
+    if kind == "state.builder":
+        sizes |= {"num_heads": 1, "state": StateDims(rule="linear", decay="head")}
+    spec = LayerSpec(dtype="float32", **sizes)
+    rule, given = ("state=TRITON", {"num_states": 2}) if spec.state else ("TRITON", {"num_blocks": 4})
+    AttentionRuntime(attnplug.plan({"a": spec}, "cpu", backend=rule, **given))
     assert found == [torch.device("cpu")]

@@ -59,17 +59,16 @@ class FlashMLABackend(MLADecodeBackend):
         # 0.94, with 32 heads 0.96 and 0.99, but one request of 8k takes 1.58 there: see mla-flash-mla-h200.json. TRITON
         # declares such steps. With 16 and 20 heads decodes take 0.97 to 1.00, and one request 1.97. Latents of 8 bits have
         # rounded queries, which a user shall ask for. The sparse kernel is not measured.
-        is_faster = spec.num_heads >= 32 and spec.sparse is None and not spec.has_quantized_kv_cache
-        return 120 if is_faster else 90
+        return 120 if spec.num_heads >= 32 and _is_dense_of_16_bits(spec) else 90
 
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
         """110, before TRITON, for drafts of at least three requests with 16 to 31 heads in 16 bits."""
         # Queries share a tile as heads do. 20 requests of 3 tokens take 0.88 of TRITON's time with 16 heads, 8 and 64 of 4
         # take 0.89 and 0.94: see step-choice-h200.json and mla-flash-mla-h200.json. One and two were not measured.
-        if not 16 <= spec.num_heads < 32 or spec.sparse is not None or spec.has_quantized_kv_cache:
-            return ()
-        return (StepPriority(StepRange(StepKind.DRAFT, requests=(3, None)), 110),)
+        if 16 <= spec.num_heads < 32 and _is_dense_of_16_bits(spec):
+            return (StepPriority(StepRange(StepKind.DRAFT, requests=(3, None)), 110),)
+        return ()
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:
@@ -146,3 +145,8 @@ def _sparse_problem(spec: LayerSpec) -> str | None:
     if spec.num_heads > _SPARSE_HEADS[-1]:
         return f"num_heads={spec.num_heads} is more than {_SPARSE_HEADS[-1]} of FlashMLA's sparse kernel"
     return None
+
+
+def _is_dense_of_16_bits(spec: LayerSpec) -> bool:
+    """Whether a layer is of the kind whose times were measured."""
+    return spec.sparse is None and not spec.has_quantized_kv_cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -15,6 +15,7 @@ from attnplug.core.metadata import (
     CommonAttentionMetadata,
 )
 from attnplug.ops.checks import check_indices
+from attnplug.ops.triton.launch import prepare
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -40,6 +41,10 @@ class TritonStateBuilder(AttentionMetadataBuilder[TritonStateMetadata]):
     """Builds TritonStateMetadata; it takes batches in any order, and reads nothing back from the device."""
 
     cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare(self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
