@@ -45,10 +45,21 @@ def test_a_tower_that_was_not_read_says_so_with_the_reason(select):
 
 
 def test_layers_of_another_kind_are_no_attention(select):
-    text = " ".join(select(JAMBA).out.split())
+    text = " ".join(select(JAMBA, "--for", "transformers").out.split())
 
-    assert "not attention: 2 x mamba" in text
+    assert "not attention: 2 x mamba (0, 2) transformers runs 2 layers that keep a state" in text
     assert "not read" not in text
+
+
+def test_layers_whose_states_attnplug_computes_have_backends(select):
+    outcome = select(JAMBA)
+
+    rows = [line.split() for line in outcome.out.splitlines() if line.endswith(" -")]
+    assert rows == [
+        ["2", "0,", "2", "128/128", "1", "state", "conv", "of", "4", "silu", "TORCH", "-"],
+        ["2", "0,", "2", "128/1", "16", "state", "linear,", "decay", "per", "row", "TORCH", "-"],
+    ]
+    assert "not attention" not in outcome.out
 
 
 def test_blocks_of_a_sequential_that_is_iterated_are_layers(select):

@@ -94,6 +94,12 @@ def test_a_range_covers_those_whose_steps_it_has(one, other, numbers):
             "prefills with 2 to 9 new tokens in the longest request, at most 3 requests and at least 4 new tokens",
         ),
         (StepRange(StepKind.DECODE, rows=(5, None)), "decode rows 5..", "decodes with at least 5 new tokens"),
+        (StepRange(StepKind.DECODE, requests=(1, 1)), "decode requests ..1", "decodes with 1 request"),
+        (
+            StepRange(StepKind.MIXED, query=(1, 1), requests=(2, 2), keys=(7, 7)),
+            "mixed query ..1 requests 2..2 keys 7..7",
+            "mixed steps with 1 new token a request, 2 requests and 7 tokens in the longest request",
+        ),
     ],
 )
 def test_a_range_is_said_in_text_and_in_words(steps, text, words):

@@ -184,6 +184,10 @@ def _limit_in_words(name: str, least: int, most: int | None) -> str:
     if name in _OF_REQUESTS:
         # Of the longest request all have at most as many.
         of = " a request" if least == 1 else " in the longest request"
+    if most == 1:
+        return f"1 {what[:-1]}{of}"
+    if most == least:
+        return f"{most} {what}{of}"
     if most is None:
         return f"at least {least} {what}{of}"
     return f"at most {most} {what}{of}" if least == 1 else f"{least} to {most} {what}{of}"
