@@ -1,22 +1,30 @@
 """Whether backends can share one KV cache: equal shape, strides, split and block size.
 
-The options of a composite: those of all members, each prefixed by its phase, or its place.
+The declarations of a composite, and its options: those of all members, each prefixed by its phase, or its place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
+import operator
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnplug.core.blocks import MultipleOf
+from attnplug.core.composite.pair import in_each, of_each
+from attnplug.core.dtypes import bare_dtype_name
+from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer
 from attnplug.core.reasons import Reason
+from attnplug.core.validation import depends_on_capability, stored_dtypes
 
 if TYPE_CHECKING:
     from attnplug.core.backend import AttentionBackend
+    from attnplug.core.composite.backend import CompositeBackend
+    from attnplug.core.composite.pair import Routes
     from attnplug.core.device import Device
     from attnplug.core.spec import LayerSpec
 
@@ -122,6 +130,37 @@ def _both(pair: _Pair) -> str:
 
 def _listed(items: Sequence[object]) -> str:
     return ", ".join(map(str, items)) or "none"
+
+
+def declared_by(every: Sequence[type[AttentionBackend]], routes: Routes) -> dict[str, Any]:
+    """The attributes of a composite of some members, but those of its halves: what all of them declare."""
+    dtypes = (
+        [bare_dtype_name(each, "supported_dtypes") for each in found]
+        for found in of_each("supported_dtypes", every)
+    )
+    served = functools.reduce(operator.and_, of_each("features", every))
+    # Prompts and decodes of two backends have other bits, so a row depends on the member that computes it. With
+    # routes, that member depends on the other requests too.
+    lost = {"rows", "batch"} if routes else {"rows"}
+    kept = tuple(word for word in in_each(*of_each("supported_invariances", every)) if word not in lost)
+    if routes and not kept:
+        served &= ~Feature.INVARIANCE
+    attributes: dict[str, Any] = {
+        "routes": routes,
+        "supported_dtypes": in_each(*dtypes),
+        "supported_kv_cache_dtypes": in_each(*map(stored_dtypes, every)),
+        "features": served,
+        "supported_sparse_kinds": in_each(*of_each("supported_sparse_kinds", every)),
+        "supported_invariances": kept,
+        "serves_dense": all(of_each("serves_dense", every)),
+    }
+    if any(map(depends_on_capability, every)):
+
+        def supports(cls: type[CompositeBackend], capability: Any) -> bool:
+            return cls._both_answer("supports_compute_capability", capability)
+
+        attributes["supports_compute_capability"] = classmethod(supports)
+    return attributes
 
 
 def composite_options(name: str, members: Mapping[str, type[AttentionBackend]]) -> type[Any] | None:

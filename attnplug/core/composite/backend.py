@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,23 +12,18 @@ from attnplug.core.composite.agreement import (
     common_block_sizes,
     common_layouts,
     composite_options,
+    declared_by,
     disagreements,
 )
+from attnplug.core.composite.latents import bind_prefill, latent_halves
 from attnplug.core.composite.pair import Routes, in_each, make_pair, members_of, of_each, said_by
 from attnplug.core.composite.steps import StepKind, StepRange, join_routes
-from attnplug.core.dtypes import bare_dtype_name
 from attnplug.core.errors import LayoutError, SpecError
 from attnplug.core.features import Feature
 from attnplug.core.interface.answers import answer, declared, serving_class
 from attnplug.core.reasons import Reason
 from attnplug.core.spec import AttentionType, LayerSpec, Phase
-from attnplug.core.validation import (
-    accepts_blocks,
-    depends_on_capability,
-    reads_blocks,
-    stored_dtypes,
-    validate,
-)
+from attnplug.core.validation import accepts_blocks, reads_blocks, validate
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +45,7 @@ class CompositeBackend(AttentionBackend):
     decode: ClassVar[type[AttentionBackend]]
     """Serves decodes, and writes the KV cache in both phases."""
     is_latent: ClassVar[bool] = False
-    """Whether its members decode latents; see `latents`."""
+    """Whether its members decode latents, each with the expanded prefill of one half."""
     routes: ClassVar[Routes] = ()
     """Ranges of steps, each with the member that serves them; the first that has a step decides."""
 
@@ -98,10 +92,11 @@ class CompositeBackend(AttentionBackend):
         """With latent attention, the decoding members with the prefilling half for their expanded prefill."""
         if spec.mla is None or spec.sparse is not None or cls.is_latent:
             return cls
-        # Imported late, because it imports this module.
-        from attnplug.core.composite.latents import latent_class
-
-        return latent_class(cls, spec) or cls
+        halves = latent_halves(cls.prefill, cls.decode, cls.routes, spec)
+        if halves is None:
+            return cls
+        prefill, decode, routes = halves
+        return _latents(*halves, cls.get_name()) if routes else bind_prefill(decode, prefill)
 
     @classmethod
     def get_impl_cls(cls) -> type[CompositeImpl]:
@@ -346,32 +341,36 @@ def _composed(
     return made
 
 
-def declared_by(every: Sequence[type[AttentionBackend]], routes: Routes) -> dict[str, Any]:
-    """The attributes of a composite of some members, but those of its halves: what all of them declare."""
-    dtypes = (
-        [bare_dtype_name(each, "supported_dtypes") for each in found]
-        for found in of_each("supported_dtypes", every)
-    )
-    served = functools.reduce(operator.and_, of_each("features", every))
-    # Prompts and decodes of two backends have other bits, so a row depends on the member that computes it. With
-    # routes, that member depends on the other requests too.
-    lost = {"rows", "batch"} if routes else {"rows"}
-    kept = tuple(word for word in in_each(*of_each("supported_invariances", every)) if word not in lost)
-    if routes and not kept:
-        served &= ~Feature.INVARIANCE
+def latent_composite(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend], routes: Routes
+) -> type[CompositeBackend]:
+    """The composite of classes that decode latents, and of one that attends expanded keys: `for_layer` with routes."""
+    names = [answer(each, "get_name") for each in (prefill, decode)]
+    others = (answer(member, "get_name") for _, member in routes)
+    name = "+".join((*names, *dict.fromkeys(each for each in others if each not in names)))
+    return _latents(prefill, decode, routes, name)
+
+
+# Cached, because `for_layer` must give the same class each time.
+@functools.cache
+def _latents(
+    prefill: type[AttentionBackend], decode: type[AttentionBackend], routes: Routes, name: str
+) -> type[CompositeBackend]:
+    half = bind_prefill(decode, prefill)
+    own = tuple((steps, bind_prefill(member, prefill)) for steps, member in routes)
+    every = members_of(half, half, own)
     attributes: dict[str, Any] = {
-        "routes": routes,
-        "supported_dtypes": in_each(*dtypes),
-        "supported_kv_cache_dtypes": in_each(*map(stored_dtypes, every)),
-        "features": served,
-        "supported_sparse_kinds": in_each(*of_each("supported_sparse_kinds", every)),
-        "supported_invariances": kept,
-        "serves_dense": all(of_each("serves_dense", every)),
+        **declared_by(every, own),
+        "is_latent": True,
+        "prefill": half,
+        "decode": half,
+        "supported_phases": tuple(Phase),
+        "device_types": in_each(*of_each("device_types", every)),
     }
-    if any(map(depends_on_capability, every)):
-
-        def supports(cls: type[CompositeBackend], capability: Any) -> bool:
-            return cls._both_answer("supports_compute_capability", capability)
-
-        attributes["supports_compute_capability"] = classmethod(supports)
-    return attributes
+    # A sparse layer is served by a class of its own, which decodes each query.
+    attributes["features"] &= ~(Feature.SPARSE | Feature.INVARIANCE)
+    doc = "Decodes latents on {decode} and prefills expanded K and V on {prefill}; routes give decodes to others."
+    made: type[CompositeBackend]
+    made = make_pair(latent_composite, prefill, decode, CompositeBackend, name, doc, routes, **attributes)
+    made.Options = composite_options(name, made.members())
+    return made
