@@ -60,7 +60,7 @@ def test_damaged_cases_are_searched_for_again(written: bytes, searches: list[str
 
 
 def test_a_listing_brings_the_cases_of_each_target_to_the_workers(searches: list[str]) -> None:
-    made = list_checks(SuiteRequest("TORCH", only=("correct/*", "mla/correct/*")), 100)
+    made = list_checks(SuiteRequest("TORCH", only=("correct/*", "mla/correct/*", "state/*")), 100)
     assert isinstance(made, Listing)
     target = Target(TorchBackend, Device("cpu"), designs=Designs(made.designs))
     ids = [check.id for check in listing.target_checks(target)]

@@ -107,6 +107,11 @@ GROUPS: Mapping[Callable[[Target], Iterator[Check]], bool] = {
     gpu.graph_checks: True,
     state_checks.checks: True,
 }
+"""Functions that list the checks of a target, always the same in the same order.
+
+Of classes that serve other layers under the backend's name, those with True are listed: the others check what the
+backend declares for all its layers, or its process.
+"""
 STATE_GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
     attributes.checks,
     stable_answers.checks,
@@ -116,11 +121,6 @@ STATE_GROUPS: tuple[Callable[[Target], Iterator[Check]], ...] = (
     state_checks.checks,
 )
 """The functions for a class that serves layers with a state, and so no attention."""
-"""Functions that list the checks of a target, always the same in the same order.
-
-Of classes that serve other layers under the backend's name, those with True are listed: the others check what the
-backend declares for all its layers, or its process.
-"""
 # The area, the first word of all ids, of groups that search for their checks.
 _SLOW_TO_LIST: dict[Callable[[Target], Iterator[Check]], str] = {correctness.checks: "correct"}
 
