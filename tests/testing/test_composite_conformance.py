@@ -25,6 +25,7 @@ from attnplug.testing.conformance.declared import options
 from attnplug.testing.conformance.listing import GROUPS
 from attnplug.testing.conformance.numbers import correctness, requests
 from attnplug.testing.conformance.serving import gpu
+from attnplug.testing.conformance.states import state_checks
 from attnplug.testing.conformance.target import Target
 
 
@@ -181,6 +182,7 @@ def test_every_group_of_checks_asks_composites_something() -> None:
         step_members.checks,
         gpu.checks,
         gpu.graph_checks,
+        state_checks.checks,
     ]
     routed = Target(ROUTED, Device("cpu"))
     assert [group for group in silent if list(group(routed))] == [step_members.checks]
