@@ -25,8 +25,10 @@ def test_the_smoke_level_of_the_kit_needs_few_modules() -> None:
     assert "fa2 for head size 64, float16 over float16" in modules
     assert "fa3 for head size 64, float16 over float16, window, sinks" in modules
     assert "fa2 for head size 64, float16 over float8_e4m3fn" in modules
-    # A minute or more each on one processor.
-    assert len(modules) < 20
+    # A minute or more each on one processor. Eight keys of single features, and the kit's six compile keys, whose
+    # plainest is among the eight. Keys of 16 bits have both templates.
+    keys = {line.partition(" ")[2] for line in modules if "latents" not in line}
+    assert len(keys) <= 8 + 5
     # The option says nothing of decodes over latents.
     others = [line for line in listed("--kit", "smoke", "--prefill", "fa2") if "latents" not in line]
     assert not any(line.startswith("fa3") for line in others)
