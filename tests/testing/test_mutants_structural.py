@@ -59,8 +59,9 @@ def named(mutant: Mutant) -> str:
 
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Leaves the process as it was, also where the kit cannot set a value back, and has a home of its own."""
+    """Leaves the process as it was, also where the kit cannot set a value back; has folders of its own to write to."""
     (tmp_path / "home").mkdir()
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # Tests begin with what was imported frozen, and a backend that freezes would change nothing.
