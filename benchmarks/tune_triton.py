@@ -116,9 +116,7 @@ def prefill_candidates(cell: Cell) -> list[Any]:
         if memory(launch, width) <= SHARED_MEMORY
     ]
     found += [
-        PrefillLaunch(128, 64, 8, 3, Specialized(*tile, turns))
-        for tile in SPECIALIZED.get(tile_side(size), ())
-        for turns in (False, True)
+        PrefillLaunch(128, 64, 8, 3, Specialized(*tile)) for tile in SPECIALIZED.get(tile_side(size), ())
     ]
     if cell.kind == "extend":
         # Extends may divide their keys instead.
@@ -147,8 +145,12 @@ TILES = {
         (64, 32, 8, 2),
     ),
 }
-# Keys and stages of the kernel with specialised warps, by its columns.
-SPECIALIZED = {64: ((128, 2), (128, 3), (64, 4)), 128: ((128, 2), (64, 3)), 256: ((64, 2),)}
+# Keys, stages and groups of the kernel with specialised warps, by a power of two of columns.
+SPECIALIZED = {
+    64: ((128, 2, 2), (128, 3, 2), (64, 3, 2), (64, 4, 3), (64, 3, 3)),
+    128: ((128, 2, 2), (64, 3, 2), (64, 3, 3), (64, 4, 3)),
+    256: ((64, 2, 2), (64, 3, 2), (32, 4, 2)),
+}
 SHORT_TILES = {
     512: (
         (64, 64, 4, 2),

@@ -13,6 +13,7 @@ from attnplug.backends.triton.layout import (
     head_tiles,
     least_memory,
     tile_side,
+    window_class,
 )
 from attnplug.core.backend import AttentionBackend
 from attnplug.core.blocks import MultipleOf
@@ -119,7 +120,8 @@ class TritonBackend(AttentionBackend):
             return 100
         prefill = 210
         if device.capability == (9, 0) and has_specialized_prefill(spec):
-            prefill = 242 if spec.head_size == 64 and 0 <= spec.window[0] < 128 else 222
+            is_short = spec.head_size == 64 and 0 <= spec.window[0] < 128
+            prefill = 242 if is_short or spec.logits_soft_cap else 222
         return {Phase.PREFILL: prefill, Phase.DECODE: 245, None: (prefill + 246) // 2}[phase]
 
     @classmethod
@@ -185,7 +187,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
-        """The compiled-in values: sizes, dtypes and features; windows, caps and lengths are not."""
+        """The compiled-in values: sizes, dtypes, features and classes of windows; lengths and most caps are not."""
         if _INTERPRETED:
             return None
         return (
@@ -197,6 +199,8 @@ class TritonBackend(AttentionBackend):
             spec.block_size,
             spec.required_features(),
             spec.invariance,
+            window_class(spec.window[0]),
+            has_specialized_prefill(spec),
         )
 
     @classmethod

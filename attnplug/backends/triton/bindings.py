@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -29,13 +30,20 @@ from attnplug.backends.triton.launch import (
     partial_sums,
     prefill_launch,
 )
-from attnplug.backends.triton.layout import fixed_tile, head_tiles, tile_side, value_parts
-from attnplug.backends.triton.opened import Opened
+from attnplug.backends.triton.layout import (
+    fixed_tile,
+    has_specialized_prefill,
+    head_tiles,
+    specialized_tiles,
+    tile_side,
+    value_parts,
+)
+from attnplug.backends.triton.opened import Opened, may_round
 from attnplug.backends.triton.registers import RegisterLaunch, register_kernel, register_launch, row_tile
-from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares
+from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares, pair_values
 from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.specialized import (
-    ROWS,
+    WIDEST_TURNED,
     is_aligned,
     is_near,
     programs,
@@ -64,7 +72,7 @@ class Prefill(NamedTuple):
 
     kernel: BoundKernel
     tokens: int
-    """Queries per tile."""
+    """Queries per tile; with specialised warps rows, because such tiles may end between the heads of a query."""
     is_specialized: bool = False
     """Whether the kernel has specialised warps, and asks for its tiles."""
     parts: int = 1
@@ -84,6 +92,7 @@ class BoundLayer:
         scales: of stored keys and values; with `head_scales` float32 `[Hkv]`, those of keys times the softmax scale.
         paged: whether keys are read from pages, and not given with the call.
         form: FORMAT of opened pages whose rows have scales.
+        numbers: NUMBERS of the prefill kernel with specialised warps, for opened pages of numbers.
     """
 
     def __init__(
@@ -97,6 +106,7 @@ class BoundLayer:
         scales: tuple[Any, Any],
         paged: bool = True,
         form: tuple[Any, ...] | None = None,
+        numbers: int = 0,
     ) -> None:
         self.kv_heads = spec.num_kv_heads
         self.group = spec.num_heads // spec.num_kv_heads
@@ -108,12 +118,15 @@ class BoundLayer:
             # The kernels read and write turned rows, in buffers of their own.
             q_strides = out_strides = (spec.num_heads * spec.head_size, spec.head_size, 1)
         k_scale, v_scale = opened_scale(spec, scales) if paged else scales
-        self._reach, self._tensors, self._scales = reach, tensors, scales
+        self.reach, self._tensors, self._scales = reach, tensors, scales
         self._form = form
-        self._over_opened: tuple[object, BoundLayer] | None = None
-        self._gpu = gpu_of(query.device)
+        self._over_opened: dict[bool, tuple[object, BoundLayer]] = {}
+        self._gpu, self._device = gpu_of(query.device), query.device
         self._spec = spec
         self._widest = max(spec.head_size, spec.head_size_v)
+        if numbers == 2:
+            # The kernel turns whole tiles.
+            self._widest = tile_side(self._widest)
         self._itemsize = compute_dtype(spec).itemsize
         # Layers that ask for equal bits have splits of keys at fixed places, and tiles of equally many keys.
         self._tile = fixed_tile(self._widest, self._itemsize) if spec.invariance else None
@@ -148,6 +161,7 @@ class BoundLayer:
             "FIXED": self._tile is not None,
             "EVEN": "rows" not in spec.invariance,
             "FORMAT": None,
+            "NUMBERS": numbers,
             **limit_switches(reach),
         }
         self._shares: dict[object, ShareDecode] = {}
@@ -158,15 +172,36 @@ class BoundLayer:
         self, opened: Opened, query: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> BoundLayer:
         """This layer over opened pages; `lse` counts if the layer was bound with one."""
+        has_numbers = opened.powers is not None
         key = opened.form, query.stride(), output.stride()
-        if self._over_opened is None or self._over_opened[0] != key:
-            # Numbers without scales of rows are those of a cache of the layer's dtype.
+        known = self._over_opened.get(has_numbers)
+        if known is None or known[0] != key:
+            # Numbers without scales of rows are those of a cache of the layer's dtype, or of float16.
             spec = self._spec if opened.form else dataclasses.replace(self._spec, kv_cache_dtype="auto")
+            if has_numbers:
+                spec = dataclasses.replace(spec, dtype="float16")
             scales = self._scales if opened.form else opened_scale(self._spec, self._scales)
+            numbers = self.numbers if has_numbers else 0
+            if numbers == 2 and self.rotation is not None:
+                # The kernel multiplies rows with the matrix of the rotation alone.
+                scales = scales[0] * self.rotation.factor, scales[1] * self.rotation.factor
             given = query, output, lse if self._values["HAS_LSE"] else None
-            made = BoundLayer(spec, self._tensors, self._reach, *given, scales, form=opened.form)
-            self._over_opened = key, made
-        return self._over_opened[1]
+            made = BoundLayer(
+                spec, self._tensors, self.reach, *given, scales, form=opened.form, numbers=numbers
+            )
+            known = self._over_opened[has_numbers] = key, made
+        return known[1]
+
+    @functools.cached_property
+    def numbers(self) -> int:
+        """How prefills read pages that are opened as numbers, as NUMBERS of their kernel; 0 if they do not."""
+        spec = dataclasses.replace(self._spec, dtype="float16", kv_cache_dtype="auto")
+        has_kernel = has_specialized_prefill(spec) and specialized_kernel(self._device) is not None
+        if not (may_round(self._spec) and has_kernel):
+            return 0
+        if self.rotation is None:
+            return 1
+        return 2 if self.rotation.matrix.shape[0] <= WIDEST_TURNED else 0
 
     def shares(self, pages: Pages, stride_table: int, longest: int, sharing: int = 0) -> ShareDecode:
         """The kernels over equal shares of keys, for requests of at most `longest` queries.
@@ -196,14 +231,14 @@ class BoundLayer:
                 self._shares.clear()
             values = {**self._values, **self._whole_tiles(pages.k)}
             values |= stride_arguments(pages.k.stride(), pages.v.stride())
-            values |= _paired(pages.v, launch.block_m)
+            values |= pair_values(pages.v, launch.block_m)
             values |= format_values(self._spec, pages.k, pages.v)
             values |= {"stride_table": stride_table, "BLOCK_SIZE": pages.k.shape[1]}
             values["PDL"] = can_overlap(pages.k.device)
             kernel: Any = None
             if in_registers is not None:
                 kernel, values = register_kernel(), values | in_registers.values
-            found = bind_shares(self._spec, self._reach, values, launch, self._gpu, kernel)
+            found = bind_shares(self._spec, self.reach, values, launch, self._gpu, kernel)
             self._shares[key] = found
         return found
 
@@ -257,7 +292,16 @@ class BoundLayer:
             most_keys = None  # all heads of a group are in one tile
         rows, stored = longest * self.group, k.dtype.itemsize
         launch = prefill_launch(
-            self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile, self.group
+            self._widest,
+            self._itemsize,
+            rows,
+            self._gpu,
+            most_keys,
+            stored,
+            self._tile,
+            self.group,
+            self.reach.left,
+            not paged and not self._values["HAS_CAP"],
         )
         if self._form is not None:
             launch = dataclasses.replace(launch, specialized=None)
@@ -294,7 +338,7 @@ class BoundLayer:
                 "BLOCK_N": launch.block_n,
                 "SUMS": partial_sums(launch.block_n, block_m, launch.num_warps, self._tile is not None),
                 # Nearly all tiles of so short a window are masked anyway.
-                "ONE": 0 <= self._reach.left < 2 * launch.block_n,
+                "ONE": 0 <= self.reach.left < 2 * launch.block_n,
             }
             if self._form is None:
                 values |= format_values(self._spec, k, v, columns)
@@ -307,7 +351,7 @@ class BoundLayer:
 
     def programs(self, works: int, most_keys: int | None) -> int:
         """Programs with specialised warps for so many tiles of KV heads."""
-        has_limit = self._reach.left >= 0 or self._reach.chunk > 0
+        has_limit = self.reach.left >= 0 or self.reach.chunk > 0
         return programs(works, self._gpu.multiprocessors, has_limit, most_keys)
 
     def _specialized(
@@ -317,16 +361,17 @@ class BoundLayer:
         kernel = specialized_kernel(k.device)
         if kernel is None or not serves(self._spec, self._values, k, v, launch):
             return None
+        columns, tail = specialized_tiles(self._spec, values["NUMBERS"])
         values = {
             **values,
-            **self._whole_tiles(k),
+            "BLOCK_D": columns,
+            "TAIL": tail,
             "KV_HEADS": self.kv_heads,
-            "BLOCK_M": ROWS,
+            "BLOCK_M": launch.rows,
             "BLOCK_N": launch.block_n,
             "STAGES": launch.num_stages,
-            "TURNS": launch.turns,
         }
-        return Prefill(BoundKernel(kernel, 16, values, num_warps=4), ROWS // self.group, True)
+        return Prefill(BoundKernel(kernel, 18, values, num_warps=4), launch.rows, True)
 
     def _whole_tiles(self, k: torch.Tensor) -> dict[str, int]:
         """The columns of the tiles of kernels that hold each head in one."""
@@ -342,29 +387,6 @@ class BoundLayer:
         """Most rows of a tile of decodes."""
         stored = 4 if self._itemsize == 4 else pages.k.dtype.itemsize
         return most_rows(self._widest, stored, self._gpu, self.fixed)
-
-
-def _paired(v: torch.Tensor, block_m: int) -> dict[str, Any]:
-    """Whether decodes read 8-bit values in pairs, which needs even addresses and strides; the strides of pairs."""
-    # Pairs took fp8 decodes from 582 to 264 us on an H200 (see docs/performance/triton-history.md). From 64 rows on
-    # Hopper's wgmma multiplies them, for which Triton 3.6 compiles pairs to addresses outside of shared memory.
-    if (
-        block_m > 32
-        or v.dtype.itemsize > 1
-        or v.data_ptr() % 2
-        or any(stride % 2 for stride in v.stride()[:3])
-    ):
-        return {"PAIRS": False, "PTX": False}
-    nvidia = v.is_cuda and torch.version.hip is None
-    vb, vt, vh, _ = (stride // 2 for stride in v.stride())
-    return {
-        "PAIRS": True,
-        "PTX": nvidia and torch.cuda.get_device_capability(v.device) >= (8, 9),
-        "ALIKE": False,
-        "stride_vb": vb,
-        "stride_vt": vt,
-        "stride_vh": vh,
-    }
 
 
 def _computed(spec: LayerSpec, device: torch.device) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +31,8 @@ from attnplug.ops.triton.launch import on_device_of
 
 _Call: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Queries, outputs, LSE, sinks, slopes and spans; the queries fill in for a tensor that the kernels do not use."""
+_New: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Keys and values of the call."""
 
 _MOST_FORMS = 8
 """Kinds of calls that a layer keeps bound: with and without sinks, with an LSE, with other strides."""
@@ -46,12 +48,11 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
     _reads_adjacent = True
     _bind_write = BoundWrite
     _bind_codec = staticmethod(bound_codec_write)
-    _opener_form: object = None
-    _opener: PageOpener
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._bound: dict[object, BoundLayer] = {}
+        self._openers: dict[bool, tuple[object, PageOpener]] = {}
 
     def attend(
         self,
@@ -95,69 +96,114 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         if kv_cache is None or self.spec.direct_kv:
             check_cache_given(kv_cache, self.spec)
         with on_device_of(query):
-            if bound.rotation is None:
-                self._run(bound, meta, (query, output, lse, sinks, slopes, spans), key, value, kv_cache)
-            else:
-                rows = meta.query_start_loc, meta.num_reqs, meta.num_actual_tokens
-                sizes = 2, meta.num_actual_tokens, *query.shape[1:]
-                turned, found = torch.empty(sizes, dtype=torch.float32, device=query.device)
-                bound.rotation.turn(query, turned, *rows)
-                self._run(bound, meta, (turned, found, lse, sinks, slopes, spans), key, value, kv_cache)
-                bound.rotation.turn(found, output, *rows, back=True)
+            call = query, output, lse, sinks, slopes, spans
+            if kv_cache is None:
+                _over_given(bound, meta, call, check_keys(key, value, meta.key_rows, self.spec))
+                return output
+            longest = max(meta.max_query_len, meta.max_decode_len)
+            pages = self._pages_with_room(kv_cache, meta.block_table, longest)
+            self._over_pages(bound, meta, call, (key, value), pages)
         return output
+
+    def _over_pages(
+        self, bound: BoundLayer, meta: TritonMetadata, call: _Call, new: _New, pages: Pages
+    ) -> None:
+        """Attend all requests over pages, in turned rows if the format rotates."""
+        query, output = call[:2]
+        is_opened = self._gains(bound, meta, pages)
+        numbers = self._numbers(bound, meta, call, pages) if is_opened else None
+        only_decodes = numbers is not None
+        if bound.rotation is None:
+            self._run(bound, meta, call, new, pages, is_opened, only_decodes)
+        else:
+            every = meta.num_reqs, meta.num_actual_tokens
+            # Rows over opened numbers are turned for themselves.
+            part = (meta.num_decodes, meta.num_decode_tokens) if only_decodes else every
+            sizes = 2, part[1], *query.shape[1:]
+            turned, found = torch.empty(sizes, dtype=torch.float32, device=query.device)
+            bound.rotation.turn(query, turned, meta.query_start_loc, *part)
+            self._run(bound, meta, (turned, found, *call[2:]), new, pages, is_opened, only_decodes)
+            bound.rotation.turn(found, output, meta.query_start_loc, *part, back=True)
+            if only_decodes:
+                # A later step may have too many keys.
+                bound.rotation.turn(query, turned, meta.query_start_loc, *every, is_run=False)
+                bound.rotation.turn(found, output, meta.query_start_loc, *every, back=True, is_run=False)
+        if numbers is not None:
+            self._over_numbers(bound, meta, call, pages, numbers)
 
     def _run(
         self,
         bound: BoundLayer,
         meta: TritonMetadata,
         call: _Call,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
-        kv_cache: torch.Tensor | None,
+        new: _New,
+        pages: Pages,
+        is_opened: bool,
+        only_decodes: bool,
     ) -> None:
-        """Attend all requests, over the cache or over the keys of the call."""
-        if kv_cache is None:
-            key, value = check_keys(key, value, meta.key_rows, self.spec)
-            k, v = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
-            if longest := max(meta.max_query_len, meta.max_decode_len):
-                batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
-                _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
-            return
-        longest = max(meta.max_query_len, meta.max_decode_len)
-        pages = self._pages_with_room(kv_cache, meta.block_table, longest)
+        """Attend all requests over pages; with `only_decodes` other kernels are only compiled."""
         if meta.max_decode_len:
             tokens, table = meta.num_decode_tokens, meta.block_table
             _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
         if meta.max_query_len:
             starts, lens, table, _ = meta.others
             first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
-            tokens = meta.num_actual_tokens - first
-            # Prompts see few keys, and their tiles have unlike numbers of them.
-            whole = meta.all_new or bound.fills_gpu(tokens, reqs)
-            if bound.one_kernel or not whole:
+            if bound.one_kernel or not _is_whole(bound, meta):
+                tokens = meta.num_actual_tokens - first
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
                 return
-            keys = self._given(key, value, meta) or (pages.k, pages.v)
+            keys = self._given(*new, meta) or (pages.k, pages.v)
             given = (starts, lens, table, starts), (first, reqs), meta.max_query_len
-            if self._opens and gains(self.spec, meta, pages.k.shape[1]):
+            if is_opened:
                 # A later step may have too many keys, which those of a warm-up never have.
                 _prefill(bound, meta, call, keys, *given, is_run=False)
-                opened = self._opened(meta, pages, reqs)
+                if only_decodes:
+                    return
+                opened = self._opener_of(meta, pages)(meta, pages)
                 keys, bound = (opened.k, opened.v), bound.over_opened(opened, *call[:3])
                 given = (starts, lens, opened.table, starts), *given[1:]
             _prefill(bound, meta, call, keys, *given)
+
+    def _gains(self, bound: BoundLayer, meta: TritonMetadata, pages: Pages) -> bool:
+        """Whether the longer requests read opened pages."""
+        may = meta.max_query_len > 0 and self._opens and _is_whole(bound, meta)
+        return may and gains(self.spec, meta, pages.k.shape[1])
+
+    def _numbers(self, bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages) -> _Numbers | None:
+        """What the longer requests need to read pages opened as numbers; None if no kernel serves them."""
+        if not bound.numbers:
+            return None
+        opened = self._opener_of(meta, pages, bound.reach).places(meta)
+        over, keys = bound.over_opened(opened, *call[:3]), (opened.k, opened.v)
+        most_keys = meta.max_query_len if meta.all_new else None
+        stride, longest = meta.block_table.stride(0), meta.max_query_len
+        prefill = over.prefill(*keys, call[:2], stride, longest, most_keys)
+        return _Numbers(opened, over) if prefill.is_specialized else None
+
+    def _over_numbers(
+        self, bound: BoundLayer, meta: TritonMetadata, call: _Call, pages: Pages, numbers: _Numbers
+    ) -> None:
+        """Attend the longer requests over pages opened as numbers."""
+        opened, over = numbers
+        self._opener_of(meta, pages, bound.reach)(meta, pages, opened)
+        starts, lens, _, _ = meta.others
+        first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
+        given = (opened.k, opened.v), (starts, lens, opened.table, starts), (first, reqs), meta.max_query_len
+        matrix = call[0] if bound.rotation is None else bound.rotation.matrix
+        _prefill(over, meta, call, *given, factors=(matrix, opened.powers))
 
     @functools.cached_property
     def _opens(self) -> bool:
         return may_open(self.spec)
 
-    def _opened(self, meta: TritonMetadata, pages: Pages, reqs: int) -> Opened:
-        """The opened pages of the longer requests."""
-        most = tile_side(max(meta.workspace.most_reqs, reqs))
-        form = pages.form, meta.block_table.stride(0), most
-        if form != self._opener_form:
-            self._opener, self._opener_form = PageOpener(self.spec, pages, *form[1:]), form
-        return self._opener(meta, pages)
+    def _opener_of(self, meta: TritonMetadata, pages: Pages, reach: Reach | None = None) -> PageOpener:
+        """Opens the pages of the longer requests; with a `reach` as numbers."""
+        most = tile_side(max(meta.workspace.most_reqs, meta.num_reqs - meta.num_decodes))
+        form = pages.form, meta.block_table.stride(0), most, reach
+        known = self._openers.get(reach is None)
+        if known is None or known[0] != form:
+            known = self._openers[reach is None] = form, PageOpener(self.spec, pages, *form[1:])
+        return known[1]
 
     def _given(
         self, key: torch.Tensor | None, value: torch.Tensor | None, meta: TritonMetadata
@@ -214,6 +260,30 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         return bound
 
 
+class _Numbers(NamedTuple):
+    """A step over pages opened as numbers."""
+
+    opened: Opened
+    over: BoundLayer
+
+
+def _is_whole(bound: BoundLayer, meta: TritonMetadata) -> bool:
+    """Whether the longer requests need no division of their keys."""
+    # Prompts see few keys, and their tiles have unlike numbers of them.
+    tokens, reqs = meta.num_actual_tokens - meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
+    return meta.all_new or bound.fills_gpu(tokens, reqs)
+
+
+def _over_given(
+    bound: BoundLayer, meta: TritonMetadata, call: _Call, keys: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """Attend all requests over the keys and values of the call."""
+    k, v = (each if each.stride(2) == 1 else each.contiguous() for each in keys)
+    if longest := max(meta.max_query_len, meta.max_decode_len):
+        batch = meta.query_start_loc, meta.seq_lens, meta.block_table, meta.key_start_loc
+        _prefill(bound, meta, call, (k, v), batch, (0, meta.num_reqs), longest)
+
+
 def _by_shares(
     bound: BoundLayer,
     meta: TritonMetadata,
@@ -242,10 +312,11 @@ def _prefill(
     longest: int,
     *,
     is_run: bool = True,
+    factors: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> None:
     """Attend `part`, a first token and a number of requests; `longest` is its longest query.
 
-    Without `is_run` the kernel is only compiled.
+    Without `is_run` the kernel is only compiled. `factors` are the matrix and the powers of opened numbers.
     """
     query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
@@ -256,9 +327,9 @@ def _prefill(
     if not is_run:
         prefill.kernel.compile(*given)
     elif prefill.is_specialized:
-        count, each = tiles(tokens, reqs, longest, prefill.tokens)
+        count, each = tiles(tokens * bound.group, reqs, longest * bound.group, prefill.tokens)
         programs = bound.programs(count * bound.kv_heads, most_keys)
-        prefill.kernel((programs,), *given, count, each)
+        prefill.kernel((programs,), *given, count, each, *(factors or (query, query)))
     else:
         # An upper bound: the host does not read the start locations from the device.
         prefill.kernel((tokens // prefill.tokens + reqs, bound.kv_heads * prefill.parts), *given)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from triton.runtime import driver
 
-from attnplug.backends.triton.layout import WIDE_COLUMNS, WIDEST_WHOLE, head_tiles, tile_memory
+from attnplug.backends.triton.layout import SHORT_WINDOW, WIDE_COLUMNS, WIDEST_WHOLE, head_tiles, tile_memory
 from attnplug.backends.triton.layout import tile_parts as tile_parts
 from attnplug.backends.triton.layout import tile_side as tile_side
 from attnplug.ops.reach import Reach
@@ -69,17 +69,22 @@ def has_gluon() -> bool:
 
 
 class Specialized(NamedTuple):
-    """Launch parameters of the prefill kernel for Hopper, whose tiles have 128 rows.
+    """Launch parameters of the prefill kernel for Hopper.
 
     Args:
         block_n: keys per tile.
         num_stages: tiles of keys, and of values, in flight.
-        turns: whether the groups of warps that attend begin their products one after the other.
+        groups: the groups of warps that attend 64 rows each: 2 or 3.
     """
 
     block_n: int
     num_stages: int
-    turns: bool
+    groups: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.groups
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -162,6 +167,8 @@ def prefill_launch(
     stored: int = 2,
     tile: int | None = None,
     group: int = 1,
+    left: int = -1,
+    given: bool = False,
 ) -> PrefillLaunch:
     """The launch for heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
 
@@ -174,6 +181,8 @@ def prefill_launch(
         stored: bytes of an element of a key as it is read.
         tile: keys per tile, if the layer needs so many; see fixed_tile.
         group: heads of a group, all of which are in one tile.
+        left: keys that a query sees before its own; negative without limit.
+        given: whether keys come with the call, and logits have no soft cap.
     """
     wide = head_tiles(head_size, head_size, stored).columns * itemsize
     if wide > 512 and itemsize < 4:
@@ -184,6 +193,11 @@ def prefill_launch(
         launch = next(launch for most, launch in _PREFILL.items() if least <= most)
         if most_keys is not None and most_keys <= _SHORT_PROMPT and wide <= 256:
             launch = SHORT_PROMPT_LAUNCH
+        elif 0 <= left < SHORT_WINDOW and wide <= 256:
+            launch = dataclasses.replace(launch, specialized=SHORT_PROMPT_LAUNCH.specialized)
+        elif given and wide <= 128:
+            # With heads of 64, keys without pages took 677 and not 709 us (4 x 4k), 2365 and not 2447 (1 x 16k).
+            launch = dataclasses.replace(launch, specialized=None)
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -191,7 +205,7 @@ def prefill_launch(
     if tile is None:
         return _fitting(launch, wide, gpu, wide_v)
     # What is held of the splits before takes as many registers as the sums of a split.
-    special = Specialized(tile, 3, False) if launch.specialized is not None and wide <= 256 else None
+    special = launch.specialized and Specialized(tile, 3 if wide <= 256 else 4, 2)
     block_m = min(launch.block_m, 128 if wide <= 256 else 64)
     warps = 8 if launch.columns is not None and gpu.has_async_products else launch.num_warps
     launch = dataclasses.replace(launch, block_m=block_m, block_n=tile, num_warps=warps, specialized=special)
@@ -242,15 +256,18 @@ def _fitting(launch: PrefillLaunch, width: int, gpu: Gpu, width_v: int) -> Prefi
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
 # tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
 _SHORT_PROMPT = 256
-SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, False))
+SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, 2))
+# In short windows too, tiles of fewer rows see fewer keys that others do not: with one of 128, two groups took 294 us and three
+# 316; with 1024, 857 and 752.
 # Keys are the most bytes of a head: in bfloat16, heads of 64 have 128, of 80 have 160, of 96 have 192, of 192 have 384. The
-# kernel with specialised warps took 4341 to 3865 us for heads of 128 (1 x 16k), and 4579 to 3591 us for heads of 256. It is slower
-# for heads of 64. Its tiles have a power of two of columns, so the other kernel multiplies less from 129 to 192 elements.
+# kernel with specialised warps took 772 to 709 us for pages of heads of 64 (4 x 4k), 1680 to 1296 for 160, 1760 to 1364 for
+# 192, and for one prompt of 16k 4341 to 3622 for heads of 128, and 4579 to 3340 for 256. Three groups have registers for
+# heads of up to 128 elements: with heads of 96 they took 960 to 930 us.
 _PREFILL = {
-    128: PrefillLaunch(128, 64, 8, 3),
-    256: PrefillLaunch(128, 64, 8, 3, Specialized(128, 2, True)),
-    384: PrefillLaunch(128, 64, 8, 3),
-    512: PrefillLaunch(128, 32, 8, 3, Specialized(64, 2, False)),
+    192: PrefillLaunch(128, 64, 8, 3, Specialized(64, 4, 3)),
+    256: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 3)),
+    384: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 2)),
+    512: PrefillLaunch(128, 32, 8, 3, Specialized(64, 2, 2)),
     1024: PrefillLaunch(32, 16, 4, 1),
     2048: PrefillLaunch(16, 16, 8, 1),
 }

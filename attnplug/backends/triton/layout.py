@@ -128,9 +128,34 @@ def least_memory(spec: LayerSpec) -> int:
     return tile_memory(rows, keys, 1, width, WIDE_COLUMNS * 2)
 
 
+SHORT_WINDOW = 256
+"""Keys before a query's own, below which a window has tiles of fewer rows in the kernel with specialised warps."""
+_WINDOWS = (64, 128, SHORT_WINDOW, 512)
+"""Keys before a query's own, below which windows are compiled otherwise in some launch: two or four tiles of keys."""
+_MOST_CAP = 1024.0
+"""The largest soft cap of that kernel: capped logits are within 1e-7 of it, which queries of 16 bits do not show."""
+
+
+def window_class(left: int) -> int:
+    """Windows of one class share all compiled kernels; `left` keys are before a query's own, negative without limit."""
+    return sum(0 <= left < most for most in _WINDOWS)
+
+
+def specialized_tiles(spec: LayerSpec, numbers: int) -> tuple[int, int]:
+    """The columns of both parts of a head in the prefill kernel with specialised warps; the second is 0 for one part.
+
+    Args:
+        spec: the layer.
+        numbers: NUMBERS of the kernel.
+    """
+    # Sums that have one order were measured in whole tiles, and the kernel turns whole rows.
+    is_whole = bool(spec.invariance) or numbers == 2
+    return (tile_side(spec.head_size), 0) if is_whole else tile_parts(spec.head_size)
+
+
 def has_specialized_prefill(spec: LayerSpec) -> bool:
     """Whether the prefill kernel with specialised warps, which is for compute capability 9.0, can serve a layer."""
-    plain = spec.logits_soft_cap is None and not spec.has_alibi and not spec.mm_prefix
+    plain = not spec.has_alibi and not spec.mm_prefix and (spec.logits_soft_cap or 0.0) <= _MOST_CAP
     has_16_bits = spec.dtype != "float32" and not spec.has_quantized_kv_cache
     size = spec.head_size
     return plain and has_16_bits and spec.head_size_v == size and size % 16 == 0 and 64 <= size <= 256

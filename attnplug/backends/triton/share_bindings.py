@@ -198,3 +198,26 @@ def bind_shares(
         fixed=fixed,
         even=values["EVEN"],
     )
+
+
+def pair_values(v: torch.Tensor, block_m: int) -> dict[str, Any]:
+    """Whether decodes read 8-bit values in pairs, which needs even addresses and strides; the strides of pairs."""
+    # Pairs took fp8 decodes from 582 to 264 us on an H200 (see docs/performance/triton-history.md). From 64 rows on
+    # Hopper's wgmma multiplies them, for which Triton 3.6 compiles pairs to addresses outside of shared memory.
+    if (
+        block_m > 32
+        or v.dtype.itemsize > 1
+        or v.data_ptr() % 2
+        or any(stride % 2 for stride in v.stride()[:3])
+    ):
+        return {"PAIRS": False, "PTX": False}
+    nvidia = v.is_cuda and torch.version.hip is None
+    vb, vt, vh, _ = (stride // 2 for stride in v.stride())
+    return {
+        "PAIRS": True,
+        "PTX": nvidia and torch.cuda.get_device_capability(v.device) >= (8, 9),
+        "ALIKE": False,
+        "stride_vb": vb,
+        "stride_vt": vt,
+        "stride_vh": vh,
+    }

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from attnplug.backends.triton.launch import Specialized, gpu_of, runs_gluon
-from attnplug.backends.triton.layout import has_specialized_prefill, tile_memory, tile_side
+from attnplug.backends.triton.layout import has_specialized_prefill, specialized_tiles, tile_memory
 from attnplug.core.spec import LayerSpec
 
-ROWS = 128
-"""Rows of a tile: each of two groups of warps attends half of them."""
+WIDEST_TURNED = 128
+"""Columns of the largest rotation that a multiprocessor has room for beside the tiles."""
+_MOST_GROUP = 128
+"""The most heads of a group."""
 
 
 @functools.cache
@@ -35,12 +37,12 @@ def serves(
 
     Args:
         spec: the layer.
-        values: arguments of kernels that BoundLayer has bound: strides, GROUP and COMPUTE.
+        values: arguments of kernels that BoundLayer has bound: strides, GROUP, COMPUTE and NUMBERS.
         k: pages, or the keys of the call.
         v: as `k`.
         launch: its tiles.
     """
-    if not has_specialized_prefill(spec) or values["GROUP"] > ROWS or values["COMPUTE"] is not None:
+    if not has_specialized_prefill(spec) or values["GROUP"] > _MOST_GROUP or values["COMPUTE"] is not None:
         return False
     strides = (values[name] for name in ("stride_qt", "stride_qh", "stride_ot", "stride_oh"))
     # Triton copies 16 bytes at once if it knows that strides are multiples of 16 elements.
@@ -53,23 +55,26 @@ def serves(
     asked, stored = max(values["stride_qh"], values["stride_oh"]), max(k.stride(-2), v.stride(-2))
     if max(spec.num_heads * asked, spec.num_kv_heads * stored) > 1 << 31:
         return False
-    room = tile_memory(ROWS, launch.block_n, launch.num_stages, tile_side(spec.head_size) * 2)
-    return room + _SCRATCH <= gpu_of(k.device).shared_memory
+    columns = sum(specialized_tiles(spec, values["NUMBERS"]))
+    room = tile_memory(launch.rows, launch.block_n, launch.num_stages, columns * 2)
+    if values["NUMBERS"] == 2:
+        room += 2 * columns**2
+    return room + launch.groups * _SCRATCH <= gpu_of(k.device).shared_memory
 
 
-def tiles(tokens: int, reqs: int, longest: int, tile_tokens: int) -> tuple[int, int]:
+def tiles(rows: int, reqs: int, longest: int, tile_rows: int) -> tuple[int, int]:
     """The number of tiles of a batch, and of each request; the second is 0 if the kernel has to look for it.
 
     Args:
-        tokens: queries of all requests.
+        rows: queries of all requests, times the heads of a group.
         reqs: the requests.
-        longest: queries of the longest request.
-        tile_tokens: queries of a tile.
+        longest: rows of the longest request.
+        tile_rows: rows of a tile.
     """
     # Both are bounds: the host does not read the start locations
     # from the device. The fewer tiles without rows, the better.
-    each = -(-longest // tile_tokens)
-    unlike = tokens // tile_tokens + reqs
+    each = -(-longest // tile_rows)
+    unlike = rows // tile_rows + reqs
     return (reqs * each, each) if reqs * each <= unlike else (unlike, 0)
 
 
@@ -92,8 +97,8 @@ def programs(works: int, multiprocessors: int, has_limit: bool, most_keys: int |
 # 50 to 3000 tokens took 909 us and not 949, but one of 16k took 3865 and not 3827.
 _IN_TURN_KEYS = 4096
 """Tokens of the longest prompt whose tiles have few keys."""
-_SCRATCH = 16_896
-"""Bytes of shared memory for barriers, and for outputs that warps exchange before they write them."""
+_SCRATCH = 9_728
+"""Bytes of shared memory of each group for barriers, and for outputs that warps exchange before they write them."""
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:

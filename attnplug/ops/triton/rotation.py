@@ -49,6 +49,7 @@ class Rotation:
         tokens: int,
         *,
         back: bool = False,
+        is_run: bool = True,
     ) -> None:
         """Write turned rows `[T, H, D]` of all requests to `output`, or rows that are turned `back`.
 
@@ -59,6 +60,7 @@ class Rotation:
             requests: their number.
             tokens: no fewer than the tokens of all requests.
             back: whether to undo the rotation.
+            is_run: whether to launch the kernels that such rows need, or only to compile them.
         """
         if not requests or not tokens:
             return
@@ -68,7 +70,10 @@ class Rotation:
         if count >= _LEAST_MANY:
             # A later step may have few rows, which those of a warm-up never have.
             self._launch(rows, output, back, False)[0].compile(*given)
-        kernel((-(-count // tile), parts), *given)
+        if is_run:
+            kernel((-(-count // tile), parts), *given)
+        else:
+            kernel.compile(*given)
 
     def _launch(
         self, rows: torch.Tensor, output: torch.Tensor, back: bool, is_many: bool

@@ -42,6 +42,7 @@ _CASES, _EVERY_CASE = (
     (
         *("test_triton_steps.py", "test_triton_shares.py", "test_triton_latent.py", "test_triton_layout.py"),
         *("test_triton_hopper_numbers.py", "test_triton_specialized.py", "test_triton_warm_up.py"),
+        "test_triton_opened_numbers.py",
     ),
     3,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -36,7 +37,13 @@ class Type:
         return 8 * self.dtype.itemsize
 
 
-NAMES = {"int32": torch.int32, "int64": torch.int64, "float16": torch.float16, "float32": torch.float32}
+NAMES = {
+    "int16": torch.int16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
 NAMES |= {"bfloat16": torch.bfloat16, "float8e4nv": torch.float8_e4m3fn, "float8e5": torch.float8_e5m2}
 # torch has little arithmetic without signs; the kernels cast positions that are not negative.
 NAMES |= {"uint32": torch.int64}
@@ -191,7 +198,19 @@ def specialize(groups: list[tuple[Callable[..., None], tuple[Any, ...]]], warps:
 
 
 def converted(text: str, _: str, given: list[torch.Tensor], *, dtype: Any, pack: int, is_pure: bool) -> Any:
-    """The pieces of assembly of the kernels: three make float16 of 8 bits, one takes what another thread has."""
+    """The pieces of assembly of the kernels: they narrow numbers to 16 bits and pair them, or widen 8 bits, or exchange."""
+    if found := re.match(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$2, \$1;", text):
+        narrow = {"bf16": torch.bfloat16, "f16": torch.float16}[found[1]]
+        return values(
+            torch.stack([each.as_subclass(torch.Tensor).to(narrow) for each in given], -1).view(torch.int32)[
+                ..., 0
+            ]
+        )
+    if text.startswith("rcp.approx"):
+        return values(1.0 / given[0])
+    if text == "mov.b32 {$0, $1}, $2;":
+        both = given[0].as_subclass(torch.Tensor).unsqueeze(-1).view(torch.int16)
+        return values(both[..., 0]), values(both[..., 1])
     if text.startswith("shfl.sync.bfly"):
         # Columns beside each other are those of threads beside each other.
         columns, distance = given
@@ -270,22 +289,25 @@ def _stand_ins() -> dict[str, ModuleType]:
     hopper: Any = ModuleType("hopper")
     hopper.fence_async_shared = lambda: None
     hopper.warpgroup_mma, hopper.warpgroup_mma_wait = multiply, _waited
+    hopper.warpgroup_mma_init = lambda value: value
     hopper.mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: "barrier",
         init=lambda barriers, count: setattr(barriers.each[0], "count", count),
         wait=lambda barriers, phase, pred=True: barriers.each[0].wait(phase) if pred else None,
-        arrive=lambda barriers, count: barriers.each[0].arrive(count),
+        arrive=lambda barriers, count, pred=True: barriers.each[0].arrive(count) if pred else None,
     )
     ampere: Any = ModuleType("ampere")
     ampere.async_copy = SimpleNamespace(
         async_copy_global_to_shared=_copy,
+        commit_group=lambda: None,
+        wait_group=lambda outstanding: None,
         # Each thread of a group of four warps arrives.
         mbarrier_arrive=lambda barriers, increment_count: barriers.each[0].arrive(128),
     )
     parent: Any = ModuleType("experimental")
     parent.gluon, root = gluon, "triton.experimental.gluon"
     scan: Any = ModuleType("scan")
-    scan.LOG2E, scan.LN2 = kernels.LOG2E.value, kernels.LN2.value
+    scan.LOG2E, scan.LN2, scan.tanh = kernels.LOG2E.value, kernels.LN2.value, torch.tanh
     found = {"triton.experimental": parent, root: gluon, f"{root}.language": gluon.language}
     found |= {kernels.__name__: scan}
     # Functions of Triton, which kernels in Gluon may call.
@@ -323,7 +345,17 @@ def emulated(*names: str) -> dict[str, Emulated]:
     folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
     modules: dict[str, Any] = {}
     try:
-        for name in ("..ranges", "..split_places", "latent_bytes", "latent_loads", "prefill_loads", *names):
+        for name in (
+            "..ranges",
+            "..split_places",
+            "latent_bytes",
+            "latent_loads",
+            "prefill_loads",
+            "prefill_weights",
+            "number_rows",
+            "prefill_attend",
+            *names,
+        ):
             full = importlib.util.resolve_name(name, KERNELS) if name[0] == "." else f"{KERNELS}.{name}"
             kept.setdefault(full, sys.modules.get(full))
             file = folder.parent if name[0] == "." else folder

@@ -1,6 +1,6 @@
 """Compiles the kernels for latents on Hopper, in a process where Triton is not interpreted; prints JSON.
 
-python hopper_forms.py '[["latents", 16, 512, 64, "*bf16", "*bf16"], ["prefill", 128, 128, 2, false]]'
+python hopper_forms.py '[["latents", 16, 512, 64, "*bf16", "*bf16"], ["prefill", 128, 64, 3, 3, false]]'
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_
 from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
 from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
 from attnplug.backends.triton.latent import hopper_launch
-from attnplug.backends.triton.launch import tile_side
+from attnplug.backends.triton.launch import tile_parts, tile_side
 
 POINTERS = {"query_start_loc": "*i32", "seq_lens": "*i32", "block_table": "*i32", "tiles": "*i32"}
 POINTERS |= {"key_start_loc": "*i32", "lse": "*fp32", "partials": "*fp32", "partial_lses": "*fp32"}
 UNALIGNED = {"query_start_loc", "seq_lens", "block_table", "key_start_loc", "lse", "mm_spans"}
+UNALIGNED |= {"powers"}
 
 
 def latents(rows: int, rank: int, rope: int, queries: str, stored: str) -> dict[str, Any]:
@@ -42,14 +43,21 @@ def latents(rows: int, rank: int, rope: int, queries: str, stored: str) -> dict[
     return facts(kernel, types, constants, {"stride_block"}, **limit)
 
 
-def prefill(size: int, block_n: int, num_stages: int, window: bool) -> dict[str, Any]:
+def prefill(
+    size: int, block_n: int, num_stages: int, groups: int, window: bool, numbers: int = 0
+) -> dict[str, Any]:
     """The prefill kernel with specialised warps for heads of `size` elements."""
-    switches = ("HAS_RIGHT", "PAGED", "HAS_LSE", "TURNS")
+    switches = ("HAS_RIGHT", "PAGED", "HAS_LSE")
     constants = dict.fromkeys(switches, True) | {"HAS_LEFT": window, "HAS_CHUNK": False, "HAS_SINKS": window}
-    constants |= {"KV_HEADS": 8, "BLOCK_SIZE": 16, "GROUP": 4, "BLOCK_M": 128, "BLOCK_N": block_n}
-    constants |= {"D": size, "BLOCK_D": tile_side(size), "STAGES": num_stages, "FIXED": False, "EVEN": False}
-    tensors = ("query", "k_cache", "v_cache", "output", "sinks", "alibi_slopes", "mm_spans")
-    types = {**POINTERS, **dict.fromkeys(tensors, "*bf16")}
+    constants |= {"HAS_CAP": False}
+    constants |= {"KV_HEADS": 8, "BLOCK_SIZE": 16, "GROUP": 4, "BLOCK_M": 64 * groups, "BLOCK_N": block_n}
+    constants |= {"D": size, "STAGES": num_stages, "FIXED": False, "EVEN": False, "NUMBERS": numbers}
+    parts = (tile_side(size), 0) if numbers == 2 else tile_parts(size)
+    constants |= dict(zip(("BLOCK_D", "TAIL"), parts, strict=True))
+    tensors = ("query", "k_cache", "v_cache", "output", "sinks", "alibi_slopes", "mm_spans", "matrix")
+    types = {**POINTERS, **dict.fromkeys(tensors, "*bf16"), "powers": "*fp32"}
+    if numbers:
+        types |= dict.fromkeys(("k_cache", "v_cache"), "*fp16")
     sides = itertools.product("kv", "bth")
     strides = {f"stride_{tensor}{side}" for tensor, side in sides} | {"stride_qt", "stride_qh"}
     return facts(specialized_prefill_kernel, types, constants, strides | {"stride_ot", "stride_oh"})
@@ -63,7 +71,7 @@ def facts(
     values, attributes = {}, {}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
-        signature[name] = types.get(name, "fp32" if name in ("scale", "value_scale") else "i32")
+        signature[name] = types.get(name, "fp32" if name in ("scale", "value_scale", "cap") else "i32")
         if parameter.is_constexpr:
             signature[name], values[(index,)] = "constexpr", constants[name]
         elif (name in types and name not in UNALIGNED) or name in even:

@@ -56,7 +56,7 @@ def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fp8_e4m3", "int8_token_head"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "int8_token_head", "rotated4"])
 def test_a_warm_up_of_one_request_compiles_the_kernel_of_contexts_that_are_not_opened(name):
     assert child("after", "sm90", name, "100000") == []
 

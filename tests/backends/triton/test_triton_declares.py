@@ -46,7 +46,9 @@ def test_it_comes_before_torch_on_every_gpu_that_it_serves(device):
         ({"head_size": 208, "sliding_window": 64}, True),
         ({"head_size": 128}, True),
         ({"head_size": 64, "has_sinks": True}, True),
-        ({"head_size": 256, "logits_soft_cap": 50.0}, False),
+        ({"head_size": 256, "logits_soft_cap": 50.0}, True),
+        ({"head_size": 256, "has_alibi": True}, False),
+        ({"head_size": 128, "logits_soft_cap": 2000.0}, False),
         ({"head_size": 256, "kv_cache_dtype": "fp8"}, False),
         ({"head_size": 200}, False),
     ],
@@ -212,7 +214,11 @@ def test_a_cpu_is_declared_only_where_triton_interprets_kernels(interpreted, ser
 def test_what_is_compiled_depends_on_sizes_and_features_and_not_on_lengths(monkeypatch):
     monkeypatch.setattr("attnplug.backends.triton.backend._INTERPRETED", False)
     key = TritonBackend.compile_key
-    assert key(SPEC.replace(sliding_window=128)) == key(SPEC.replace(sliding_window=1024))
+    assert key(SPEC.replace(sliding_window=600)) == key(SPEC.replace(sliding_window=1024))
+    # Short windows have launches of their own, and very large caps another kernel.
+    assert key(SPEC.replace(sliding_window=200)) != key(SPEC.replace(sliding_window=1024))
+    assert key(SPEC.replace(logits_soft_cap=30.0)) == key(SPEC.replace(logits_soft_cap=50.0))
+    assert key(SPEC.replace(logits_soft_cap=30.0)) != key(SPEC.replace(logits_soft_cap=2000.0))
     assert key(SPEC) == key(SPEC.replace(num_heads=16, num_kv_heads=4, scale=0.5))
     assert len({key(SPEC), key(SPEC.replace(sliding_window=1)), key(SPEC.replace(head_size=64))}) == 3
     monkeypatch.setattr("attnplug.backends.triton.backend._INTERPRETED", True)

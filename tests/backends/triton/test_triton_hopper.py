@@ -16,8 +16,7 @@ import torch
 
 from attnplug.backends.triton import latent, launch, specialized
 from attnplug.backends.triton.latent import hopper_kernels, hopper_launch
-from attnplug.backends.triton.launch import Gpu, tile_side
-from attnplug.backends.triton.specialized import ROWS
+from attnplug.backends.triton.launch import Gpu, tile_parts, tile_side
 
 CUDA = torch.device("cuda", 0)
 
@@ -63,23 +62,36 @@ def compiled_forms(forms: Iterable[Any]) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_prefill_compiles_within_a_multiprocessor() -> None:
     forms = [
-        (128, 128, 2, False),
-        (64, 128, 3, True),
-        (256, 64, 2, True),
-        (80, 128, 2, False),
-        (224, 64, 2, True),
+        (128, 64, 3, 3, False, 0),
+        (64, 64, 4, 3, True, 0),
+        (128, 64, 3, 2, True, 0),
+        (256, 64, 2, 2, True, 0),
+        (80, 64, 4, 3, False, 0),
+        (192, 64, 3, 2, True, 0),
+        (224, 64, 2, 2, True, 0),
+        (128, 64, 3, 3, False, 1),
+        (80, 64, 4, 3, True, 1),
+        (192, 64, 3, 2, True, 1),
+        (256, 64, 2, 2, True, 1),
+        (80, 64, 3, 3, False, 2),
+        (128, 64, 3, 2, True, 2),
     ]
     compiled = compiled_forms(["prefill", *form] for form in forms)
-    for (size, block_n, stages, _), found in zip(forms, compiled, strict=True):
-        columns = tile_side(size)
-        room = 2 * columns * (ROWS + 2 * block_n * stages)
-        assert room <= found["shared"] <= room + specialized._SCRATCH
+    for (size, block_n, stages, groups, _, numbers), found in zip(forms, compiled, strict=True):
+        parts = [tile_side(size)] if numbers == 2 else [part for part in tile_parts(size) if part]
+        rows = 64 * groups + 2 * block_n * stages
+        room = 2 * sum(parts) * (rows + sum(parts) if numbers == 2 else rows)
+        assert room <= found["shared"] <= room + groups * specialized._SCRATCH
         assert found["registers by group"]
         assert found["copies"]
-        assert not found["narrow copies"], "each copy has 16 bytes, beside columns of zeros too"
+        assert found["narrow copies"] == (parts[-1] < 64), (
+            "each copy has 16 bytes, but those of a narrow part"
+        )
         assert not found["serialized"]
-        assert found["products"] == sorted({f"m64n{block_n}k16", f"m64n{columns}k16"})
-        assert size > 128 or found["spilled"] <= 48
+        assert found["products"] == sorted({f"m64n{width}k16" for width in (block_n, *parts)})
+        # Rows are turned outside of the loops over keys.
+        most = 200 if numbers == 2 else 80
+        assert size > 128 or found["spilled"] <= most, "the loops over keys write no registers to memory"
 
 
 @pytest.mark.slow

@@ -14,7 +14,15 @@ pytest.importorskip("triton")
 
 from attnplug.backends.triton import TritonBackend, bindings, latent, share_bindings
 from attnplug.backends.triton.latent import latent_tiles
-from attnplug.backends.triton.layout import WIDE_COLUMNS, head_tiles, tile_parts, tile_side, value_parts
+from attnplug.backends.triton.launch import Gpu, is_one_range, prefill_launch
+from attnplug.backends.triton.layout import (
+    WIDE_COLUMNS,
+    head_tiles,
+    tile_parts,
+    tile_side,
+    value_parts,
+    window_class,
+)
 from attnplug.core import LayerSpec, MLADims
 from attnplug.core.device import Device
 from attnplug.ops.triton.launch import BoundKernel
@@ -204,3 +212,15 @@ def test_mixed_steps_of_heads_of_96_over_bytes_in_pages_of_8_are_right_on_a_gpu(
     for new, tokens in (([1, 80, 1, 300], [100, 80, 40, 700]), ([1, 40], [17, 40])):
         batch = paged_batch(spec, new, tokens, device="cuda")
         assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 192, 256])
+def test_windows_of_one_class_have_one_launch(size: int) -> None:
+    """A warm-up runs one layer of each class."""
+    found: dict[int, set[object]] = {}
+    for left in range(-1, 1100):
+        launch = prefill_launch(size, 2, 1 << 16, Gpu(132, 227 << 10, has_warp_groups=True), left=left)
+        one = 0 <= left < 2 * launch.block_n
+        shares = [is_one_range(rows, keys, left, False) for rows in (32, 64) for keys in (16, 32, 64, 128)]
+        found.setdefault(window_class(left), set()).add((launch, one, *shares))
+    assert {len(launches) for launches in found.values()} == {1}

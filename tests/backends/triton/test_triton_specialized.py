@@ -17,8 +17,7 @@ from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
-LAUNCH = Specialized(64, 2, False)
-LONG = Specialized(128, 2, True)
+LAUNCH = Specialized(64, 2, 2)
 
 
 def layer(heads: tuple[int, int, int] = (4, 2, 64), **fields: Any) -> LayerSpec:
@@ -49,7 +48,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
     )
 
 
-@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("groups", [2, 3])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -57,19 +56,38 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
         layer((8, 1, 64), sliding_window=40, has_sinks=True, needs_lse=True),
         layer((7, 1, 64), chunk_size=100, needs_lse=True),
         layer((2, 2, 128), causal=False),
+        layer((12, 1, 64), sliding_window=90, has_sinks=True, needs_lse=True),
         layer((4, 2, 80), has_sinks=True, needs_lse=True),
         layer((4, 1, 224), sliding_window=40),
+        layer((4, 2, 96), logits_soft_cap=5.0, sliding_window=90, needs_lse=True),
+        layer((4, 2, 160), causal=False, has_sinks=True),
+        layer((4, 2, 192), logits_soft_cap=30.0, needs_lse=True),
         layer((4, 2, 64), sliding_window=140, has_sinks=True, needs_lse=True, invariance=("batch", "rows")),
         layer((4, 2, 80), chunk_size=100, needs_lse=True, invariance=("batch",)),
+        layer((4, 2, 224), logits_soft_cap=5.0, needs_lse=True, invariance=("batch", "rows")),
     ],
-    ids=["causal", "window", "chunk", "all", "80 elements", "224 elements", "equal bits", "even splits"],
+    ids=[
+        "causal",
+        "window",
+        "chunk",
+        "all",
+        "a group of 12",
+        "80 elements",
+        "224 elements",
+        "96 elements, cap",
+        "160 elements",
+        "192 elements, cap",
+        "equal bits",
+        "even splits",
+        "equal bits of 224 elements",
+    ],
 )
 def test_prompts_and_extends(
-    spec: LayerSpec, turns: bool, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+    spec: LayerSpec, groups: int, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
 ) -> None:
     # Larger tiles of 256 columns have no room.
-    small = turns or spec.head_size > 128 or spec.invariance
-    launch(monkeypatch, Specialized(64 if small else 128, 2, turns))
+    small = groups == 3 or spec.head_size > 128 or spec.invariance
+    launch(monkeypatch, Specialized(64 if small else 128, 2, groups))
     batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
     assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert used
@@ -88,14 +106,13 @@ def test_pages_of_any_size(
 @pytest.mark.parametrize(
     "spec",
     [
-        layer(logits_soft_cap=20.0),
         layer(has_alibi=True),
         layer(head_size_v=32),
         layer((4, 2, 72)),
         layer(kv_cache_dtype="fp8"),
         layer(dtype="float32"),
     ],
-    ids=["cap", "slopes", "smaller values", "72 elements", "fp8", "float32"],
+    ids=["slopes", "smaller values", "72 elements", "fp8", "float32"],
 )
 def test_the_other_kernel_serves_the_rest(
     spec: LayerSpec, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
@@ -120,12 +137,19 @@ def test_queries_apart_from_16_bytes_have_the_other_kernel(
 def test_strides_and_room_are_looked_at() -> None:
     spec, k = layer(), torch.empty(8, 16, 2, 64, dtype=torch.float16)
     values = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
-    values |= {"HAS_CAP": False, "HAS_ALIBI": False, "HAS_SPANS": False, "GROUP": 2, "COMPUTE": None}
+    values |= {
+        "HAS_CAP": False,
+        "HAS_ALIBI": False,
+        "HAS_SPANS": False,
+        "GROUP": 2,
+        "COMPUTE": None,
+        "NUMBERS": 0,
+    }
     assert serves(spec, values, k, k, LAUNCH)
     assert not serves(spec, values | {"stride_qt": 72}, k, k, LAUNCH)
     apart = torch.empty(8, 16, 2, 72, dtype=torch.float16)[..., :64]
     assert not serves(spec, values, apart, k, LAUNCH)
-    assert not serves(spec, values, k, k, Specialized(128, 9, False)), "too many tiles"
+    assert not serves(spec, values, k, k, Specialized(128, 9, 2)), "too many tiles"
     assert not serves(spec, values | {"GROUP": 129}, k, k, LAUNCH)
     unlike = torch.empty(8, 16, 4, 64, dtype=torch.float16)[:, :, :2]
     assert not serves(spec, values, k, unlike, LAUNCH), "values are where the keys are"
@@ -141,7 +165,14 @@ def test_pages_past_32_bits_have_the_other_kernel() -> None:
 
 def test_heads_of_whole_16_elements_are_served() -> None:
     values = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
-    values |= {"HAS_CAP": False, "HAS_ALIBI": False, "HAS_SPANS": False, "GROUP": 2, "COMPUTE": None}
+    values |= {
+        "HAS_CAP": False,
+        "HAS_ALIBI": False,
+        "HAS_SPANS": False,
+        "GROUP": 2,
+        "COMPUTE": None,
+        "NUMBERS": 0,
+    }
     k = torch.empty(8, 16, 2, 256, dtype=torch.float16)
     sizes = [
         size for size in range(8, 520, 8) if serves(layer((4, 2, size)), values, k[..., :size], k, LAUNCH)
@@ -150,25 +181,29 @@ def test_heads_of_whole_16_elements_are_served() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lens", "tile", "found"),
+    ("lens", "group", "rows", "found"),
     [
-        # Equal lengths have no tiles without rows, though each request begins one before the division of all tokens.
-        ([64] * 16, 32, (32, 2)),
-        ([128] * 64, 32, (256, 4)),
-        ([16384], 18, (911, 911)),
-        ([1], 32, (1, 1)),
-        ([33, 33], 32, (4, 2)),
-        ([50, 3000], 32, (97, 0)),
-        ([300, 0, 300], 128, (7, 0)),
+        # Equal lengths have no tiles without rows, though each request begins one before the division of all rows.
+        ([64] * 16, 4, 128, (32, 2)),
+        ([128] * 64, 4, 128, (256, 4)),
+        # A tile may end between the heads of a token.
+        ([16384], 7, 128, (896, 896)),
+        ([1], 4, 128, (1, 1)),
+        ([33, 33], 4, 128, (4, 2)),
+        ([50, 3000], 4, 128, (97, 0)),
+        ([300, 0, 300], 1, 128, (7, 0)),
+        ([300, 0, 300, 41], 5, 128, (29, 0)),
+        ([300, 0, 300, 41], 5, 192, (20, 0)),
     ],
 )
-def test_every_query_has_a_tile(lens: list[int], tile: int, found: tuple[int, int]) -> None:
-    count, each = tiles(sum(lens), len(lens), max(lens), tile)
+def test_every_row_has_a_tile(lens: list[int], group: int, rows: int, found: tuple[int, int]) -> None:
+    lens = [group * each for each in lens]
+    count, each = tiles(sum(lens), len(lens), max(lens), rows)
     assert (count, each) == found
     starts = [sum(lens[:request]) for request in range(len(lens))]
-    firsts = [request * each if each else start // tile + request for request, start in enumerate(starts)]
-    for first, behind, queries in zip(firsts, [*firsts[1:], count], lens, strict=True):
-        assert (behind - first) * tile >= queries
+    firsts = [request * each if each else start // rows + request for request, start in enumerate(starts)]
+    for first, behind, asked in zip(firsts, [*firsts[1:], count], lens, strict=True):
+        assert (behind - first) * rows >= asked
 
 
 def test_tiles_of_many_keys_are_left_to_the_gpu() -> None:
@@ -183,13 +218,20 @@ def test_tiles_of_many_keys_are_left_to_the_gpu() -> None:
 
 
 def test_launches_that_a_gpu_has_shown_to_be_faster_are_specialized() -> None:
-    h200 = Gpu(132, 227 << 10)
-    for size in range(65, 257):
+    h200, short_prompt = Gpu(132, 227 << 10), Specialized(64, 3, 2)
+    for size in range(33, 257):
         found = prefill_launch(size, 2, 1 << 16, h200).specialized
-        # From 129 to 192 elements, the other kernel multiplies fewer columns.
-        assert found == (None if 128 < size <= 192 else Specialized(64, 2, False) if size > 128 else LONG)
-    assert prefill_launch(64, 2, 1 << 16, h200).specialized is None
-    assert prefill_launch(96, 2, 1 << 16, h200, 256).specialized == Specialized(64, 3, False)
+        if size > 128:
+            assert found == Specialized(64, 3 if size <= 192 else 2, 2)
+        else:
+            assert found == Specialized(64, 4 if size <= 96 else 3, 3)
+        assert prefill_launch(size, 2, 1 << 16, h200, left=256).specialized == found
+        short = prefill_launch(size, 2, 1 << 16, h200, left=255).specialized
+        assert short == (found if size > 128 else short_prompt)
+    assert prefill_launch(64, 2, 1 << 16, h200, given=True).specialized is None
+    assert prefill_launch(64, 2, 1 << 16, h200, 256, given=True).specialized == short_prompt
+    assert prefill_launch(64, 2, 1 << 16, h200, left=100, given=True).specialized == short_prompt
+    assert prefill_launch(96, 2, 1 << 16, h200, 256).specialized == short_prompt
 
 
 @pytest.mark.parametrize(("capability", "found"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])

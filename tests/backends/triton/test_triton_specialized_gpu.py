@@ -20,9 +20,9 @@ from attnplug.testing.conformance.mistakes.expectations import difference
 pytestmark = pytest.mark.gpu
 
 LAUNCHES = {
-    64: (Specialized(64, 3, False), Specialized(128, 2, True)),
-    128: (Specialized(128, 2, True), Specialized(64, 3, False)),
-    256: (Specialized(64, 2, False), Specialized(64, 2, True)),
+    128: (Specialized(64, 3, 3), Specialized(128, 2, 2), Specialized(64, 3, 2)),
+    192: (Specialized(64, 3, 2), Specialized(64, 2, 2), Specialized(32, 3, 2)),
+    256: (Specialized(64, 2, 2), Specialized(32, 3, 2), Specialized(32, 2, 2)),
 }
 RAGGED = [300, 1, 131, 0, 64, 2000, 17], [300, 90, 131, 3, 700, 2000, 1500]
 MANY_OF_TWO_TILES = [64] * 16, [2000 + 31 * index for index in range(16)]
@@ -69,8 +69,8 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
 @pytest.mark.parametrize(
     "lens", [RAGGED, MANY_OF_TWO_TILES, MANY_SHORT, LONG], ids=["ragged", "16", "64", "1"]
 )
-@pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 224, 256])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 144, 160, 192, 224, 256])
 def test_heads_of_any_size(
     size: int,
     number: int,
@@ -78,11 +78,11 @@ def test_heads_of_any_size(
     bound: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    launch(monkeypatch, LAUNCHES[64 if size == 64 else 128 if size <= 128 else 256][number])
+    launch(monkeypatch, LAUNCHES[min(most for most in LAUNCHES if size <= most)][number])
     check(paged_batch(layer(size), *lens, padding=3, skip_blocks=2, device="cuda"), bound)
 
 
-@pytest.mark.parametrize("size", [80, 128, 256])
+@pytest.mark.parametrize("size", [80, 128, 192, 256])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -96,6 +96,11 @@ def test_heads_of_any_size(
         {"heads": (16, 1), "dtype": "float16"},
         {"heads": (3, 3), "needs_lse": True},
         {"heads": (40, 8)},
+        {"heads": (24, 2), "sliding_window": 300, "has_sinks": True, "needs_lse": True},
+        {"logits_soft_cap": 5.0},
+        {"logits_soft_cap": 30.0, "sliding_window": 700, "has_sinks": True, "needs_lse": True},
+        {"invariance": ("batch", "rows"), "sliding_window": 700, "needs_lse": True},
+        {"invariance": ("batch",), "logits_soft_cap": 30.0, "has_sinks": True},
     ],
     ids=str,
 )

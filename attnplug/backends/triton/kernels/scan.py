@@ -142,7 +142,7 @@ def scan_keys(
         by_row = scale[:, None] if BY_ROW else scale
         factor = scale * LOG2E
         if HAS_CAP:
-            logits = _tanh(logits * (by_row / cap))
+            logits = tanh(logits * (by_row / cap))
             factor = cap * LOG2E
         if HAS_ALIBI:
             distance = tl.abs(keys[None, :] - positions[:, None]).to(tl.float32)
@@ -289,7 +289,7 @@ def in_one_order(sums):
 
 
 @triton.jit
-def _tanh(x):
+def tanh(x):
     """To the last bits of float32; the usual form by exp2 loses the small arguments."""
     size = tl.abs(x)
     fade = tl.exp2(size * (-2.0 * LOG2E))

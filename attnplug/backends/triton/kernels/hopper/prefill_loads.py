@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from attnplug.backends.triton.kernels.ranges import key_range
 
@@ -32,30 +32,30 @@ def tile_of(
     HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
 ):
-    """Tile `tile`: its request, first token, number of rows, first and last position, and the keys that it sees.
+    """Tile `tile`: its request, and the first token of that; the first of its rows, and their number; and what they see.
 
-    The keys are `lo .. hi - 1`. Key i of the call is in row `i + shift`. Each request has `request_tiles` tiles; if that
-    is 0, its first one is `start // TOKENS + request`. Tiles past its queries have no rows.
+    Row i of a request is head `i % GROUP` of token `i // GROUP`. The first and last position come next, then the keys
+    `lo .. hi - 1`. Key i of the call is in row `i + shift`. Each request has `request_tiles` tiles; if that is 0, its
+    first one is `start // BLOCK_M + request`, in rows. Tiles past its queries have no rows.
     """
-    TOKENS: gl.constexpr = BLOCK_M // GROUP
     alike = request_tiles > 0
     low = gl.where(alike, tile // gl.maximum(request_tiles, 1), 0)
     high = gl.where(alike, low + 1, num_reqs)
     while high - low > 1:
         middle = (low + high) // 2
-        begin = gl.load(query_start_loc + middle) - first_token
-        is_later = begin // TOKENS + middle <= tile
+        begin = (gl.load(query_start_loc + middle) - first_token) * GROUP
+        is_later = begin // BLOCK_M + middle <= tile
         low = gl.where(is_later, middle, low)
         high = gl.where(is_later, high, middle)
     request = low
     first = gl.load(query_start_loc + request)
     query_len = gl.load(query_start_loc + request + 1) - first
     seq_len = gl.load(seq_lens + request)
-    first_tile = gl.where(alike, request * request_tiles, (first - first_token) // TOKENS + request)
-    offset = (tile - first_tile) * TOKENS
-    tokens = gl.minimum(gl.maximum(query_len - offset, 0), TOKENS)
-    first_pos = seq_len - query_len + offset
-    last_pos = first_pos + tokens - 1
+    first_tile = gl.where(alike, request * request_tiles, (first - first_token) * GROUP // BLOCK_M + request)
+    row = (tile - first_tile) * BLOCK_M
+    num_rows = gl.minimum(gl.maximum(query_len * GROUP - row, 0), BLOCK_M)
+    first_pos = seq_len - query_len + row // GROUP
+    last_pos = seq_len - query_len + (row + num_rows - 1) // GROUP
     first_key = 0
     shift = 0
     if not PAGED:
@@ -65,11 +65,34 @@ def tile_of(
     lo, hi = key_range(
         first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
-    return request, first + offset, tokens * GROUP, first_pos, last_pos, lo, hi, shift
+    return request, first, row, num_rows, first_pos, last_pos, lo, hi, shift
 
 
 @gluon.jit
 def _copy(
+    target,
+    tail,
+    head,
+    rows,
+    there,
+    D: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    TAIL: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Begin to copy rows of D elements to both parts of a tile, as `_copy_part`."""
+    _copy_part(target, head, rows, there, min(D, BLOCK_D), BLOCK_D, LAYOUT)
+    if TAIL:
+        # The same threads copy the rest of a row, so that its place is computed once: 4, 8 or 16 bytes each.
+        REST: gl.constexpr = gl.BlockedLayout([1, min(TAIL // 8, 8)], [4, 8], [4, 1], [1, 0])
+        rows = gl.convert_layout(rows, gl.SliceLayout(1, REST))
+        if there is not None:
+            there = gl.convert_layout(there, gl.SliceLayout(1, REST))
+        _copy_part(tail, head + BLOCK_D, rows, there, D - BLOCK_D, TAIL, REST)
+
+
+@gluon.jit
+def _copy_part(
     target,
     head,
     rows,
@@ -132,9 +155,8 @@ def _rows(
 @gluon.jit
 def _copy_tile(
     target,
-    full,
-    empty,
-    number,
+    tail,
+    stage,
     head,
     rows,
     begin,
@@ -148,31 +170,39 @@ def _copy_tile(
     FIXED: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    STAGES: gl.constexpr,
+    TAIL: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Begin to copy tile `number` of keys or values, once its place is empty; all of a WHOLE tile is before `hi`.
+    """Begin to copy a tile of keys or values to place `stage`; all of a WHOLE tile is before `hi`.
 
     Only with FIXED a tile may begin before `lo`.
     """
-    stage = number % STAGES
-    mbarrier.wait(empty.index(stage), (number // STAGES & 1) ^ 1)
     if not PAGED:
         head += gl.cast(begin + shift, gl.int64) * stride_token
     places = rows.to(gl.int64) * UNIT
     if FIXED:
         if (begin >= lo) & (begin + lanes.shape[0] <= hi):
-            _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
+            _copy(target.index(stage), tail.index(stage), head, places, None, D, BLOCK_D, TAIL, LAYOUT)
         else:
             there = (begin + lanes >= lo) & (begin + lanes < hi)
-            _copy(target.index(stage), head, places, there, D, BLOCK_D, LAYOUT)
+            _copy(target.index(stage), tail.index(stage), head, places, there, D, BLOCK_D, TAIL, LAYOUT)
     elif WHOLE:
-        _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
+        _copy(target.index(stage), tail.index(stage), head, places, None, D, BLOCK_D, TAIL, LAYOUT)
     elif begin + lanes.shape[0] <= hi:
-        _copy(target.index(stage), head, places, None, D, BLOCK_D, LAYOUT)
+        _copy(target.index(stage), tail.index(stage), head, places, None, D, BLOCK_D, TAIL, LAYOUT)
     else:
-        _copy(target.index(stage), head, places, begin + lanes < hi, D, BLOCK_D, LAYOUT)
-    async_copy.mbarrier_arrive(full.index(stage), increment_count=False)
+        _copy(
+            target.index(stage), tail.index(stage), head, places, begin + lanes < hi, D, BLOCK_D, TAIL, LAYOUT
+        )
+
+
+@gluon.jit
+def _publish(full, LATER: gl.constexpr):
+    """Tell the other groups that copies are there: all but those of the LATER parts begun last."""
+    async_copy.wait_group(LATER)
+    # Products read shared memory past what orders threads.
+    fence_async_shared()
+    mbarrier.arrive(full, count=1)
 
 
 @gluon.jit
@@ -203,12 +233,11 @@ def copy_tiles(
     q,
     k,
     v,
-    q_full,
-    q_empty,
-    k_full,
-    k_empty,
-    v_full,
-    v_empty,
+    q_tail,
+    k_tail,
+    v_tail,
+    full,
+    empty,
     KV_HEADS: gl.constexpr,
     PAGED: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
@@ -217,37 +246,44 @@ def copy_tiles(
     BLOCK_N: gl.constexpr,
     D: gl.constexpr,
     BLOCK_D: gl.constexpr,
+    TAIL: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr,
     HAS_CHUNK: gl.constexpr,
     FIXED: gl.constexpr,
 ):
-    """Copy the queries of each tile, then its keys and values, as soon as both other groups are done with their place."""
+    """Copy the queries of each tile, then its keys and values, as soon as both other groups are done with their place.
+
+    Part i of a stream has keys of tile i, and values of tile i - 1, as they are used; part 0 has the queries too.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    HALF: gl.constexpr = BLOCK_M // 2
+    HALF: gl.constexpr = 64
+    # With three places a part may be on its way while the next one begins.
+    LATER: gl.constexpr = 1 if STAGES > 2 else 0
     lanes = gl.arange(0, BLOCK_N, layout=ROWS)
     half_rows = gl.arange(0, HALF, layout=ROWS)
     works = num_tiles * KV_HEADS
     work = gl.program_id(0)
-    streams = 0
     copied = 0
     while work < works:
         kv_head = work % KV_HEADS
-        request, row, num_rows, _, _, lo, hi, shift = tile_of(
+        request, token, row, num_rows, _, _, lo, hi, shift = tile_of(
             query_start_loc, seq_lens, key_start_loc, first_token, num_reqs, request_tiles,
             num_tiles - 1 - work // KV_HEADS, left, right, chunk, PAGED, GROUP, BLOCK_M, HAS_LEFT, HAS_RIGHT, HAS_CHUNK,
         )  # fmt: skip
         if num_rows > 0:
-            mbarrier.wait(q_empty, (streams & 1) ^ 1)
-            for half in gl.static_range(2):
+            # The queries before are no longer read once the last keys before, two parts ago, are done.
+            last_keys = copied + STAGES - 2
+            mbarrier.wait(empty.index(last_keys % STAGES), (last_keys // STAGES & 1) ^ 1)
+            for half in gl.static_range(BLOCK_M // HALF):
                 rows = half * HALF + half_rows
-                token = (row + rows // GROUP).to(gl.int64)
-                places = token * stride_qt + (kv_head * GROUP + rows % GROUP) * stride_qh
-                _copy(q.index(half), query, places, rows < num_rows, D, BLOCK_D, LAYOUT)
-            async_copy.mbarrier_arrive(q_full, increment_count=False)
-            streams += 1
+                asked = row + rows
+                places = (token + asked // GROUP).to(gl.int64) * stride_qt
+                places += (kv_head * GROUP + asked % GROUP) * stride_qh
+                there = rows < num_rows
+                _copy(q.index(half), q_tail.index(half), query, places, there, D, BLOCK_D, TAIL, LAYOUT)
             k_head = k_cache + kv_head * stride_kh
             v_head = v_cache + kv_head * stride_vh
             table_row = block_table + gl.cast(request, gl.int64) * stride_table
@@ -259,17 +295,23 @@ def copy_tiles(
             before = gl.zeros_like(pages).to(gl.uint32)
             # A tile that sees no key has one tile of zeros.
             for begin in range(first, gl.maximum(hi, first + 1), BLOCK_N):
+                stage = copied % STAGES
+                mbarrier.wait(empty.index(stage), (copied // STAGES & 1) ^ 1)
                 key_rows = _rows(pages, begin, lanes, stride_kb, stride_kt, PAGED, BLOCK_SIZE)
                 _copy_tile(
-                    k, k_full, k_empty, copied, k_head, key_rows, begin, lanes, lo, hi, shift, stride_kt,
-                    PAGED, False, FIXED, D, BLOCK_D, STAGES, LAYOUT,
+                    k, k_tail, stage, k_head, key_rows, begin, lanes, lo, hi, shift, stride_kt,
+                    PAGED, False, FIXED, D, BLOCK_D, TAIL, LAYOUT,
                 )  # fmt: skip
                 if begin > first:
-                    # Values come after the keys of the next tile, as they are used.
                     _copy_tile(
-                        v, v_full, v_empty, copied - 1, v_head, before, begin - BLOCK_N, lanes, lo, hi, shift, stride_vt,
-                        PAGED, True, FIXED, D, BLOCK_D, STAGES, LAYOUT,
+                        v, v_tail, stage, v_head, before, begin - BLOCK_N, lanes, lo, hi, shift, stride_vt,
+                        PAGED, True, FIXED, D, BLOCK_D, TAIL, LAYOUT,
                     )  # fmt: skip
+                async_copy.commit_group()
+                if LATER == 0:
+                    _publish(full.index(stage), 0)
+                elif begin > first:
+                    _publish(full.index((copied - 1) % STAGES), LATER)
                 if PAGED:
                     before = key_rows
                 else:
@@ -277,8 +319,15 @@ def copy_tiles(
                 pages = _pages(table_row, begin + BLOCK_N, lanes, hi, PAGED, BLOCK_SIZE)
                 copied += 1
             last = first + gl.maximum(hi - first - 1, 0) // BLOCK_N * BLOCK_N
+            stage = copied % STAGES
+            mbarrier.wait(empty.index(stage), (copied // STAGES & 1) ^ 1)
             _copy_tile(
-                v, v_full, v_empty, copied - 1, v_head, before, last, lanes, lo, hi, shift, stride_vt,
-                PAGED, False, FIXED, D, BLOCK_D, STAGES, LAYOUT,
+                v, v_tail, stage, v_head, before, last, lanes, lo, hi, shift, stride_vt,
+                PAGED, False, FIXED, D, BLOCK_D, TAIL, LAYOUT,
             )  # fmt: skip
+            async_copy.commit_group()
+            if LATER:
+                _publish(full.index((copied - 1) % STAGES), LATER)
+            _publish(full.index(stage), 0)
+            copied += 1
         work += gl.num_programs(0)

@@ -23,7 +23,7 @@ from attnplug.backends.triton.kernels.registers.operands import (
     values_operand,
 )
 from attnplug.backends.triton.kernels.registers.tiles import load_keys, load_values, warp_rows
-from attnplug.backends.triton.kernels.scan import LOG2E, _tanh
+from attnplug.backends.triton.kernels.scan import LOG2E, tanh
 
 _UNSEEN: gl.constexpr = gl.constexpr(-1e30)
 """The maximum of a row that has seen no key: finite, so that no difference of two of them is NaN."""
@@ -275,7 +275,7 @@ def _logits(
             logits = logits * (k_s.to(gl.float32) * (scale / cap))[:, :, None]
         else:
             logits = logits * (scale / cap)
-        return _tanh(logits) * (cap * LOG2E)
+        return tanh(logits) * (cap * LOG2E)
     elif OWN:
         return logits * (k_s.to(gl.float32) * (scale * LOG2E))[:, :, None]
     else:
