@@ -32,6 +32,10 @@ from attnplug.testing.conformance.mistakes.expectations import difference
 from attnplug.testing.conformance.numbers import invariance
 from attnplug.testing.conformance.target import Target
 
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="without a GPU the interpreter runs parts of kernels alone"
+)
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TARGET = Target(TritonBackend, Device.current() if DEVICE == "cuda" else Device("cpu"))
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, invariance=("batch", "rows", "heads"))
@@ -67,6 +71,7 @@ def places(even: bool) -> np.ndarray[Any, Any]:
     return found[: len(KEYS)].numpy()
 
 
+@interpreted
 @pytest.mark.parametrize("even", [False, True])
 def test_each_key_is_in_its_split(even: bool) -> None:
     for key, (number, start, size, nearest, _) in zip(KEYS, places(even), strict=True):
@@ -77,12 +82,14 @@ def test_each_key_is_in_its_split(even: bool) -> None:
         assert nearest in (start, start + size)
 
 
+@interpreted
 def test_splits_by_position_are_as_long_as_their_keys_come_late() -> None:
     sizes = places(False)[:, 2]
     assert set(sizes) == {128, 256, 512, 1024, 2048}
     assert (np.diff(sizes) >= 0).all()
 
 
+@interpreted
 def test_even_splits_are_the_shortest_of_which_there_are_at_most_32() -> None:
     for key, (*_, size) in zip(KEYS, places(True), strict=True):
         assert -(-(key + 1) // size) <= 32
@@ -128,6 +135,7 @@ def test_bits_are_equal_however_a_step_is_made(check_id: str) -> None:
         pytest.skip(str(skipped))
 
 
+@interpreted
 @pytest.mark.slow
 @pytest.mark.usefixtures("row_by_row")
 def test_cuts_between_the_fixed_places_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
