@@ -35,8 +35,8 @@ KV_HEADS = 8
 """KV heads of its layers; a layer with latents has one."""
 WINDOWS = ((2, 128), (129, 1 << 22))
 """Ranges of sliding windows. A priority differs between them; the answer is the same within one."""
-GROUPS, SCALES, CAPS = (1, 128), (2.0**-9, 0.9), (1e-3, 9e5)
-"""Query heads for each KV head, softmax scales and soft caps that have the same answers."""
+GROUPS, SCALES, CAPS = (1, 128), (2.0**-9, 0.9), (1e-3, 1024.0)
+"""Query heads for each KV head, softmax scales and soft caps that have the same answers. Above, TRITON has another priority."""
 
 # Query heads are exact here: a backend pads those that are no power of two, and a note of the answer says so.
 _LATENTS = tuple((heads, 512, 64, 128, 128) for heads in (16, 32, 64, 128))
