@@ -110,7 +110,8 @@ class TritonBackend(AttentionBackend):
         # 0.53 of FlashAttention 4's. Prefills have 222 where the kernel with specialised warps can serve:
         # they take 0.84 of FlashInfer's time, and 1.10 of FlashAttention 4's. Heads of 64 with windows of
         # at most 128 keys have 242: new prompts take 0.84 of FlashAttention 4's time, and further parts of
-        # prompts 1.09. Others have 210: they take 1.08 of FlashInfer's time. Both phases together have the
+        # prompts 1.09. Soft caps that this kernel serves have 242 too: new prompts take 0.73 to 0.97 of FlashAttention
+        # 4's time (`prompts-h200.json`). Others have 210: they take 1.08 of FlashInfer's time. Both phases together have the
         # mean, rounded up. These are geometric means of kernels and builders over the steps of
         # `attnplug/registry/measured/tuned_tables/h200.json` and `benchmarks/results/regret-h200.json`,
         # and of `benchmarks/results/attention-core-h200.json`.

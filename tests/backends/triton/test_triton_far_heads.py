@@ -72,7 +72,7 @@ def test_the_kernel_with_specialised_warps_leaves_heads_past_32_bits_to_the_othe
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     keys = torch.empty(1, 8, 128, device="meta")
     names = ("stride_qt", "stride_qh", "stride_ot", "stride_oh")
-    launch = Specialized(128, 2, True)
+    launch = Specialized(128, 2, 2)
     values = {**dict.fromkeys(names, 128), "GROUP": 4, "COMPUTE": None, "NUMBERS": 0}
     for step, served in ((1 << 26, True), (1 << 27, False)):
         assert specialized.serves(spec, {**values, "stride_oh": step}, keys, keys, launch) == served

@@ -89,9 +89,9 @@ def test_prefill_compiles_within_a_multiprocessor() -> None:
         )
         assert not found["serialized"]
         assert found["products"] == sorted({f"m64n{width}k16" for width in (block_n, *parts)})
-        # Rows are turned outside of the loops over keys.
+        # As compiled when the bounds were set, no loop over keys has a spill; rows are turned outside of them.
         most = 200 if numbers == 2 else 80
-        assert size > 128 or found["spilled"] <= most, "the loops over keys write no registers to memory"
+        assert size > 128 or found["spilled"] <= most
 
 
 @pytest.mark.slow

@@ -18,6 +18,9 @@ from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
 LAUNCH = Specialized(64, 2, 2)
+VALUES = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
+VALUES |= {"GROUP": 2, "COMPUTE": None, "NUMBERS": 0}
+"""The arguments of the kernel that `serves` looks at, for `layer()`."""
 
 
 def layer(heads: tuple[int, int, int] = (4, 2, 64), **fields: Any) -> LayerSpec:
@@ -136,24 +139,15 @@ def test_queries_apart_from_16_bytes_have_the_other_kernel(
 
 def test_strides_and_room_are_looked_at() -> None:
     spec, k = layer(), torch.empty(8, 16, 2, 64, dtype=torch.float16)
-    values = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
-    values |= {
-        "HAS_CAP": False,
-        "HAS_ALIBI": False,
-        "HAS_SPANS": False,
-        "GROUP": 2,
-        "COMPUTE": None,
-        "NUMBERS": 0,
-    }
-    assert serves(spec, values, k, k, LAUNCH)
-    assert not serves(spec, values | {"stride_qt": 72}, k, k, LAUNCH)
+    assert serves(spec, VALUES, k, k, LAUNCH)
+    assert not serves(spec, VALUES | {"stride_qt": 72}, k, k, LAUNCH)
     apart = torch.empty(8, 16, 2, 72, dtype=torch.float16)[..., :64]
-    assert not serves(spec, values, apart, k, LAUNCH)
-    assert not serves(spec, values, k, k, Specialized(128, 9, 2)), "too many tiles"
-    assert not serves(spec, values | {"GROUP": 129}, k, k, LAUNCH)
+    assert not serves(spec, VALUES, apart, k, LAUNCH)
+    assert not serves(spec, VALUES, k, k, Specialized(128, 9, 2)), "too many tiles"
+    assert not serves(spec, VALUES | {"GROUP": 129}, k, k, LAUNCH)
     unlike = torch.empty(8, 16, 4, 64, dtype=torch.float16)[:, :, :2]
-    assert not serves(spec, values, k, unlike, LAUNCH), "values are where the keys are"
-    assert serves(spec, values, k[0], unlike[0], LAUNCH), "those of a call need not be"
+    assert not serves(spec, VALUES, k, unlike, LAUNCH), "values are where the keys are"
+    assert serves(spec, VALUES, k[0], unlike[0], LAUNCH), "those of a call need not be"
 
 
 def test_pages_past_32_bits_have_the_other_kernel() -> None:
@@ -164,18 +158,9 @@ def test_pages_past_32_bits_have_the_other_kernel() -> None:
 
 
 def test_heads_of_whole_16_elements_are_served() -> None:
-    values = dict.fromkeys(("stride_qt", "stride_qh", "stride_ot", "stride_oh"), 64)
-    values |= {
-        "HAS_CAP": False,
-        "HAS_ALIBI": False,
-        "HAS_SPANS": False,
-        "GROUP": 2,
-        "COMPUTE": None,
-        "NUMBERS": 0,
-    }
     k = torch.empty(8, 16, 2, 256, dtype=torch.float16)
     sizes = [
-        size for size in range(8, 520, 8) if serves(layer((4, 2, size)), values, k[..., :size], k, LAUNCH)
+        size for size in range(8, 520, 8) if serves(layer((4, 2, size)), VALUES, k[..., :size], k, LAUNCH)
     ]
     assert sizes == list(range(64, 257, 16))
 

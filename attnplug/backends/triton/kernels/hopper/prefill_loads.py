@@ -253,7 +253,7 @@ def copy_tiles(
     HAS_CHUNK: gl.constexpr,
     FIXED: gl.constexpr,
 ):
-    """Copy the queries of each tile, then its keys and values, as soon as both other groups are done with their place.
+    """Copy the queries of each tile, then its keys and values, as soon as all other groups are done with their place.
 
     Part i of a stream has keys of tile i, and values of tile i - 1, as they are used; part 0 has the queries too.
     """

@@ -1,7 +1,7 @@
-"""Prefill and extend on Hopper with specialised warps: two groups attend half of a tile's rows each, a third copies.
+"""Prefill and extend on Hopper with specialised warps: two or three groups attend 64 rows of a tile each, one copies.
 
 Queries, keys and values are copied while the tiles before them are attended. Each group multiplies the weights of one tile
-with its values, and the queries with the keys of the next, during the softmax of the other group and its own.
+with its values, and the queries with the keys of the next, during the softmax of another group and its own.
 """
 
 from __future__ import annotations
