@@ -109,7 +109,7 @@ class Rotated4Codec:
 
     def encode(self, rows: torch.Tensor, scale: float) -> tuple[torch.Tensor, ...]:
         """Two codes in a byte `[..., head_size / 2]`, and the scales `[..., 1]`, at most 65,504."""
-        turned = self.rotate(_finite(rows, 2.0**60))
+        turned = self.rotate(_finite(rows, 2.0**59))
         squares = _in_order(turned.square())
         rms = quotient(squares, self.head_size).sqrt().clamp_min_(2.0**-24)
         steps = (turned / (rms * self._STEP) + 7.5).round_().clamp_(0, 15)

@@ -116,11 +116,12 @@ class BoundFormatWrite:
             "BLOCK_D": max(power_of_two(head_size), 16),
             "TILE": self._tile,
             "PARTS": max(exact_parts(key), exact_parts(value)),
-            "BLOCK": codec.block if exact and turn is not None else 0,
+            "BLOCK": 1 if turn is None else codec.block,
+            "IN_ORDER": exact and turn is not None,
             "FORMAT": row.name,
         }
         # Sums in the order of the codec are its sums only if no product is fused with them.
-        options = {"enable_fp_fusion": False} if values["BLOCK"] else {}
+        options = {"enable_fp_fusion": False} if values["IN_ORDER"] else {}
         self._kernel = BoundKernel(_KERNEL, 7, values, num_warps=4, **options)
 
     def __call__(

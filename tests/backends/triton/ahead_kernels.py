@@ -26,6 +26,7 @@ from attnplug.backends.triton.ahead.chips import CHIPS
 from attnplug.backends.triton.ahead.compiling import compile_all, is_cached, target_of
 from attnplug.backends.triton.ahead.forms import Form
 from attnplug.backends.triton.ahead.pretended import pretended
+from attnplug.backends.triton.layout import tile_memory
 from attnplug.core import BuilderConfig, LayerSpec, Phase
 from attnplug.matrix.axes import phase_of, spec_of
 from attnplug.matrix.compiled import launches
@@ -148,8 +149,45 @@ def after_warm_up(arch: str, name: str, context: str) -> list[str]:
         return [str(form) for form in found if form not in known]
 
 
+def tiles(arch: str, *layers: str) -> dict[str, list[int]]:
+    """Of each layer, "int8_token_head/160", the bytes that the tiles of its prefills of long prompts and of extends take."""
+    found: dict[str, list[int]] = {}
+    for each in layers:
+        name, size = each.split("/")
+        spec = LayerSpec(
+            num_heads=32, num_kv_heads=8, head_size=int(size), block_size=16, kv_cache_dtype=name
+        )
+        if attnplug.explain(spec, CHIPS[arch].device, backend="TRITON").chosen is None:
+            continue
+        plan = attnplug.plan({"layer": spec}, CHIPS[arch].device, backend="TRITON", num_blocks=300)
+        with pretended(CHIPS[arch]) as launched:
+            runtime = AttentionRuntime(
+                plan, config=BuilderConfig(max_num_seqs=4, max_num_batched_tokens=4096)
+            )
+            for layer, backend, _ in distinct_layers(runtime):
+                for new, context in ((2000, 0), (700, 3000), (30, 500)):
+                    run_step(runtime, layer, backend, DummyShape(1, new, context, Phase.PREFILL))
+        # Tiles that are opened in registers take other room than they are long.
+        prefills = [form for form in launched if form.name == "prefill_kernel" and _is_loaded(form)]
+        found[each] = [_tile_bytes(form) for form in prefills]
+    return found
+
+
+def _is_loaded(form: Form) -> bool:
+    return form.constants.get("FORMAT") is None or form.constants["FORMAT"][0] == "opened"
+
+
+def _tile_bytes(form: Form) -> int:
+    constants = form.constants
+    width, width_v = (2 * sum(constants.get(name) or 0 for name in pair) for pair in _PARTS)
+    return tile_memory(constants["BLOCK_M"], constants["BLOCK_N"], form.options.num_stages, width, width_v)
+
+
+_PARTS = ("BLOCK_D", "TAIL"), ("BLOCK_DV", "TAIL_V")
+
+
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     kinds = {"planted": planted, "found": found_by_a_launch, "launched": launched, "paged": paged}
-    kinds |= {"memory": memory, "after": after_warm_up}
+    kinds |= {"memory": memory, "after": after_warm_up, "tiles": tiles}
     print(json.dumps(kinds[kind](*rest)))

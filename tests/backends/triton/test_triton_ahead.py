@@ -22,6 +22,7 @@ from attnplug.core.errors import SpecError
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("ahead_kernels.py")
+FORMATS = ("auto", "fp8_e4m3", "int8_token_head", "nvfp4", "rotated4")
 CELLS = (ROOT / "ci" / "compiled_cells.txt").read_text().split()
 
 
@@ -59,6 +60,19 @@ def test_a_launch_finds_what_was_compiled_ahead(arch, tmp_path):
 @pytest.mark.parametrize("name", ["fp8_e4m3", "int8_token_head", "rotated4"])
 def test_a_warm_up_of_one_request_compiles_the_kernel_of_contexts_that_are_not_opened(name):
     assert child("after", "sm90", name, "100000") == []
+
+
+@pytest.mark.slow
+# AMD's compiler keeps queries in registers.
+@pytest.mark.parametrize("arch", [arch for arch, chip in CHIPS.items() if chip.is_nvidia])
+def test_tiles_of_prefills_fit_each_chip(arch):
+    """Rows that are opened as codes have tiles of whole powers of two: heads of 160 took 256 KB of Hopper's 227."""
+    sizes = (64, 80, 128, 160, 192, 256, 384, 512)
+    found = child("tiles", arch, *(f"{name}/{size}" for name in FORMATS for size in sizes))
+    room = CHIPS[arch].shared_memory
+    assert {each: taken for each, taken in found.items() if max(taken, default=0) > room} == {}
+    assert any(found["int8_token_head/160"]) == (arch != "sm90"), "Hopper reads them as numbers"
+    assert any(found["rotated4/160"])
 
 
 def test_caches_of_a_pretended_gpu_take_no_memory_of_the_host():

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from attnplug.ops.triton.kernels.kv_write import encode_8_bits
-from attnplug.ops.triton.kernels.rotation import sum_in_order, turned, turned_in_order
+from attnplug.ops.triton.kernels.rotation import sum_in_order, turned_whole
 
 # The sum of it and a float32 below 2**22 is rounded to a whole number, ties to even.
 _WHOLE = tl.constexpr(12582912.0)
@@ -44,6 +44,7 @@ def format_write_kernel(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     """TILE rows of K, or on the grid's second place of V, to the slots of their tokens; a negative slot is not written.
@@ -55,13 +56,13 @@ def format_write_kernel(
         _write_rows(
             key, k_cache, slot_mapping, matrix, num_rows, k_scale, factor,
             stride_kt, stride_kh, stride_kd, stride_slot, stride_kb,
-            DATA, SCALES, BLOCK_SIZE, HEADS, D, BLOCK_D, TILE, PARTS, BLOCK, FORMAT,
+            DATA, SCALES, BLOCK_SIZE, HEADS, D, BLOCK_D, TILE, PARTS, BLOCK, IN_ORDER, FORMAT,
         )  # fmt: skip
     else:
         _write_rows(
             value, v_cache, slot_mapping, matrix, num_rows, v_scale, factor,
             stride_vt, stride_vh, stride_vd, stride_slot, stride_vb,
-            DATA, SCALES, BLOCK_SIZE, HEADS, D, BLOCK_D, TILE, PARTS, BLOCK, FORMAT,
+            DATA, SCALES, BLOCK_SIZE, HEADS, D, BLOCK_D, TILE, PARTS, BLOCK, IN_ORDER, FORMAT,
         )  # fmt: skip
 
 
@@ -88,6 +89,7 @@ def _write_rows(
     TILE: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
     rows = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -115,7 +117,7 @@ def _write_rows(
         groups = tl.arange(0, BLOCK_D // 16)[None, :]
         tl.store(scales[:, None] + groups, stored, mask=written[:, None] & (groups < D // 16))
     else:
-        codes, own = _rotated4(x, matrix, factor, D, BLOCK_D, PARTS, BLOCK)
+        codes, own = _rotated4(x, matrix, factor, D, BLOCK_D, PARTS, BLOCK, IN_ORDER)
         pairs = tl.arange(0, BLOCK_D // 2)[None, :]
         if BLOCK_D == D:
             low, high = tl.split(codes.reshape(TILE, 2, BLOCK_D // 2).permute(0, 2, 1))
@@ -187,27 +189,28 @@ def not_below(size, middle):
 
 @triton.jit
 def _rotated4(
-    x, matrix, factor, D: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    matrix,
+    factor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IN_ORDER: tl.constexpr,
 ):
-    """Codes `[R, BLOCK_D]` and float16 scales `[R]`: with BLOCK those of `Rotated4Codec`, else from sums in another order.
+    """Codes `[R, BLOCK_D]` and float16 scales `[R]`: IN_ORDER those of `Rotated4Codec`, else from sums in another order.
 
     Rows of 16 bits are turned by tensor cores: one scale in 10,000 is then the next float16, and one code in a million.
     """
-    x = _clamped(x, 1.152921504606847e18)
-    if BLOCK:
-        y = turned_in_order(x, matrix, BLOCK_D, factor, BLOCK_D, BLOCK)
-        squares = sum_in_order(y * y)
-    else:
-        y = turned(x, matrix, BLOCK_D, 1, factor, BLOCK_D, BLOCK_D, PARTS)
-        squares = tl.sum(y * y, 1)
+    # The sum of 256 squares is below the largest float32.
+    x = _clamped(x, 5.764607523034235e17)
+    y = turned_whole(x, matrix, BLOCK_D, factor, BLOCK_D, BLOCK, PARTS, IN_ORDER)
+    squares = sum_in_order(y * y) if IN_ORDER else tl.sum(y * y, 1)
     rms = tl.sqrt_rn(tl.div_rn(squares, tl.full(squares.shape, 1.0, tl.float32) * D))
     step = (tl.maximum(rms, 2.0**-24) * _STEP)[:, None]
     steps = _rounded(tl.div_rn(y, tl.broadcast_to(step, y.shape)) + 7.5)
     steps = tl.minimum(tl.maximum(steps, 0.0), 15.0)
-    if BLOCK:
-        products = sum_in_order(y * (steps - 7.5))
-    else:
-        products = tl.sum(y * (steps - 7.5), 1)
+    products = sum_in_order(y * (steps - 7.5)) if IN_ORDER else tl.sum(y * (steps - 7.5), 1)
     none = products == 0.0
     own = tl.where(none, 0.0, tl.div_rn(squares, tl.where(none, 1.0, products)))
     return _number(steps).to(tl.int32), tl.where(own > 65504.0, 65504.0, own).to(tl.float16)

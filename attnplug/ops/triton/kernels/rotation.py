@@ -20,34 +20,62 @@ def turned(
     """
     columns = tl.arange(0, COLUMNS)[None, :]
     signs = tl.load(matrix + tl.arange(0, D)[:, None] * stride_in + columns * stride_out)
+    return multiplied(rows, signs, PARTS) * factor
+
+
+@triton.jit
+def multiplied(rows, signs, PARTS: tl.constexpr):
+    """Float32 rows times a bfloat16 matrix of 1, 0 and -1; see `turned`."""
     if PARTS == 0:
         found = tl.dot(rows, signs.to(tl.float32), input_precision="ieee")
     else:
-        found = tl.zeros([rows.shape[0], COLUMNS], tl.float32)
+        found = tl.zeros([rows.shape[0], signs.shape[1]], tl.float32)
         for _ in tl.static_range(PARTS):
             part = rows.to(tl.bfloat16)
             found = tl.dot(part, signs, found)
             rows = rows - part.to(tl.float32)
-    return found * factor
+    return found
 
 
 @triton.jit
-def turned_in_order(rows, matrix, stride_in, factor, D: tl.constexpr, BLOCK: tl.constexpr):
-    """As `turned` for rows of any numbers, by the sums and in the order of `Rotated4Codec.rotate`.
+def turned_whole(
+    rows,
+    matrix,
+    stride_in,
+    factor,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+):
+    """All columns of rows `[R, D]` turned, where each BLOCK of a row is multiplied by signs and a Hadamard matrix.
 
-    BLOCK elements of a row are turned together. The compiler must not fuse products with sums.
+    With IN_ORDER they are the sums of `Rotated4Codec.rotate`, in its order, for rows of any numbers; the compiler must not
+    fuse products with sums then. Else tensor cores add up to SIDE elements, whose matrix has 8 KB, and PARTS is as in
+    `turned`: the matrix of a row of 256 elements takes 128 KB of shared memory, which few GPUs have.
     """
     R: tl.constexpr = rows.shape[0]
+    SIDE: tl.constexpr = 1 if IN_ORDER else min(max(BLOCK, 16), 64)
     dims = tl.arange(0, D)
+    # The first column of a block has its signs.
     signs = tl.load(matrix + dims * stride_in + dims // BLOCK * BLOCK).to(tl.float32)
-    rows = rows * signs[None, :] * factor
+    if IN_ORDER:
+        rows = rows * signs[None, :] * factor
+    else:
+        inner = tl.arange(0, SIDE)
+        place = matrix + inner[:, None] * stride_in
+        # The interpreter multiplies bfloat16 as integers.
+        square = tl.load(place + inner[None, :]).to(tl.float32)
+        square *= tl.load(place + inner[:, None] // BLOCK * BLOCK).to(tl.float32)
+        rows = (rows * signs[None, :]).reshape(R * D // SIDE, SIDE)
+        rows = multiplied(rows, square.to(tl.bfloat16), PARTS).reshape(R, D)
     for log in tl.static_range(_MOST_LOG):
         # Elements at a distance of a power of two are added, and subtracted. A constant of each turn has no name, because
         # the compiler gives a name one value.
-        if (1 << log) < BLOCK:
+        if (1 << log) >= SIDE and (1 << log) < BLOCK:
             one, other = tl.split(rows.reshape(R, D >> (log + 1), 2, 1 << log).permute(0, 1, 3, 2))
             rows = tl.join(one + other, one - other).permute(0, 1, 3, 2).reshape(R, D)
-    return rows
+    return rows if IN_ORDER else rows * factor
 
 
 @triton.jit
