@@ -57,6 +57,9 @@ class Kernel:
     def run(self, *given: object) -> None:
         self.found.append(("direct", given))
 
+    def warmup(self, *given: object, grid: tuple[int, ...], **options: int) -> None:
+        self.found.append(("compiled", given))
+
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,6 +86,23 @@ def test_amd_gets_no_limit_of_registers(
     kernel = Kernel()
     BoundKernel(kernel, 3, {"width": 7}, num_warps=4, maxnreg=128)((5,), Tensor(32), Tensor(48), 9)
     assert kernel.found[0][3] == options
+
+
+@pytest.mark.usefixtures("stream")
+def test_siblings_are_compiled_once_with_the_first_launch_of_a_form() -> None:
+    (kernel, call), (other, sibling) = bound(), bound()
+    call.siblings, sibling.siblings = (sibling,), (call, sibling)
+    tensors = Tensor(32), Tensor(48)
+    for count in (9, 10):
+        call((5,), *tensors, count)
+    assert [each[0] for each in kernel.found] == ["triton", "direct"]
+    assert other.found == [("compiled", (*tensors, 9, 7))]
+    sibling.compile(Tensor(36), Tensor(48), 1)
+    assert [each[0] for each in other.found] == ["compiled", "compiled"]
+    assert [each[0] for each in kernel.found] == ["triton", "direct", "compiled"]
+    # Triton's public launcher loads what was only compiled.
+    sibling((5,), *tensors, 3)
+    assert other.found[-1][0] == "triton"
 
 
 @pytest.mark.usefixtures("stream")

@@ -21,6 +21,7 @@ from attnplug.backends.triton.formats import (
 from attnplug.backends.triton.kernels.prefill import prefill_kernel
 from attnplug.backends.triton.launch import (
     SHORT_PROMPT_LAUNCH,
+    PrefillLaunch,
     Specialized,
     compile_options,
     gpu_of,
@@ -46,6 +47,7 @@ from attnplug.backends.triton.specialized import (
     WIDEST_TURNED,
     is_aligned,
     is_near,
+    launch_for,
     programs,
     serves,
     specialized_kernel,
@@ -57,7 +59,7 @@ from attnplug.ops.storage import compute_dtype
 from attnplug.ops.triton.launch import BoundKernel, can_overlap
 
 _PREFILL: Any = prefill_kernel
-_MOST_LAUNCHES = 8
+_MOST_LAUNCHES = 24
 """Launches of prefill, and of equal shares, that a layer keeps bound: steps of other lengths, and of another cache."""
 # Rows of a tile that share a prefix: more of them read it less often, and waste more where requests differ.
 _SHARING_ROWS = 64
@@ -124,8 +126,8 @@ class BoundLayer:
         self._gpu, self._device = gpu_of(query.device), query.device
         self._spec = spec
         self._widest = max(spec.head_size, spec.head_size_v)
-        if numbers == 2:
-            # The kernel turns whole tiles.
+        if numbers == 2 or form is not None:
+            # One kernel turns whole tiles, and codes with the scales of their rows are in whole tiles too.
             self._widest = tile_side(self._widest)
         self._itemsize = compute_dtype(spec).itemsize
         # Layers that ask for equal bits have splits of keys at fixed places, and tiles of equally many keys.
@@ -276,6 +278,7 @@ class BoundLayer:
         stride_table: int,
         longest: int,
         most_keys: int | None = None,
+        batch: tuple[int, int] = (1, 1),
     ) -> Prefill:
         """The kernel for requests of at most `longest` queries.
 
@@ -286,43 +289,32 @@ class BoundLayer:
             stride_table: of the block table.
             longest: queries of the longest request.
             most_keys: tokens of the longest request; None if the host does not know.
+            batch: the queries of all requests, and their number.
         """
-        paged = k.dim() == 4
-        if self.group > SHORT_PROMPT_LAUNCH.block_m:
-            most_keys = None  # all heads of a group are in one tile
-        rows, stored = longest * self.group, k.dtype.itemsize
-        launch = prefill_launch(
-            self._widest,
-            self._itemsize,
-            rows,
-            self._gpu,
-            most_keys,
-            stored,
-            self._tile,
-            self.group,
-            self.reach.left,
-            not paged and not self._values["HAS_CAP"],
-        )
-        if self._form is not None:
-            launch = dataclasses.replace(launch, specialized=None)
-        elif paged and row_of(self._spec):
-            launch = opened_launch(launch, self._gpu)
+        paged, stored = k.dim() == 4, k.dtype.itemsize
+        launch = self._launch(longest * self.group, stored, paged, most_keys)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
-        if special is not None and not (is_near(k) and is_aligned(k, v, *others)):
-            special = None
+        if special is not None:
+            if specialized_kernel(k.device) is None or not (is_near(k) and is_aligned(k, v, *others)):
+                special = None
+            elif launch.fewer_rows is not None:
+                sizes = batch[0] * self.group, batch[1], longest * self.group
+                halves = most_keys is not None and self.reach.right >= 0 and not self._has_limit
+                devices = self.kv_heads, self._gpu.multiprocessors
+                special = launch_for(special, launch.fewer_rows, sizes, *devices, halves)
         key = k.stride(), v.stride(), stored, block_size, stride_table, launch, special
         found = self._prefills.get(key)
         if found is None:
-            if len(self._prefills) == _MOST_LAUNCHES:
+            if len(self._prefills) >= _MOST_LAUNCHES:
                 self._prefills.clear()
             values = {**self._values, **stride_arguments(k.stride(), v.stride())}
             values |= {"stride_table": stride_table, "PAGED": paged, "BLOCK_SIZE": block_size}
             if special is not None:
-                found = self._specialized(k, v, values, special)
-                if found is not None:
-                    self._prefills[key] = found
-                    return found
+                made = self._specialized_of(k, v, values, launch)
+                self._prefills |= {(*key[:-1], each): one for each, one in made.items()}
+                if special in made:
+                    return made[special]
             block_m = max(launch.block_m, tile_side(self.group))
             parts = value_parts(self._spec.head_size_v, launch.columns, scale_step(self._spec))
             columns = self._spec.head_size_v // parts
@@ -349,10 +341,40 @@ class BoundLayer:
             found = self._prefills[key] = Prefill(kernel, block_m // self.group, parts=parts)
         return found
 
-    def programs(self, works: int, most_keys: int | None) -> int:
-        """Programs with specialised warps for so many tiles of KV heads."""
-        has_limit = self.reach.left >= 0 or self.reach.chunk > 0
-        return programs(works, self._gpu.multiprocessors, has_limit, most_keys)
+    def _launch(self, rows: int, stored: int, paged: bool, most_keys: int | None) -> PrefillLaunch:
+        """The launch for requests of at most `rows` rows, over keys of `stored` bytes."""
+        if self.group > SHORT_PROMPT_LAUNCH.block_m:
+            most_keys = None  # all heads of a group are in one tile
+        sizes = self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile, self.group
+        launch = prefill_launch(*sizes, self.reach.left, not paged and not self._values["HAS_CAP"])
+        if self._form is not None:
+            return dataclasses.replace(launch, specialized=None, fewer_rows=None)
+        return opened_launch(launch, self._gpu) if paged and row_of(self._spec) else launch
+
+    def _specialized_of(
+        self, k: torch.Tensor, v: torch.Tensor, values: dict[str, Any], launch: PrefillLaunch
+    ) -> dict[Specialized, Prefill]:
+        """The kernels with specialised warps that serve the layer, by their launch."""
+        made = {
+            each: found
+            for each in (launch.specialized, launch.fewer_rows)
+            if each is not None and (found := self._specialized(k, v, values, each)) is not None
+        }
+        kernels = tuple(each.kernel for each in made.values())
+        for kernel in kernels:
+            # Later steps of as long requests may need the other launch, which no warm-up may have had.
+            kernel.siblings = tuple(each for each in kernels if each is not kernel)
+        return made
+
+    def programs(self, count: int, reqs: int, most_keys: int | None) -> tuple[int, bool]:
+        """Programs with specialised warps for `count` tiles of each KV head, and whether they take tiles by place."""
+        works = count * self.kv_heads, reqs * self.kv_heads
+        return programs(*works, self._gpu.multiprocessors, self._has_limit, most_keys)
+
+    @property
+    def _has_limit(self) -> bool:
+        """Whether a window or chunk limits the keys of a tile."""
+        return self.reach.left >= 0 or self.reach.chunk > 0
 
     def _specialized(
         self, k: torch.Tensor, v: torch.Tensor, values: dict[str, Any], launch: Specialized

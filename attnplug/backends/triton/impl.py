@@ -177,7 +177,8 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         over, keys = bound.over_opened(opened, *call[:3]), (opened.k, opened.v)
         most_keys = meta.max_query_len if meta.all_new else None
         stride, longest = meta.block_table.stride(0), meta.max_query_len
-        prefill = over.prefill(*keys, call[:2], stride, longest, most_keys)
+        tokens, reqs = meta.num_actual_tokens - meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
+        prefill = over.prefill(*keys, call[:2], stride, longest, most_keys, (tokens, reqs))
         return _Numbers(opened, over) if prefill.is_specialized else None
 
     def _over_numbers(
@@ -321,14 +322,16 @@ def _prefill(
     query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
     most_keys = longest if meta.all_new else None
-    prefill = bound.prefill(*keys, (query, output), meta.block_table.stride(0), longest, most_keys)
-    given = (query, *keys, output, lse, *batch, sinks, slopes, spans, first_token, reqs)
     tokens = meta.num_actual_tokens - first_token
+    stride, sizes = meta.block_table.stride(0), (tokens, reqs)
+    prefill = bound.prefill(*keys, (query, output), stride, longest, most_keys, sizes)
+    given = (query, *keys, output, lse, *batch, sinks, slopes, spans, first_token, reqs)
     if not is_run:
         prefill.kernel.compile(*given)
     elif prefill.is_specialized:
         count, each = tiles(tokens * bound.group, reqs, longest * bound.group, prefill.tokens)
-        programs = bound.programs(count * bound.kv_heads, most_keys)
+        programs, by_place = bound.programs(count, reqs, most_keys)
+        each = -each if by_place else each
         prefill.kernel((programs,), *given, count, each, *(factors or (query, query)))
     else:
         # An upper bound: the host does not read the start locations from the device.

@@ -75,11 +75,13 @@ class Specialized(NamedTuple):
         block_n: keys per tile.
         num_stages: tiles of keys, and of values, in flight.
         groups: the groups of warps that attend 64 rows each: 2 or 3.
+        pace: the time of a tile beside that of a tile of the launch for fewer rows.
     """
 
     block_n: int
     num_stages: int
     groups: int
+    pace: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -98,6 +100,7 @@ class PrefillLaunch:
         num_stages: tiles in flight.
         specialized: the launch of the kernel with specialised warps, which then serves where it can; None: it does not,
             because it is slower.
+        fewer_rows: the same for steps whose tiles would leave multiprocessors without one; None for the same launch.
         columns: most columns of the values of a program; None for all that a head has.
     """
 
@@ -106,6 +109,7 @@ class PrefillLaunch:
     num_warps: int
     num_stages: int
     specialized: Specialized | None = None
+    fewer_rows: Specialized | None = None
     columns: int | None = None
 
 
@@ -194,10 +198,11 @@ def prefill_launch(
         if most_keys is not None and most_keys <= _SHORT_PROMPT and wide <= 256:
             launch = SHORT_PROMPT_LAUNCH
         elif 0 <= left < SHORT_WINDOW and wide <= 256:
-            launch = dataclasses.replace(launch, specialized=SHORT_PROMPT_LAUNCH.specialized)
-        elif given and wide <= 128:
-            # With heads of 64, keys without pages took 677 and not 709 us (4 x 4k), 2365 and not 2447 (1 x 16k).
-            launch = dataclasses.replace(launch, specialized=None)
+            launch = dataclasses.replace(launch, specialized=SHORT_PROMPT_LAUNCH.specialized, fewer_rows=None)
+        elif given and wide <= 128 and not (most_keys is not None and most_keys <= _MIDDLE_PROMPT):
+            # With heads of 64, keys without pages took 677 and not 709 us (4 x 4k), 2365 and not 2447 (1 x 16k). Prompts of
+            # 1000 to 2000 tokens take 0.84 to 1.01 of its time with specialised warps.
+            launch = dataclasses.replace(launch, specialized=None, fewer_rows=None)
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -208,7 +213,9 @@ def prefill_launch(
     special = launch.specialized and Specialized(tile, 3 if wide <= 256 else 4, 2)
     block_m = min(launch.block_m, 128 if wide <= 256 else 64)
     warps = 8 if launch.columns is not None and gpu.has_async_products else launch.num_warps
-    launch = dataclasses.replace(launch, block_m=block_m, block_n=tile, num_warps=warps, specialized=special)
+    launch = dataclasses.replace(
+        launch, block_m=block_m, block_n=tile, num_warps=warps, specialized=special, fewer_rows=None
+    )
     while tile_memory(launch.block_m, tile, launch.num_stages, wide, wide_v) > gpu.shared_memory:
         if launch.num_stages > 1:
             launch = dataclasses.replace(launch, num_stages=launch.num_stages - 1)
@@ -236,7 +243,7 @@ def opened_launch(launch: PrefillLaunch, gpu: Gpu) -> PrefillLaunch:
     # On Hopper products read the opened tiles from shared memory; others need all of them in registers.
     keys = launch.block_n if gpu.has_warp_groups else min(launch.block_n, 32)
     warps = max(launch.num_warps, 8 if launch.block_m >= 64 else 4)
-    return dataclasses.replace(launch, block_n=keys, num_warps=warps, specialized=None)
+    return dataclasses.replace(launch, block_n=keys, num_warps=warps, specialized=None, fewer_rows=None)
 
 
 def _fitting(launch: PrefillLaunch, width: int, gpu: Gpu, width_v: int) -> PrefillLaunch:
@@ -254,18 +261,21 @@ def _fitting(launch: PrefillLaunch, width: int, gpu: Gpu, width_v: int) -> Prefi
 # Measured on an H200 by benchmarks/tune_triton.py; `_fitting` adapts them to other GPUs.
 
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
-# tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps.
-_SHORT_PROMPT = 256
+# tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps. With these in two groups, 8
+# of 500 took 60 us, 64 with three and 70 with tiles of 128 keys; 6 of 700 took 72, 76 and 82.
+_SHORT_PROMPT, _MIDDLE_PROMPT = 512, 2048
 SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, 2))
 # In short windows too, tiles of fewer rows see fewer keys that others do not: with one of 128, two groups took 294 us and three
 # 316; with 1024, 857 and 752.
 # Keys are the most bytes of a head: in bfloat16, heads of 64 have 128, of 80 have 160, of 96 have 192, of 192 have 384. The
 # kernel with specialised warps took 772 to 709 us for pages of heads of 64 (4 x 4k), 1680 to 1296 for 160, 1760 to 1364 for
 # 192, and for one prompt of 16k 4341 to 3622 for heads of 128, and 4579 to 3340 for 256. Three groups have registers for
-# heads of up to 128 elements: with heads of 96 they took 960 to 930 us.
+# heads of up to 128 elements: with heads of 96 they took 960 to 930 us. A tile of two takes less time: 512 more tokens of 32k
+# took 424 us and not 612 with heads of 128, and 3 prompts of 5000 tokens 1057 and not 1032.
 _PREFILL = {
-    192: PrefillLaunch(128, 64, 8, 3, Specialized(64, 4, 3)),
-    256: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 3)),
+    128: PrefillLaunch(128, 64, 8, 3, Specialized(64, 4, 3, 1.38), Specialized(128, 3, 2)),
+    192: PrefillLaunch(128, 64, 8, 3, Specialized(64, 4, 3, 1.2), Specialized(64, 3, 2)),
+    256: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 3, 1.42), Specialized(128, 2, 2)),
     384: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 2)),
     512: PrefillLaunch(128, 32, 8, 3, Specialized(64, 2, 2)),
     1024: PrefillLaunch(32, 16, 4, 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,25 +79,63 @@ def tiles(rows: int, reqs: int, longest: int, tile_rows: int) -> tuple[int, int]
     return (reqs * each, each) if reqs * each <= unlike else (unlike, 0)
 
 
-def programs(works: int, multiprocessors: int, has_limit: bool, most_keys: int | None) -> int:
-    """The programs that attend `works` tiles of KV heads: one for each multiprocessor, or one for each tile.
+# All layers of a step ask for the same.
+@functools.lru_cache(maxsize=256)
+def launch_for(
+    launch: Specialized,
+    fewer: Specialized,
+    sizes: tuple[int, int, int],
+    kv_heads: int,
+    multiprocessors: int,
+    is_new: bool,
+) -> Specialized:
+    """The launch of the two whose tiles are done earlier, where a multiprocessor has one at a time.
+
+    Args:
+        launch: for most steps.
+        fewer: with tiles of fewer rows.
+        sizes: rows of all requests, the requests, and rows of the longest, as `tiles` takes them.
+        kv_heads: of the layer.
+        multiprocessors: of the GPU.
+        is_new: whether queries see the keys of their own request up to them, so that tiles have half as many as the longest.
+    """
+
+    def time(each: Specialized) -> float:
+        waves = tiles(*sizes, each.rows)[0] * kv_heads / multiprocessors
+        return each.pace * (max(waves / 2, 1.0) if is_new else math.ceil(waves))
+
+    return launch if time(launch) <= time(fewer) else fewer
+
+
+def programs(
+    works: int, heads: int, multiprocessors: int, has_limit: bool, most_keys: int | None
+) -> tuple[int, bool]:
+    """The programs that attend `works` tiles of KV heads, one for each multiprocessor or one for each tile.
+
+    The second answer is whether they take tiles by their places in the requests, and not one request after the other.
 
     Args:
         works: tiles times KV heads.
+        heads: requests times KV heads.
         multiprocessors: of the GPU.
         has_limit: whether a window or chunk limits the keys of a tile.
         most_keys: tokens of the longest request; None if the host does not know.
     """
     # Tiles of few keys are taken in turn, so that the copies of the next tile hide the end of one. For tiles
     # of many keys there is a program each, which the GPU starts on the first multiprocessor that is done.
-    few = has_limit or (most_keys is not None and most_keys <= _IN_TURN_KEYS)
-    return min(works, multiprocessors) if few else works
+    few = most_keys is not None and most_keys <= _IN_TURN_KEYS
+    by_place = few and not has_limit and heads <= _PLACE_SHARE * multiprocessors
+    return min(works, multiprocessors) if has_limit or few else works, by_place
 
 
 # Programs that take tiles in turn are faster for few keys. On an H200, 16 prompts of
 # 50 to 3000 tokens took 909 us and not 949, but one of 16k took 3865 and not 3827.
 _IN_TURN_KEYS = 4096
 """Tokens of the longest prompt whose tiles have few keys."""
+# One request after the other, some programs got only late tiles of long requests: 4 x 1500 tokens took 199 us and not 158. Many
+# short requests by place read their keys from memory again for each place: 32 x 300 took 114 us, and 139 by place.
+_PLACE_SHARE = 0.67
+"""The share of the multiprocessors that has a tile of one place, up to which tiles are taken by place."""
 _SCRATCH = 9_728
 """Bytes of shared memory of each group for barriers, and for outputs that warps exchange before they write them."""
 

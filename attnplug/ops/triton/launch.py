@@ -29,7 +29,7 @@ class BoundKernel:
         options: of the compiler, such as num_warps.
     """
 
-    __slots__ = ("_bound", "_compiled", "_kernel", "_options")
+    __slots__ = ("_bound", "_compiled", "_kernel", "_options", "siblings")
 
     def __init__(self, kernel: Any, given: int, values: Mapping[str, Any], **options: int) -> None:
         self._kernel = kernel
@@ -39,6 +39,8 @@ class BoundKernel:
             options.pop("maxnreg", None)
         self._options = options
         self._compiled: dict[tuple[int, ...], Any] = {}
+        self.siblings: tuple[BoundKernel, ...] = ()
+        """Kernels that other steps launch with such tensors: they are compiled when this one is."""
 
     def __call__(self, grid: tuple[int, ...], *given: Any) -> None:
         """Launch on the current device, which must be that of the given tensors."""
@@ -50,6 +52,8 @@ class BoundKernel:
         compiled = self._compiled.get(form)
         if compiled is None:
             self._compiled[form] = self._kernel[grid](*given, *self._bound, **self._options)
+            for other in self.siblings:
+                other._compile(form, given)
         # Only Triton's public launcher calls the hooks of a profiler.
         elif _listened_to():
             compiled[(*grid, 1, 1)[:3]](*given, *self._bound)
@@ -63,7 +67,12 @@ class BoundKernel:
 
     def compile(self, *given: Any) -> None:
         """Compile what a launch with such tensors needs, without it; nothing is compiled for host tensors."""
-        if given[0].is_cuda and (form := _form(given)) not in self._compiled:
+        if given[0].is_cuda:
+            for each in (self, *self.siblings):
+                each._compile(_form(given), given)
+
+    def _compile(self, form: tuple[int, ...], given: tuple[Any, ...]) -> None:
+        if form not in self._compiled:
             self._kernel.warmup(*given, *self._bound, grid=(1,), **self._options)
             # Only Triton's public launcher loads the binary.
             self._compiled[form] = None

@@ -6,13 +6,14 @@ arithmetic, every address, and that no group waits for ever; not the order of wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -336,6 +337,13 @@ class Emulated:
                 self.fn(*given)
 
         return launch
+
+
+@contextlib.contextmanager
+def placed(program: int, programs: int) -> Iterator[None]:
+    """Inside, functions of the kernels are those of one program."""
+    _here.place, _here.grid = (program,), (programs,)
+    yield
 
 
 def emulated(*names: str) -> dict[str, Emulated]:

@@ -7,11 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from gluon_emulation import emulated
+from gluon_emulation import emulated, placed
 
 from attnplug.backends.triton import TritonBackend, bindings, specialized
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, Specialized, prefill_launch
-from attnplug.backends.triton.specialized import is_near, programs, serves, specialized_kernel, tiles
+from attnplug.backends.triton.specialized import (
+    is_near,
+    launch_for,
+    programs,
+    serves,
+    specialized_kernel,
+    tiles,
+)
 from attnplug.core import LayerSpec
 from attnplug.testing import paged_batch, run_batch
 from attnplug.testing.conformance.harness import Output
@@ -192,24 +199,119 @@ def test_every_row_has_a_tile(lens: list[int], group: int, rows: int, found: tup
 
 
 def test_tiles_of_many_keys_are_left_to_the_gpu() -> None:
-    for most_keys, has_limit, count in (
-        (None, False, 500),
-        (16384, False, 500),
-        (16384, True, 132),
-        (300, False, 132),
+    for most_keys, has_limit, count, by_place in (
+        (None, False, 500, False),
+        (16384, False, 500, False),
+        (16384, True, 132, False),
+        (300, True, 132, False),
+        (300, False, 132, True),
     ):
-        assert programs(500, 132, has_limit, most_keys) == count
-        assert programs(100, 132, has_limit, most_keys) == 100
+        assert programs(500, 88, 132, has_limit, most_keys) == (count, by_place)
+        assert programs(100, 88, 132, has_limit, most_keys) == (100, by_place)
+        assert programs(500, 89, 132, has_limit, most_keys) == (count, False), "many requests"
+
+
+@pytest.mark.parametrize("groups", [2, 3])
+def test_first_tiles_of_all_requests_come_last_where_programs_take_several(
+    groups: int, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+) -> None:
+    launch(monkeypatch, Specialized(64, 2, groups))
+    given: list[int] = []
+    programs_of = bindings.BoundLayer.programs
+
+    def counted(*arguments: Any) -> tuple[int, bool]:
+        found = programs_of(*arguments)
+        given.append(found[1])
+        return found
+
+    monkeypatch.setattr(bindings.BoundLayer, "programs", counted)
+    # A CPU has four multiprocessors, of which the tiles of a place have two.
+    batch = paged_batch(layer((4, 1, 64)), [560, 550], [560, 550], padding=2)
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert given == [True]
+    assert used == [(4,)]
+
+
+@pytest.mark.parametrize("works", [1, 7, 132, 133, 264, 1000, 1024])
+@pytest.mark.parametrize("programs", [1, 4, 132])
+@pytest.mark.parametrize("request_tiles", [-8, 8, 0])
+def test_each_program_has_some_of_the_first_and_of_the_last(
+    request_tiles: int, works: int, programs: int
+) -> None:
+    """By the kernel's own `work_of`."""
+    kernel = emulated("specialized_prefill")["specialized_prefill"]
+    work_of = kernel.fn.__globals__["copy_tiles"].__globals__["work_of"]
+    programs = min(works, programs)
+    taken = []
+    for program in range(programs):
+        with placed(program, programs):
+            mine = [int(work_of(turn, request_tiles)) for turn in range(-(-works // programs))]
+        taken.append([each for each in mine if each < works])
+    assert sorted(each for mine in taken for each in mine) == list(range(works))
+    if request_tiles < 0:
+        # Work that is a little shorter each time is shared evenly.
+        loads = [sum(works - each for each in mine) for mine in taken]
+        assert max(loads) - min(loads) <= works
+
+
+H200 = Gpu(132, 227 << 10)
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "reqs", "kv_heads", "is_new", "groups"),
+    [
+        # One turn of tiles of 128 rows, and one of tiles of 192 rows, which take longer.
+        (128, [2048], 1, 8, False, 2),
+        (64, [2048], 1, 8, False, 2),
+        (96, [256] * 16, 16, 8, False, 2),
+        # Four turns, and three.
+        (96, [2800] * 3, 3, 8, False, 3),
+        (128, [2800] * 3, 3, 8, False, 2),
+        (128, [20000], 1, 8, True, 3),
+        (128, [16000], 1, 2, True, 2),
+        # One turn is enough for tiles of 192 rows alone.
+        (64, [2400], 1, 8, False, 3),
+    ],
+)
+def test_tiles_have_fewer_rows_where_some_would_wait(
+    size: int, rows: list[int], reqs: int, kv_heads: int, is_new: bool, groups: int
+) -> None:
+    found = prefill_launch(size, 2, 1 << 16, H200)
+    assert found.specialized is not None
+    assert found.fewer_rows is not None
+    sizes = sum(rows), reqs, max(rows)
+    chosen = launch_for(found.specialized, found.fewer_rows, sizes, kv_heads, 132, is_new)
+    assert chosen.groups == groups
+
+
+def test_kernels_of_both_launches_are_compiled_together(
+    monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+) -> None:
+    both = Specialized(64, 2, 3, 1.4), Specialized(64, 2, 2)
+    monkeypatch.setattr(bindings, "prefill_launch", lambda *_: PrefillLaunch(128, 64, 8, 2, *both))
+    bound: list[Any] = []
+    bind = bindings.BoundLayer._specialized
+    monkeypatch.setattr(
+        bindings.BoundLayer, "_specialized", lambda *given: bound.append(bind(*given)) or bound[-1]
+    )
+    batch = paged_batch(layer(), [70, 5], [70, 200])
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    kernels = [each.kernel for each in bound]
+    assert [kernel.siblings for kernel in kernels] == [(kernels[1],), (kernels[0],)]
 
 
 def test_launches_that_a_gpu_has_shown_to_be_faster_are_specialized() -> None:
     h200, short_prompt = Gpu(132, 227 << 10), Specialized(64, 3, 2)
     for size in range(33, 257):
-        found = prefill_launch(size, 2, 1 << 16, h200).specialized
+        launch = prefill_launch(size, 2, 1 << 16, h200)
+        found = launch.specialized
+        assert found is not None
+        assert (launch.fewer_rows is not None) == (size <= 128)
         if size > 128:
             assert found == Specialized(64, 3 if size <= 192 else 2, 2)
         else:
-            assert found == Specialized(64, 4 if size <= 96 else 3, 3)
+            assert found[:3] == (64, 4 if size <= 96 else 3, 3)
+            assert found.pace > 1.0
         assert prefill_launch(size, 2, 1 << 16, h200, left=256).specialized == found
         short = prefill_launch(size, 2, 1 << 16, h200, left=255).specialized
         assert short == (found if size > 128 else short_prompt)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attnplug.backends.triton.kernels.hopper.number_rows import as_float16, turned
-from attnplug.backends.triton.kernels.hopper.prefill_loads import tile_of
+from attnplug.backends.triton.kernels.hopper.prefill_loads import tile_of, work_of
 from attnplug.backends.triton.kernels.hopper.prefill_weights import (
     WEIGHT_LOG,
     fold,
@@ -127,7 +127,8 @@ def attend_tiles(
         own = own._reinterpret(dtype, own.shape, own.type.layout)
         own_tail = own_tail._reinterpret(dtype, own_tail.shape, own_tail.type.layout)
     works = num_tiles * KV_HEADS
-    work = gl.program_id(0)
+    work = work_of(0, request_tiles)
+    turn = 1
     done = 0
     while work < works:
         kv_head = work % KV_HEADS
@@ -301,4 +302,5 @@ def attend_tiles(
                 out_lse = gl.where(nothing, float("-inf"), top + gl.log2(safe)) * LN2
                 at = (token + asked // GROUP).to(gl.int64) * stride_lse + kv_head * GROUP + asked % GROUP
                 gl.store(lse + at, out_lse, mask=rows < num_rows)
-        work += gl.num_programs(0)
+        work = work_of(turn, request_tiles)
+        turn += 1

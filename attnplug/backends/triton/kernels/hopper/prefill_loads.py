@@ -35,11 +35,14 @@ def tile_of(
     """Tile `tile`: its request, and the first token of that; the first of its rows, and their number; and what they see.
 
     Row i of a request is head `i % GROUP` of token `i // GROUP`. The first and last position come next, then the keys
-    `lo .. hi - 1`. Key i of the call is in row `i + shift`. Each request has `request_tiles` tiles; if that is 0, its
-    first one is `start // BLOCK_M + request`, in rows. Tiles past its queries have no rows.
+    `lo .. hi - 1`. Key i of the call is in row `i + shift`. Each request has `request_tiles` tiles, one request after the
+    other, or where that is negative the first tiles of all requests come first. If it is 0, the first tile of a request is
+    `start // BLOCK_M + request`, in rows. Tiles past its queries have no rows.
     """
-    alike = request_tiles > 0
-    low = gl.where(alike, tile // gl.maximum(request_tiles, 1), 0)
+    alike = request_tiles != 0
+    by_place = request_tiles < 0
+    each = gl.maximum(gl.where(by_place, -request_tiles, request_tiles), 1)
+    low = gl.where(alike, gl.where(by_place, tile % num_reqs, tile // each), 0)
     high = gl.where(alike, low + 1, num_reqs)
     while high - low > 1:
         middle = (low + high) // 2
@@ -51,8 +54,8 @@ def tile_of(
     first = gl.load(query_start_loc + request)
     query_len = gl.load(query_start_loc + request + 1) - first
     seq_len = gl.load(seq_lens + request)
-    first_tile = gl.where(alike, request * request_tiles, (first - first_token) * GROUP // BLOCK_M + request)
-    row = (tile - first_tile) * BLOCK_M
+    place = tile - gl.where(alike, request * each, (first - first_token) * GROUP // BLOCK_M + request)
+    row = gl.where(by_place, tile // num_reqs, place) * BLOCK_M
     num_rows = gl.minimum(gl.maximum(query_len * GROUP - row, 0), BLOCK_M)
     first_pos = seq_len - query_len + row // GROUP
     last_pos = seq_len - query_len + (row + num_rows - 1) // GROUP
@@ -66,6 +69,18 @@ def tile_of(
         first_pos, last_pos, first_key, seq_len, left, right, chunk, HAS_LEFT, HAS_RIGHT, HAS_CHUNK
     )
     return request, first, row, num_rows, first_pos, last_pos, lo, hi, shift
+
+
+@gluon.jit
+def work_of(turn, request_tiles):
+    """The tile and KV head that a program takes in a turn, as one number.
+
+    Where the first tiles of all requests come first, programs turn round in each turn: work with a lower number is longer.
+    """
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    is_back = (request_tiles < 0) & (turn % 2 == 1)
+    return turn * programs + gl.where(is_back, programs - 1 - program, program)
 
 
 @gluon.jit
@@ -265,7 +280,8 @@ def copy_tiles(
     lanes = gl.arange(0, BLOCK_N, layout=ROWS)
     half_rows = gl.arange(0, HALF, layout=ROWS)
     works = num_tiles * KV_HEADS
-    work = gl.program_id(0)
+    work = work_of(0, request_tiles)
+    turn = 1
     copied = 0
     while work < works:
         kv_head = work % KV_HEADS
@@ -330,4 +346,5 @@ def copy_tiles(
                 _publish(full.index((copied - 1) % STAGES), LATER)
             _publish(full.index(stage), 0)
             copied += 1
-        work += gl.num_programs(0)
+        work = work_of(turn, request_tiles)
+        turn += 1
