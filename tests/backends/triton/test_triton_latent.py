@@ -150,3 +150,35 @@ def test_a_launch_fits_the_shared_memory():
     assert (blackwell.block_m, blackwell.block_n, blackwell.num_stages) == (64, 64, 1)
     assert latent_launch(16, 512, 64, 2, Gpu(132, 227 << 10)).block_m == 16
     assert latent_launch(64, 512, 64, 2, Gpu(132, 227 << 10)).num_stages == 2
+
+
+@pytest.mark.parametrize(
+    ("programs", "reqs", "rows", "parts", "columns"),
+    [
+        # As many as each row has, which no round reads in vain.
+        (132, 64, 16, 8, 512),
+        (66, 4, 128, 16, 512),
+        (66, 2, 128, 32, 256),
+        (66, 1, 128, 64, 128),
+        (132, 1, 64, 128, 64),
+        # Few rows have more programs.
+        (132, 1, 16, 128, 32),
+        (132, 2, 16, 128, 32),
+        (132, 2, 48, 64, 128),
+    ],
+)
+def test_merges_read_as_many_parts_as_a_row_has(programs, reqs, rows, parts, columns):
+    assert latent._MERGES[latent.merge_place(programs, reqs, rows)] == (parts, columns)
+
+
+def test_all_merges_are_compiled_with_the_first(monkeypatch):
+    made, bind = [], latent.TritonMLAImpl._kernels
+    monkeypatch.setattr(
+        latent.TritonMLAImpl, "_kernels", lambda *given: made.append(bind(*given)) or made[-1]
+    )
+    check(layer(4, 512, 64), [1, 1], [40, 7], block_size=16)
+    (_, merges), *_ = made
+    kernels = tuple(each.kernel for each in merges)
+    assert len(kernels) == len(latent._MERGES)
+    assert all(each.siblings == kernels for each in kernels)
+    assert [each.pieces for each in merges] == [-(-512 // columns) for _, columns in latent._MERGES]

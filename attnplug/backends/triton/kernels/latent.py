@@ -60,6 +60,7 @@ def latent_decode_kernel(
     BLOCK_L: tl.constexpr,
     BLOCK_R: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    PDL: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):
     """BLOCK_M rows of each request in one share of the keys, as plan_shares_kernel divides them.
@@ -70,6 +71,8 @@ def latent_decode_kernel(
     the places 2c, for a request that an earlier share began, and 2c + 1, for one that a later share ends. Products
     are of the type COMPUTE, or of that of the queries where it is None.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     row_block = tl.program_id(0)
     share = tl.program_id(1)
     size = tl.load(tiles + num_reqs + 2)

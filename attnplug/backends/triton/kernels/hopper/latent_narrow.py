@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from attnplug.backends.triton.kernels.hopper.latent_bytes import (
     SPAN,
@@ -268,11 +269,14 @@ def latent_narrow_kernel(
     ROPE: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_LSE: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type, and rows of whole 16 bytes.
 
     Latents may have 8 bits if queries are bfloat16, and the rope part is of 0, 32 or 64 elements.
     """
+    if PDL:
+        gdc_launch_dependents()
     BYTES: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty
     q_low, q_high, q_rope, k_low, k_high, k_rope, q_full, q_empty, full, empty = buffers(
