@@ -89,34 +89,35 @@ class FlashAttnMetadataBuilder(AttentionMetadataBuilder[FlashAttnMetadata]):
         check_step_sizes(common)
         if self.reads_pages and common.key_start_loc is None:
             check_table_width(common, self.kv_cache_spec.block_size)
-        _, lens = query_spans(common)
+        spans = query_spans(common)
         tokens = common.num_actual_tokens
         known = _known(common, captured)
         calls: tuple[Requests, ...] = ()
         everything = pages = None
-        if common.num_reqs and lens.any():
-            cut = common
+        if common.num_reqs and spans[1].any():
+            cut, cut_spans = common, spans
             if self._chunk:
                 block_size = self.kv_cache_spec.block_size
                 cut, pages = make_local_attention_virtual_batches(self._chunk, common, block_size)
-            everything, calls = self._requests(cut, captured)
+                cut_spans = query_spans(cut)
+            everything, calls = self._requests(cut, cut_spans, captured)
         return FlashAttnMetadata(
             slot_mapping=own_slots(self.kv_cache_spec, common.slot_mapping, tokens),
             num_actual_tokens=tokens,
             key_tokens=tokens if common.key_start_loc is None else _last_key(common),
             all_requests=everything,
             calls=calls,
-            all_new=known is not None and bool((known == lens).all()),
+            all_new=known is not None and bool((known == spans[1]).all()),
             causal=common.causal,
             chunk=self._chunk,
             virtual_table=pages,
         )
 
     def _requests(
-        self, common: CommonAttentionMetadata, captured: bool
+        self, common: CommonAttentionMetadata, spans: tuple[IntArray, IntArray], captured: bool
     ) -> tuple[Requests, tuple[Requests, ...]]:
-        """All requests, and the same split into decodes and others if there are both."""
-        starts, lens = query_spans(common)
+        """All requests, and the same split into decodes and others if there are both; `spans` of `query_spans`."""
+        starts, lens = spans
         known = _known(common, captured)
         keys = common.query_start_loc if common.key_start_loc is None else common.key_start_loc
         decode_len = self.reorder_batch_threshold or 1
