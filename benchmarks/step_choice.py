@@ -57,7 +57,15 @@ SHAPES = {
     "decodes": ("decode 48 x 6k ragged", "decode 8 x 30k", "decode 1 x 8k"),
     "drafts": ("decode 20 x 3 of 5k", "decode 4 x 4 of 30k"),
 }
-LATENTS = ("decode 48 x 6k ragged", "decode 8 x 30k", "decode 2 x 8k", "decode 1 x 8k", "decode 20 x 3 of 5k")
+LATENTS = (
+    "decode 48 x 6k ragged",
+    "decode 8 x 30k",
+    "decode 4 x 8k",
+    "decode 2 x 8k",
+    "decode 1 x 8k",
+    "decode 20 x 3 of 5k",
+    "decode 2 x 3 of 8k",
+)
 TINY = {
     "short prompts": ("prefill 3 x 4", "prefill 2 x 3 of 9"),
     "long prompts": ("prefill 1 x 20",),

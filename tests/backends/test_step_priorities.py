@@ -22,13 +22,14 @@ def ranges(backend, spec: LayerSpec, device: Device = HOPPER) -> list[str]:
     return [f"{each.steps}: {each.priority}" for each in backend.get_step_priorities(spec, device)]
 
 
-_SEVERAL = "prefill query 385..1024 requests 2..: 243"
+_SEVERAL, _MIXED = "prefill query 385..1024 requests 2..: 243", "mixed rows ..1280: 243"
 
 
 @pytest.mark.parametrize(
     ("size", "found"),
     [
-        (128, ["prefill query ..384: 243", _SEVERAL]),
+        (128, ["prefill query ..2048: 243", _MIXED]),
+        (112, ["prefill query ..2048: 243"]),
         (96, ["prefill query ..384: 243", _SEVERAL]),
         (80, ["prefill query ..128: 243"]),
         (64, ["prefill query ..128: 243", "prefill query 129..384 requests 4..: 243"]),

@@ -43,7 +43,7 @@ def test_other_devices_have_a_prefill_too(device: str) -> None:
 
 
 def test_a_plan_binds_the_best_prefill_to_the_best_decode() -> None:
-    for heads, expected in ((16, "FLASH_ATTN_4+TRITON"), (128, "FLASH_ATTN_4+FLASH_MLA+TRITON")):
+    for heads, expected in ((8, "FLASH_ATTN_4+TRITON"), (128, "FLASH_ATTN_4+FLASH_MLA+TRITON")):
         made = attnplug.plan({"0": LAYER.replace(num_heads=heads)}, "sm90", **ALL)
         assert made.decisions["0"].backend == expected
     decision = attnplug.plan({"0": LAYER}, "sm90", backend="decode=FLASHINFER", **ALL).decisions["0"]
@@ -52,7 +52,7 @@ def test_a_plan_binds_the_best_prefill_to_the_best_decode() -> None:
     assert issubclass(serving, FlashInferMLABackend)
     assert serving.prefill.get_name() == "FLASH_ATTN_4"
     for rule, expected in (
-        ("prefill=FLASH_ATTN_3", "FLASH_ATTN_3+TRITON"),
+        ("prefill=FLASH_ATTN_3", "FLASH_ATTN_3+FLASH_MLA"),
         ("decode=TRITON", "FLASH_ATTN_4+TRITON"),
         ("TRITON", "TRITON"),
     ):

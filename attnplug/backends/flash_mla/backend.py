@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from attnplug.backends.libraries import requirements_of, serves_capability
 from attnplug.core.blocks import MultipleOf
-from attnplug.core.composite.steps import StepKind, StepPriority, StepRange
 from attnplug.core.features import Feature
 from attnplug.core.mla.backend import MLADecodeBackend, QueryLens
 from attnplug.core.spec import LayerSpec, Phase
@@ -54,21 +53,12 @@ class FlashMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_priority(cls, spec: LayerSpec, device: Device, phase: Phase | None) -> int:
-        """120, before TRITON, for dense layers of at least 32 heads in 16 bits; else 90."""
-        # On an H200 decodes take 0.73 to 0.97 of TRITON's time with 128 heads. With 64 heads, many requests take 0.89 and
-        # 0.94, with 32 heads 0.96 and 0.99, but one request of 8k takes 1.58 there: see mla-flash-mla-h200.json. TRITON
-        # declares such steps. With 16 and 20 heads decodes take 0.97 to 1.00, and one request 1.97. Latents of 8 bits have
-        # rounded queries, which a user shall ask for. The sparse kernel is not measured.
-        return 120 if spec.num_heads >= 32 and _is_dense_of_16_bits(spec) else 90
-
-    @classmethod
-    def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
-        """110, before TRITON, for drafts of at least three requests with 16 to 31 heads in 16 bits."""
-        # Queries share a tile as heads do. 20 requests of 3 tokens take 0.88 of TRITON's time with 16 heads, 8 and 64 of 4
-        # take 0.89 and 0.94: see step-choice-h200.json and mla-flash-mla-h200.json. One and two were not measured.
-        if 16 <= spec.num_heads < 32 and _is_dense_of_16_bits(spec):
-            return (StepPriority(StepRange(StepKind.DRAFT, requests=(3, None)), 110),)
-        return ()
+        """120, before TRITON, for dense layers of at least 16 heads in 16 bits; else 90."""
+        # On an H200 decodes of many requests take 0.98 to 0.94 of TRITON's time with 16 heads, 0.92 with 32, 0.92 with 64 and
+        # 0.77 with 128; 20 drafts of 3 tokens 0.92 to 0.78. TRITON declares steps of few requests, which take longer here: see
+        # step-choice-h200.json and mla-flash-mla-h200.json. Latents of 8 bits have rounded queries, which a user shall ask for.
+        # The sparse kernel is not measured.
+        return 120 if spec.num_heads >= 16 and _is_dense_of_16_bits(spec) else 90
 
     @classmethod
     def padded_heads(cls, num_heads: int) -> int:

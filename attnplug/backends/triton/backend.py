@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 _INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "yes", "on", "y")
 # Query heads of one KV head: one tile of the kernels has them all.
 _MAX_GROUP = 128
-_FEW_HEADS = 32
-"""Heads of latents with which FLASH_MLA is slower at two requests too."""
 # Elements of a latent without its rope part: the accumulators of a tile are as wide.
 _WIDEST_LATENT = 512
 # Elements of a latent's rope part: with more, the smallest tiles of float32 exceed 99 KB.
@@ -127,22 +125,27 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
-        """On compute capability 9.x, 243 for prefills of short queries: before FLASH_ATTN_4."""
-        # With heads of 64 and 128, FLASH_ATTN_4 takes 1.14 to 2.36 of the time here for prompts of 40 to 300 tokens, and with
-        # 128 it takes 2.5 to 3.3 for 16 and 100 more tokens of 30k. A prompt is not told from an extend: with heads of 64,
-        # 16 x 64 more of 8k take 0.87, and 256 more of 8k beside decodes 0.65, so there the range of more than 128 tokens
-        # has several requests. With heads of 128, 3 x 700 more of 5k take 1.18 and 1.23, and one request of 512 more of 32k
-        # 0.95 and 0.98. See step-choice-h200.json and attention-serving-h200.json. Other sizes were not measured: the range
-        # ends where the margin is large.
+        """On compute capability 9.x, 243 for prefills of short queries, and for mixed steps of few: before FLASH_ATTN_4."""
+        # With heads of 64 and 128, FLASH_ATTN_4 takes 1.14 to 2.4 of the time here for prompts of 40 to 300 tokens, and with
+        # 128 1.09 and 1.13 for 4 x 1500, 1.18 and 1.23 for 3 x 700 more of 5k, 2.5 to 3.3 for 16 and 100 more of 30k, and 0.99
+        # for 512 more of 32k. One prompt of 20000 tokens takes 0.87. A prompt is not told from an extend: with heads of 64, 16 x
+        # 64 more of 8k take 0.94, so there the range of more than 128 tokens has several requests. A pair has two builds: mixed
+        # steps of 276 to 536 tokens and heads of 128 take 1.02 to 1.12 of the time with it. See step-choice-h200.json and
+        # attention-serving-h200.json. Other sizes were not measured: the range ends where the margin is large.
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return ()
-        middle = 96 <= spec.head_size <= 128
-        ranges: list[dict[str, Limits]] = [{"query": (1, 384 if middle else 128)}]
-        if middle and has_specialized_prefill(spec):
+        size, is_fast = spec.head_size, has_specialized_prefill(spec)
+        ranges: list[dict[str, Limits]] = [{"query": (1, 384 if 96 <= size <= 128 else 128)}]
+        if is_fast and 96 < size <= 128:
+            ranges = [{"query": (1, 2048)}]
+        elif is_fast and size == 96:
             ranges.append({"query": (385, 1024), "requests": (2, None)})
-        elif spec.head_size == 64:
+        elif size == 64:
             ranges.append({"query": (129, 384), "requests": (4, None)})
-        return tuple(StepPriority(StepRange(StepKind.PREFILL, **each), 243) for each in ranges)
+        found = [StepPriority(StepRange(StepKind.PREFILL, **each), 243) for each in ranges]
+        if is_fast and size == 128:
+            found.append(StepPriority(StepRange(StepKind.MIXED, rows=(1, 1280)), 243))
+        return tuple(found)
 
     @classmethod
     def get_supported_head_sizes(cls) -> Sequence[int | MultipleOf]:
@@ -255,14 +258,14 @@ class TritonMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
-        """On compute capability 9.0, 125 for decodes of one request, and of two with few heads: before FLASH_MLA."""
-        # One request of 8k takes FLASH_MLA 1.43 to 1.58 of the time here with 32 heads, 1.16 with 64, and 0.97 and 1.09 in
-        # two runs with 128. Two requests take 1.12 with 32 heads, and 0.93 with 64: see step-choice-h200.json and
-        # mla-flash-mla-h200.json. Between two and eight requests nothing was measured.
+        """On compute capability 9.0, 125 for decodes of at most four requests, and drafts of at most two: before FLASH_MLA."""
+        # With its builds FLASH_MLA takes 1.5 of the time here for one request of 8k with 16 heads, and 1.04 for four; 1.05 to 1.24
+        # and 0.99 to 1.09 with 32 to 128 heads; for two drafts of 3 tokens 1.0 to 1.09. See step-choice-h200.json. Between four
+        # and eight requests nothing was measured.
         if device.type != "cuda" or device.capability != (9, 0) or spec.sparse is not None:
             return ()
-        few = 2 if spec.num_heads <= _FEW_HEADS else 1
-        return (StepPriority(StepRange(StepKind.DECODE, requests=(1, few)), 125),)
+        few = (StepKind.DECODE, 4), (StepKind.DRAFT, 2)
+        return tuple(StepPriority(StepRange(kind, requests=(1, most)), 125) for kind, most in few)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int]) -> bool:
