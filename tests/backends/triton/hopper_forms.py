@@ -37,7 +37,7 @@ def latents(rows: int, rank: int, rope: int, queries: str, stored: str) -> dict[
     launch = hopper_launch(rows, 1 if "fp8" in stored else 2, [rows])
     constants = {"stride_token": rank + rope, "HEADS": 16, "BLOCK_SIZE": 64, "BLOCK_M": rows}
     constants |= {"BLOCK_N": launch.block_n, "LATENT": rank, "ROPE": rope, "STAGES": launch.num_stages}
-    constants |= {"HAS_LSE": True}
+    constants |= {"HAS_LSE": True, "PDL": "fp8" not in stored}
     types = {**POINTERS, **dict.fromkeys(("q_nope", "q_pe", "output"), queries), "cache": stored}
     limit = {} if launch.max_registers is None else {"maxnreg": launch.max_registers}
     return facts(kernel, types, constants, {"stride_block"}, **limit)
