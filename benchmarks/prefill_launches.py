@@ -8,7 +8,6 @@ A process for each number of heads compiles all launches; then one after the oth
 from __future__ import annotations
 
 import argparse
-import datetime as dt
 import json
 import multiprocessing as mp
 import statistics
@@ -19,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 from paged_layers import Cell, PagedLayer, interleaved_us
+from prompts import facts
 
 HEADS = [(32, 8, 128), (28, 4, 128), (16, 2, 128), (64, 8, 64), (32, 8, 64), (32, 8, 96), (24, 8, 80)]
 # New tokens, and all tokens.
@@ -150,15 +150,6 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps(facts() | {"cells": rows}, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def facts() -> dict[str, Any]:
-    """Of the run."""
-    import torch
-    from installed import versions
-
-    named = versions("attnplug", "torch", "triton")
-    return {"device": torch.cuda.get_device_name(), "versions": named, "date": str(dt.date.today())}
 
 
 if __name__ == "__main__":

@@ -259,9 +259,9 @@ class TritonMLABackend(MLADecodeBackend):
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
         """On compute capability 9.0, 125 for decodes of at most four requests, and drafts of at most two: before FLASH_MLA."""
-        # With its builds FLASH_MLA takes 1.5 of the time here for one request of 8k with 16 heads, and 1.04 for four; 1.05 to 1.24
-        # and 0.99 to 1.09 with 32 to 128 heads; for two drafts of 3 tokens 1.0 to 1.09. See step-choice-h200.json. Between four
-        # and eight requests nothing was measured.
+        # With its builds FLASH_MLA takes 1.54, 1.50, 1.24 and 1.08 of the time here for one request of 8k with 16, 32, 64 and 128
+        # heads, and 1.00 to 1.11 for four; for two drafts of 3 tokens 1.01 to 1.14. See step-choice-h200.json. Between four and
+        # eight requests nothing was measured.
         if device.type != "cuda" or device.capability != (9, 0) or spec.sparse is not None:
             return ()
         few = (StepKind.DECODE, 4), (StepKind.DRAFT, 2)

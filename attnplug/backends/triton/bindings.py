@@ -56,7 +56,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import compute_dtype
-from attnplug.ops.triton.launch import BoundKernel, can_overlap
+from attnplug.ops.triton.launch import BoundKernel, can_overlap, compile_together
 
 _PREFILL: Any = prefill_kernel
 _MOST_LAUNCHES = 24
@@ -360,10 +360,8 @@ class BoundLayer:
             for each in (launch.specialized, launch.fewer_rows)
             if each is not None and (found := self._specialized(k, v, values, each)) is not None
         }
-        kernels = tuple(each.kernel for each in made.values())
-        for kernel in kernels:
-            # Later steps of as long requests may need the other launch, which no warm-up may have had.
-            kernel.siblings = tuple(each for each in kernels if each is not kernel)
+        # Later steps of as long requests may need the other launch, which no warm-up may have had.
+        compile_together(each.kernel for each in made.values())
         return made
 
     def programs(self, count: int, reqs: int, most_keys: int | None) -> tuple[int, bool]:

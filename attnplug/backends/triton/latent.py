@@ -24,7 +24,14 @@ from attnplug.mla.builder import MLADecodeBuilder
 from attnplug.mla.impl import MLADecodeImpl
 from attnplug.mla.selected import SelectedMetadata
 from attnplug.ops.checks import check_step_tensors
-from attnplug.ops.triton.launch import BoundKernel, can_overlap, on_device_of, power_of_two, prepare
+from attnplug.ops.triton.launch import (
+    BoundKernel,
+    can_overlap,
+    compile_together,
+    on_device_of,
+    power_of_two,
+    prepare,
+)
 
 
 def hopper_launch(rows: int, itemsize: int, sides: Iterable[int]) -> ShareLaunch:
@@ -352,8 +359,6 @@ class TritonMLAImpl(MLADecodeImpl):
                 merging = BoundKernel(_MERGE, 11, values | form_of, num_warps=4, **options)
                 merges.append(Merge(merging, -(-rank // form_of["BLOCK"])))
             # Steps of other numbers of requests need others.
-            kernels = tuple(each.kernel for each in merges)
-            for each in kernels:
-                each.siblings = kernels
+            compile_together(each.kernel for each in merges)
             bound = self._bound[form] = decode, merges
         return bound

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -76,6 +76,13 @@ class BoundKernel:
             self._kernel.warmup(*given, *self._bound, grid=(1,), **self._options)
             # Only Triton's public launcher loads the binary.
             self._compiled[form] = None
+
+
+def compile_together(kernels: Iterable[BoundKernel]) -> None:
+    """Make kernels siblings: the first launch or compilation of one compiles all."""
+    every = tuple(kernels)
+    for kernel in every:
+        kernel.siblings = every
 
 
 def prepare(device: torch.device) -> None:

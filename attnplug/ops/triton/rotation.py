@@ -67,9 +67,6 @@ class Rotation:
         given = rows, output, self.matrix, query_start_loc, requests
         count = tokens * rows.shape[1]
         kernel, tile, parts = self._launch(rows, output, back, count >= _LEAST_MANY)
-        if count >= _LEAST_MANY:
-            # A later step may have few rows, which those of a warm-up never have.
-            self._launch(rows, output, back, False)[0].compile(*given)
         if is_run:
             kernel((-(-count // tile), parts), *given)
         else:
@@ -102,6 +99,9 @@ class Rotation:
                 "PARTS": exact_parts(rows) if output.dtype == torch.float32 else min(exact_parts(rows), 2),
             }
             kernel = BoundKernel(_KERNEL, 5, values, num_warps=8 if is_many else 4)
+            if is_many:
+                # A later step may have few rows, which those of a warm-up never have.
+                kernel.siblings = (self._launch(rows, output, back, False)[0],)
             found = self._bound[form] = kernel, tile, side // columns
         return found
 
