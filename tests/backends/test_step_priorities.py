@@ -43,6 +43,11 @@ def test_triton_ranks_short_prompts_before_flash_attention_4(size: int, found: l
     assert ranges(TritonBackend, spec, AMPERE) == ranges(TritonBackend, spec, CPU) == []
 
 
+@pytest.mark.parametrize("fields", [{"sliding_window": 4096}, {"chunk_size": 8192}])
+def test_prefills_with_limits_are_ranked_first_up_to_1024_tokens(fields: dict[str, object]) -> None:
+    assert ranges(TritonBackend, layer(**fields)) == ["prefill query ..1024: 243", _MIXED]
+
+
 @pytest.mark.parametrize("fields", [{"logits_soft_cap": 2000.0}, {"has_alibi": True}, {"dtype": "float32"}])
 def test_longer_prefills_of_the_slower_kernel_are_not_ranked_first(fields: dict[str, object]) -> None:
     assert ranges(TritonBackend, layer(**fields)) == ["prefill query ..384: 243"]

@@ -12,6 +12,7 @@ from attnplug.backends.triton.layout import (
     has_specialized_prefill,
     head_tiles,
     least_memory,
+    limit_class,
     tile_side,
     window_class,
 )
@@ -128,16 +129,18 @@ class TritonBackend(AttentionBackend):
         """On compute capability 9.x, 243 for prefills of short queries, and for mixed steps of few: before FLASH_ATTN_4."""
         # With heads of 64 and 128, FLASH_ATTN_4 takes 1.14 to 2.4 of the time here for prompts of 40 to 300 tokens, and with
         # 128 1.09 and 1.13 for 4 x 1500, 1.18 and 1.23 for 3 x 700 more of 5k, 2.5 to 3.3 for 16 and 100 more of 30k, and 0.99
-        # for 512 more of 32k. One prompt of 20000 tokens takes 0.87. A prompt is not told from an extend: with heads of 64, 16 x
-        # 64 more of 8k take 0.94, so there the range of more than 128 tokens has several requests. A pair has two builds: mixed
-        # steps of 276 to 536 tokens and heads of 128 take 1.02 to 1.12 of the time with it. See step-choice-h200.json and
-        # attention-serving-h200.json. Other sizes were not measured: the range ends where the margin is large.
+        # for 512 more of 32k. One prompt of 20000 tokens takes 0.87. With windows of 1024 and 4096, 3 x 1500 take 0.95 and 0.84. A
+        # prompt is not told from an extend: with heads of 64, 16 x 64 more of 8k take 0.94, so there the range of more than 128
+        # tokens has several requests. A pair has two builds: mixed steps of 276 to 536 tokens and heads of 128 take 1.02 to 1.12
+        # of the time with it. See step-choice-h200.json, regret-h200.json and attention-serving-h200.json. Other sizes were not
+        # measured: the range ends where the margin is large.
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return ()
         size, is_fast = spec.head_size, has_specialized_prefill(spec)
         ranges: list[dict[str, Limits]] = [{"query": (1, 384 if 96 <= size <= 128 else 128)}]
         if is_fast and 96 < size <= 128:
-            ranges = [{"query": (1, 2048)}]
+            has_limit = spec.window[0] >= 0 or spec.chunk_size is not None
+            ranges = [{"query": (1, 1024 if has_limit else 2048)}]
         elif is_fast and size == 96:
             ranges.append({"query": (385, 1024), "requests": (2, None)})
         elif size == 64:
@@ -191,7 +194,7 @@ class TritonBackend(AttentionBackend):
 
     @classmethod
     def compile_key(cls, spec: LayerSpec) -> Hashable | None:
-        """The compiled-in values: sizes, dtypes, features and classes of windows; lengths and most caps are not."""
+        """The compiled-in values: sizes, dtypes, features, classes of windows and chunks; lengths and most caps are not."""
         if _INTERPRETED:
             return None
         return (
@@ -204,6 +207,7 @@ class TritonBackend(AttentionBackend):
             spec.required_features(),
             spec.invariance,
             window_class(spec.window[0]),
+            limit_class(spec.window[0], spec.chunk_size or 0),
             has_specialized_prefill(spec),
         )
 

@@ -35,6 +35,7 @@ from attnplug.backends.triton.layout import (
     fixed_tile,
     has_specialized_prefill,
     head_tiles,
+    limit_class,
     specialized_tiles,
     tile_side,
     value_parts,
@@ -45,6 +46,7 @@ from attnplug.backends.triton.share_bindings import ShareDecode, bind_shares, pa
 from attnplug.backends.triton.share_launch import share_launch
 from attnplug.backends.triton.specialized import (
     WIDEST_TURNED,
+    CallTiles,
     is_aligned,
     is_near,
     launch_for,
@@ -56,7 +58,7 @@ from attnplug.core.impl import LayerTensors
 from attnplug.core.spec import LayerSpec
 from attnplug.ops.reach import Reach
 from attnplug.ops.storage import compute_dtype
-from attnplug.ops.triton.launch import BoundKernel, can_overlap, compile_together
+from attnplug.ops.triton.launch import BoundKernel, DerivingKernel, can_overlap, compile_together
 
 _PREFILL: Any = prefill_kernel
 _MOST_LAUNCHES = 24
@@ -67,6 +69,8 @@ _PREFILL_ROWS = 128
 """Rows of most tiles of prefill."""
 # The share of multiprocessors with a tile above which dividing keys gains less than it costs. It is estimated.
 _BUSY = 0.7
+_WIDE_WINDOW = 2048
+"""Keys of a window from which tiles of requests with tokens before are left to the GPU. It is estimated."""
 
 
 class Prefill(NamedTuple):
@@ -292,6 +296,7 @@ class BoundLayer:
             batch: the queries of all requests, and their number.
         """
         paged, stored = k.dim() == 4, k.dtype.itemsize
+        is_whole = self._sees_all(most_keys)
         launch = self._launch(longest * self.group, stored, paged, most_keys)
         block_size = k.shape[1] if paged else 1
         special = launch.specialized
@@ -300,16 +305,18 @@ class BoundLayer:
                 special = None
             elif launch.fewer_rows is not None:
                 sizes = batch[0] * self.group, batch[1], longest * self.group
-                halves = most_keys is not None and self.reach.right >= 0 and not self._has_limit
+                halves = most_keys is not None and self.reach.right >= 0 and not self._limits(most_keys)
                 devices = self.kv_heads, self._gpu.multiprocessors
                 special = launch_for(special, launch.fewer_rows, sizes, *devices, halves)
-        key = k.stride(), v.stride(), stored, block_size, stride_table, launch, special
+        key = k.stride(), v.stride(), stored, block_size, stride_table, is_whole, launch, special
         found = self._prefills.get(key)
         if found is None:
             if len(self._prefills) >= _MOST_LAUNCHES:
                 self._prefills.clear()
             values = {**self._values, **stride_arguments(k.stride(), v.stride())}
             values |= {"stride_table": stride_table, "PAGED": paged, "BLOCK_SIZE": block_size}
+            if is_whole:
+                values |= {"HAS_LEFT": False, "HAS_CHUNK": False}
             if special is not None:
                 made = self._specialized_of(k, v, values, launch)
                 self._prefills |= {(*key[:-1], each): one for each, one in made.items()}
@@ -343,10 +350,12 @@ class BoundLayer:
 
     def _launch(self, rows: int, stored: int, paged: bool, most_keys: int | None) -> PrefillLaunch:
         """The launch for requests of at most `rows` rows, over keys of `stored` bytes."""
+        left = -1 if self._sees_all(most_keys) else self.reach.left
         if self.group > SHORT_PROMPT_LAUNCH.block_m:
             most_keys = None  # all heads of a group are in one tile
         sizes = self._widest, self._itemsize, rows, self._gpu, most_keys, stored, self._tile, self.group
-        launch = prefill_launch(*sizes, self.reach.left, not paged and not self._values["HAS_CAP"])
+        plain = not (self._values["NUMBERS"] or self._values["HAS_CAP"] or self.reach.chunk > 0)
+        launch = prefill_launch(*sizes, left, plain)
         if self._form is not None:
             return dataclasses.replace(launch, specialized=None, fewer_rows=None)
         return opened_launch(launch, self._gpu) if paged and row_of(self._spec) else launch
@@ -367,12 +376,25 @@ class BoundLayer:
     def programs(self, count: int, reqs: int, most_keys: int | None) -> tuple[int, bool]:
         """Programs with specialised warps for `count` tiles of each KV head, and whether they take tiles by place."""
         works = count * self.kv_heads, reqs * self.kv_heads
-        return programs(*works, self._gpu.multiprocessors, self._has_limit, most_keys)
+        return programs(*works, self._gpu.multiprocessors, self._limits(most_keys), most_keys)
 
-    @property
-    def _has_limit(self) -> bool:
-        """Whether a window or chunk limits the keys of a tile."""
-        return self.reach.left >= 0 or self.reach.chunk > 0
+    def _limits(self, most_keys: int | None) -> bool:
+        """Whether a window or chunk limits the keys of tiles so much that all tiles have few."""
+        # Requests with tokens before have tiles of most of a wide window, as many as without one.
+        most = min(self._widths, default=None)
+        is_wide = most_keys is None and most is not None and most >= _WIDE_WINDOW
+        return most is not None and not is_wide and not self._sees_all(most_keys)
+
+    def _sees_all(self, most_keys: int | None) -> bool:
+        """Whether no window or chunk hides a key of new prompts, the longest of which has `most_keys` tokens."""
+        least = limit_class(self.reach.left, self.reach.chunk)
+        return most_keys is not None and not self.fixed and most_keys <= least
+
+    @functools.cached_property
+    def _widths(self) -> tuple[int, ...]:
+        """The most keys that a query sees by its window, and by its chunk."""
+        left, chunk = self.reach.left, self.reach.chunk
+        return (*((left + 1,) if left >= 0 else ()), *((chunk,) if chunk > 0 else ()))
 
     def _specialized(
         self, k: torch.Tensor, v: torch.Tensor, values: dict[str, Any], launch: Specialized
@@ -390,8 +412,16 @@ class BoundLayer:
             "BLOCK_M": launch.rows,
             "BLOCK_N": launch.block_n,
             "STAGES": launch.num_stages,
+            "IN_TURN": launch.in_turn,
+            "HELD": launch.held,
+            **dict.fromkeys(CallTiles.NAMES),
         }
-        return Prefill(BoundKernel(kernel, 18, values, num_warps=4), launch.rows, True)
+        bound = BoundKernel(kernel, 18, values, num_warps=4)
+        # With splits at fixed places a whole tile may begin before the first key of its request.
+        if not self.fixed and CallTiles.serve(launch, self._spec.head_size, (columns, tail), k, v):
+            tiles = CallTiles(launch.block_n, (columns, tail), k)
+            bound = DerivingKernel(kernel, 18, tiles, len(CallTiles.NAMES), values, num_warps=4)
+        return Prefill(bound, launch.rows, True)
 
     def _whole_tiles(self, k: torch.Tensor) -> dict[str, int]:
         """The columns of the tiles of kernels that hold each head in one."""

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from triton.runtime import driver
 
-from attnplug.backends.triton.layout import SHORT_WINDOW, WIDE_COLUMNS, WIDEST_WHOLE, head_tiles, tile_memory
+from attnplug.backends.triton.layout import (
+    FEW_KEYS,
+    SHORT_WINDOW,
+    WIDE_COLUMNS,
+    WIDEST_WHOLE,
+    head_tiles,
+    tile_memory,
+)
 from attnplug.backends.triton.layout import tile_parts as tile_parts
 from attnplug.backends.triton.layout import tile_side as tile_side
 from attnplug.ops.reach import Reach
@@ -76,12 +83,18 @@ class Specialized(NamedTuple):
         num_stages: tiles of keys, and of values, in flight.
         groups: the groups of warps that attend 64 rows each: 2 or 3.
         pace: the time of a tile beside that of a tile of the launch for fewer rows.
+        by_blocks: whether whole tiles of keys that come with the call are copied as blocks of a matrix.
+        in_turn: whether the groups begin their products one after the other.
+        held: whether each group holds its queries in registers.
     """
 
     block_n: int
     num_stages: int
     groups: int
     pace: float = 1.0
+    by_blocks: bool = True
+    in_turn: bool = False
+    held: bool = False
 
     @property
     def rows(self) -> int:
@@ -172,7 +185,7 @@ def prefill_launch(
     tile: int | None = None,
     group: int = 1,
     left: int = -1,
-    given: bool = False,
+    plain: bool = True,
 ) -> PrefillLaunch:
     """The launch for heads of `head_size` (the larger of K and V), computed in elements of `itemsize` bytes.
 
@@ -186,7 +199,7 @@ def prefill_launch(
         tile: keys per tile, if the layer needs so many; see fixed_tile.
         group: heads of a group, all of which are in one tile.
         left: keys that a query sees before its own; negative without limit.
-        given: whether keys come with the call, and logits have no soft cap.
+        plain: whether keys have 16 bits, without soft caps and chunks: others need more registers, or mask more tiles.
     """
     wide = head_tiles(head_size, head_size, stored).columns * itemsize
     if wide > 512 and itemsize < 4:
@@ -199,10 +212,8 @@ def prefill_launch(
             launch = SHORT_PROMPT_LAUNCH
         elif 0 <= left < SHORT_WINDOW and wide <= 256:
             launch = dataclasses.replace(launch, specialized=SHORT_PROMPT_LAUNCH.specialized, fewer_rows=None)
-        elif given and wide <= 128 and not (most_keys is not None and most_keys <= _MIDDLE_PROMPT):
-            # With heads of 64, keys without pages took 677 and not 709 us (4 x 4k), 2365 and not 2447 (1 x 16k). Prompts of
-            # 1000 to 2000 tokens take 0.84 to 1.01 of its time with specialised warps.
-            launch = dataclasses.replace(launch, specialized=None, fewer_rows=None)
+        elif wide <= 128 and left < 0 and plain and (most_keys is None or most_keys > FEW_KEYS):
+            launch = _MANY_KEYS_LAUNCH
         launch = dataclasses.replace(launch, block_m=min(launch.block_m, tile_side(rows)))
     else:
         launch = PrefillLaunch(tile_side(rows), 64 if wide <= 256 else 32, 4, 2)
@@ -263,24 +274,33 @@ def _fitting(launch: PrefillLaunch, width: int, gpu: Gpu, width_v: int) -> Prefi
 # Prompts of few tiles wait for memory most of the time, so several small programs share a multiprocessor. 64 prompts of 128
 # tokens took 115 us with 64 keys in two stages, 85 with 32 keys in one, and 72 with specialised warps. With these in two groups, 8
 # of 500 took 60 us, 64 with three and 70 with tiles of 128 keys; 6 of 700 took 72, 76 and 82.
-_SHORT_PROMPT, _MIDDLE_PROMPT = 512, 2048
-SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, 2))
+# Nor do blocks gain anything there: 16 of 300 with heads of 64 took 78 us, and 83 with blocks.
+_SHORT_PROMPT = 512
+SHORT_PROMPT_LAUNCH = PrefillLaunch(64, 32, 4, 1, Specialized(64, 3, 2, by_blocks=False))
 # In short windows too, tiles of fewer rows see fewer keys that others do not: with one of 128, two groups took 294 us and three
 # 316; with 1024, 857 and 752.
 # Keys are the most bytes of a head: in bfloat16, heads of 64 have 128, of 80 have 160, of 96 have 192, of 192 have 384. The
 # kernel with specialised warps took 772 to 709 us for pages of heads of 64 (4 x 4k), 1680 to 1296 for 160, 1760 to 1364 for
 # 192, and for one prompt of 16k 4341 to 3622 for heads of 128, and 4579 to 3340 for 256. Three groups have registers for
 # heads of up to 128 elements: with heads of 96 they took 960 to 930 us. A tile of two takes less time: 512 more tokens of 32k
-# took 424 us and not 612 with heads of 128, and 3 prompts of 5000 tokens 1057 and not 1032.
+# took 424 us and not 612 with heads of 128, and 3 prompts of 5000 tokens 1057 and not 1032. Groups in turn, with queries in
+# registers, took 749 and not 802 us for the keys of 4 calls of 4k with heads of 80, 799 and not 834 with 96, and 1344 and not
+# 1436 with 192; with 128 three groups have no registers for their queries.
+_ORDERED = {"in_turn": True, "held": True}
 _PREFILL = {
     128: PrefillLaunch(128, 64, 8, 3, Specialized(64, 4, 3, 1.38), Specialized(128, 3, 2)),
-    192: PrefillLaunch(128, 64, 8, 3, Specialized(64, 4, 3, 1.2), Specialized(64, 3, 2)),
+    192: PrefillLaunch(
+        128, 64, 8, 3, Specialized(64, 4, 3, 1.2, **_ORDERED), Specialized(64, 4, 2, **_ORDERED)
+    ),
     256: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 3, 1.42), Specialized(128, 2, 2)),
-    384: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 2)),
+    384: PrefillLaunch(128, 64, 8, 3, Specialized(64, 3, 2, **_ORDERED)),
     512: PrefillLaunch(128, 32, 8, 3, Specialized(64, 2, 2)),
     1024: PrefillLaunch(32, 16, 4, 1),
     2048: PrefillLaunch(16, 16, 8, 1),
 }
+# Tiles of 128 keys have half as many steps, and more keys that only some rows see. With heads of 64, 3 x 1500 more of 9k took
+# 671 us and not 725, a prompt of 16k 2210 and not 2373, 3 of 5000 910 and not 919, but 4 of 4k 676 and not 650.
+_MANY_KEYS_LAUNCH = PrefillLaunch(128, 64, 8, 3, Specialized(128, 3, 3, 1.31), Specialized(128, 3, 2))
 
 
 def compile_options(launch: PrefillLaunch | ShareLaunch) -> dict[str, int]:

@@ -137,8 +137,29 @@ _MOST_CAP = 1024.0
 
 
 def window_class(left: int) -> int:
-    """Windows of one class share all compiled kernels; `left` keys are before a query's own, negative without limit."""
+    """Windows of one class share all kernels that limit keys; `left` are before a query's own, negative without limit."""
     return sum(0 <= left < most for most in _WINDOWS)
+
+
+FEW_KEYS = 4096
+"""Tokens of new prompts that have as fast tiles of 64 keys as of more, and leave out a limit that hides none."""
+SEEN_PROMPT = 1024
+"""Tokens of a prompt that each warm-up runs; the kernels of prompts of more tokens than half as many are the same."""
+
+
+def limit_class(left: int, chunk: int) -> int:
+    """Layers of one class leave out their window or chunk for the same prompts, because it hides none of their keys.
+
+    It is the longest of these prompts, at most FEW_KEYS; 0 for a limit that is never left out. A prompt without a limit
+    is as one within it.
+
+    Args:
+        left: keys that a query sees before its own; negative without a window.
+        chunk: keys of a chunk; 0 without.
+    """
+    widths = [width for width, there in ((left + 1, left >= 0), (chunk, chunk > 0)) if there]
+    least = min(widths, default=0)
+    return min(least, FEW_KEYS) if least >= SEEN_PROMPT else 0
 
 
 def specialized_tiles(spec: LayerSpec, numbers: int) -> tuple[int, int]:

@@ -118,7 +118,7 @@ def programs(
         works: tiles times KV heads.
         heads: requests times KV heads.
         multiprocessors: of the GPU.
-        has_limit: whether a window or chunk limits the keys of a tile.
+        has_limit: whether a window or chunk limits the keys of tiles, so that all have few.
         most_keys: tokens of the longest request; None if the host does not know.
     """
     # Tiles of few keys are taken in turn, so that the copies of the next tile hide the end of one. For tiles
@@ -136,8 +136,56 @@ _IN_TURN_KEYS = 4096
 # short requests by place read their keys from memory again for each place: 32 x 300 took 114 us, and 139 by place.
 _PLACE_SHARE = 0.67
 """The share of the multiprocessors that has a tile of one place, up to which tiles are taken by place."""
-_SCRATCH = 9_728
+_SCRATCH = 11_264
 """Bytes of shared memory of each group for barriers, and for outputs that warps exchange before they write them."""
+
+
+class CallTiles:
+    """Makes what the kernel copies whole tiles of a call's keys and values by: descriptors, one for each of its parts.
+
+    Args:
+        block_n: keys of a tile.
+        parts: columns of both parts of a head; the second is 0 for one part.
+        k: keys like those of the calls: `[tokens, KV heads, D]`.
+    """
+
+    NAMES = ("k_tiles", "v_tiles", "k_tail_tiles", "v_tail_tiles")
+    """The kernel's arguments."""
+
+    def __init__(self, block_n: int, parts: tuple[int, int], k: torch.Tensor) -> None:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        dtype = gl.bfloat16 if k.dtype == torch.bfloat16 else gl.float16
+        self._heads, self._forms = k.shape[1], []
+        memory = torch.empty(0, dtype=k.dtype)
+        for shape in ([block_n, columns] for columns in parts if columns):
+            layout: Any = gl.NVMMASharedLayout.get_default_for(shape, dtype)
+            self._forms.append(TensorDescriptor(memory, [1, 1], [16, 1], shape, layout))
+
+    @staticmethod
+    def serve(
+        launch: Specialized, size: int, parts: tuple[int, int], k: torch.Tensor, v: torch.Tensor
+    ) -> bool:
+        """Whether such keys and values have tiles that a descriptor names: columns of no other head, in rows of all heads."""
+        alone = all(each.stride(0) >= (each.shape[1] - 1) * each.stride(1) + size for each in (k, v))
+        return launch.by_blocks and k.dim() == 3 and sum(parts) == size and alone
+
+    def __call__(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The descriptors for a launch's arguments: those of keys and of values, of each part."""
+        made = [self._of(given, tensor, form) for form in self._forms for tensor in given[1:3]]
+        return (*made, None, None)[: len(self.NAMES)]
+
+    def _of(self, given: tuple[Any, ...], tensor: torch.Tensor, form: Any) -> Any:
+        token, head, _ = tensor.stride()
+        # Its constructor takes 4 us to check what `serves` has checked.
+        made = object.__new__(type(form))
+        made.__dict__.update(form.__dict__)
+        # Memory is needed for a name, also where nothing is read: a step without any key.
+        made.base = tensor if tensor.shape[0] else given[0]
+        made.shape = [max(tensor.shape[0], 1), (self._heads - 1) * head + tensor.shape[2]]
+        made.strides = [token, 1]
+        return made
 
 
 def is_aligned(*tensors: torch.Tensor) -> bool:

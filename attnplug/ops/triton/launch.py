@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
@@ -44,26 +44,27 @@ class BoundKernel:
 
     def __call__(self, grid: tuple[int, ...], *given: Any) -> None:
         """Launch on the current device, which must be that of the given tensors."""
+        arguments = (*given, *self._later(given))
         # Triton's interpreter runs on host tensors, and compiles nothing that could be kept.
         if not given[0].is_cuda:
-            self._kernel[grid](*given, *self._bound, **self._options)
+            self._kernel[grid](*arguments, **self._options)
             return
         form = _form(given)
         compiled = self._compiled.get(form)
         if compiled is None:
-            self._compiled[form] = self._kernel[grid](*given, *self._bound, **self._options)
+            self._compiled[form] = self._kernel[grid](*arguments, **self._options)
             for other in self.siblings:
                 other._compile(form, given)
         # Only Triton's public launcher calls the hooks of a profiler.
         elif _listened_to():
-            compiled[(*grid, 1, 1)[:3]](*given, *self._bound)
+            compiled[(*grid, 1, 1)[:3]](*arguments)
         else:
             # Triton's private launcher (requires triton>=3.4): its public one makes metadata for profilers first,
             # half of a launch's time.
             active: Any = driver.active
             stream = active.get_current_stream(form[0])
             size, known = (*grid, 1, 1)[:3], (compiled.function, compiled.packed_metadata)
-            compiled.run(*size, stream, *known, None, None, None, *given, *self._bound)
+            compiled.run(*size, stream, *known, None, None, None, *arguments)
 
     def compile(self, *given: Any) -> None:
         """Compile what a launch with such tensors needs, without it; nothing is compiled for host tensors."""
@@ -71,11 +72,45 @@ class BoundKernel:
             for each in (self, *self.siblings):
                 each._compile(_form(given), given)
 
+    def _later(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments that follow those given."""
+        return self._bound
+
     def _compile(self, form: tuple[int, ...], given: tuple[Any, ...]) -> None:
         if form not in self._compiled:
-            self._kernel.warmup(*given, *self._bound, grid=(1,), **self._options)
+            self._kernel.warmup(*given, *self._later(given), grid=(1,), **self._options)
             # Only Triton's public launcher loads the binary.
             self._compiled[form] = None
+
+
+class DerivingKernel(BoundKernel):
+    """A kernel with arguments that are made of those given: descriptors of tensors, which Triton takes as they are.
+
+    Args:
+        kernel: made by `triton.jit`.
+        given: as of BoundKernel.
+        derive: makes the parameters that follow from the given ones.
+        derived: their number.
+        values: the other arguments by name.
+        options: of the compiler.
+    """
+
+    __slots__ = ("_derive",)
+
+    def __init__(
+        self,
+        kernel: Any,
+        given: int,
+        derive: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+        derived: int,
+        values: Mapping[str, Any],
+        **options: int,
+    ) -> None:
+        super().__init__(kernel, given + derived, values, **options)
+        self._derive = derive
+
+    def _later(self, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*self._derive(given), *self._bound)
 
 
 def compile_together(kernels: Iterable[BoundKernel]) -> None:

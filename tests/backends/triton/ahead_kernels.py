@@ -7,6 +7,7 @@ python ahead_kernels.py launched sm86 'plain/mixed/d128/bfloat16/auto/b16/NHD' .
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import resource
 import sys
@@ -149,6 +150,28 @@ def after_warm_up(arch: str, name: str, context: str) -> list[str]:
         return [str(form) for form in found if form not in known]
 
 
+def after_prompts(arch: str, tokens: str, *limits: str) -> list[str]:
+    """What new prompts and extends launch first after a warm-up, of layers with a window or chunk: "sliding_window=700"."""
+    layers = {}
+    for number, (name, _, value) in enumerate(each.partition("=") for each in limits):
+        sizes: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "block_size": 16}
+        layers[str(number)] = LayerSpec(**sizes | {name: int(value)})
+    plan = attnplug.plan(layers, CHIPS[arch].device, backend="TRITON", num_blocks=4)
+    backends = {name: plan.decisions[name].get_backend_cls() for name in layers}
+    most = int(tokens)
+    with pretended(CHIPS[arch]) as found:
+        runtime = AttentionRuntime(
+            plan, config=BuilderConfig(max_num_seqs=8, max_num_batched_tokens=most, max_model_len=most)
+        )
+        runtime.warm_up()
+        known = set(found)
+        for new, context in itertools.product((300, 600, 1024, 1300, 1800, 3000, 4096, 5000), (0, 500)):
+            for name in layers if new + context <= most else ():
+                shape = DummyShape(1, new, context, Phase.PREFILL)
+                run_step(runtime, runtime.layers[name], backends[name], shape)
+        return [str(form) for form in found if form not in known]
+
+
 def tiles(arch: str, *layers: str) -> dict[str, list[int]]:
     """Of each layer, "int8_token_head/160", the bytes that the tiles of its prefills of long prompts and of extends take."""
     found: dict[str, list[int]] = {}
@@ -189,5 +212,5 @@ _PARTS = ("BLOCK_D", "TAIL"), ("BLOCK_DV", "TAIL_V")
 if __name__ == "__main__":
     kind, *rest = sys.argv[1:]
     kinds = {"planted": planted, "found": found_by_a_launch, "launched": launched, "paged": paged}
-    kinds |= {"memory": memory, "after": after_warm_up, "tiles": tiles}
+    kinds |= {"memory": memory, "after": after_warm_up, "prompts": after_prompts, "tiles": tiles}
     print(json.dumps(kinds[kind](*rest)))

@@ -1,7 +1,7 @@
 """Runs kernels written in Gluon on a CPU: their Python functions, over stand-ins for the language.
 
-Groups of warps are threads that meet at barriers only. Copies and products are done at once, so what is checked is the
-arithmetic, every address, and that no group waits for ever; not the order of what a GPU does asynchronously.
+Groups of warps are threads that meet at barriers only. Copies are done when they are waited for, and products at once, so what
+is checked is the arithmetic, every address, that no group waits for ever, and that copies are there when the others read them.
 """
 
 from __future__ import annotations
@@ -136,6 +136,18 @@ class Barrier:
 
     def __init__(self) -> None:
         self.changed, self.count, self.arrived, self.phase = threading.Condition(), 0, 0, 0
+        self.missing = 0
+
+    def expect(self, size: int) -> None:
+        """An arrival that counts once `size` bytes are copied."""
+        assert self.missing == 0
+        self.missing = size
+
+    def copied(self, size: int) -> None:
+        self.missing -= size
+        assert self.missing >= 0
+        if self.missing == 0:
+            self.arrive(1)
 
     def arrive(self, count: int) -> None:
         with self.changed:
@@ -280,7 +292,58 @@ def language() -> ModuleType:
 
 
 def _copy(target: Buffer, pointer: Pointer, mask: Any = None) -> None:
-    target.store(load(pointer, mask))
+    """Begin a copy, which is done when its group is waited for."""
+    _copies().append(lambda: target.store(load(pointer, mask)))
+
+
+def _copies() -> list[Callable[[], None]]:
+    """The copies of this group of warps that no group of copies has yet."""
+    if not hasattr(_here, "copies"):
+        _here.copies, _here.groups = [], []
+    return _here.copies
+
+
+def _commit() -> None:
+    _here.groups.append(_copies())
+    _here.copies = []
+
+
+def _wait_group(outstanding: int) -> None:
+    _copies()
+    while len(_here.groups) > outstanding:
+        for copy in _here.groups.pop(0):
+            copy()
+
+
+def _arrive_after_copies(barriers: Barriers, increment_count: bool) -> None:
+    """Each thread of a group of four warps arrives, once all that it has begun to copy is there."""
+    _commit()
+    _wait_group(0)
+    barriers.each[0].arrive(128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrix:
+    """A matrix of which blocks are copied."""
+
+    memory: torch.Tensor
+    block: list[int]
+
+
+def matrix_of(descriptor: Any) -> Matrix:
+    """The matrix that a descriptor of Triton's names; zeros are outside of it."""
+    memory = descriptor.base.as_strided(descriptor.shape, descriptor.strides)
+    return Matrix(memory, descriptor.block_shape)
+
+
+def _copy_block(matrix: Matrix, place: list[Any], barriers: Barriers, target: Buffer) -> None:
+    row, column = (int(each) for each in place)
+    assert min(row, column) >= 0
+    found = matrix.memory[row : row + matrix.block[0], column : column + matrix.block[1]]
+    whole = torch.zeros(matrix.block, dtype=found.dtype)
+    whole[: found.shape[0], : found.shape[1]] = found
+    target.store(whole)
+    barriers.each[0].copied(whole.nbytes)
 
 
 def _stand_ins() -> dict[str, ModuleType]:
@@ -296,14 +359,15 @@ def _stand_ins() -> dict[str, ModuleType]:
         init=lambda barriers, count: setattr(barriers.each[0], "count", count),
         wait=lambda barriers, phase, pred=True: barriers.each[0].wait(phase) if pred else None,
         arrive=lambda barriers, count, pred=True: barriers.each[0].arrive(count) if pred else None,
+        expect=lambda barriers, size: barriers.each[0].expect(size),
     )
+    hopper.tma = SimpleNamespace(async_copy_global_to_shared=_copy_block)
     ampere: Any = ModuleType("ampere")
     ampere.async_copy = SimpleNamespace(
         async_copy_global_to_shared=_copy,
-        commit_group=lambda: None,
-        wait_group=lambda outstanding: None,
-        # Each thread of a group of four warps arrives.
-        mbarrier_arrive=lambda barriers, increment_count: barriers.each[0].arrive(128),
+        commit_group=_commit,
+        wait_group=_wait_group,
+        mbarrier_arrive=_arrive_after_copies,
     )
     parent: Any = ModuleType("experimental")
     parent.gluon, root = gluon, "triton.experimental.gluon"
@@ -322,6 +386,12 @@ def _waited(outstanding: int, deps: tuple[Any, ...]) -> Any:
     return deps[0] if len(deps) == 1 else deps
 
 
+def _argument(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return pointer_to(value)
+    return matrix_of(value) if hasattr(value, "block_shape") else value
+
+
 class Emulated:
     """A kernel that is launched as Triton's are."""
 
@@ -330,7 +400,7 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            given = [pointer_to(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+            given = [_argument(each) for each in arguments]
             _here.grid = grid
             for place in itertools.product(*(range(size) for size in grid)):
                 _here.place = place

@@ -14,16 +14,19 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime.jit import mangle_type
 
 from attnplug.backends.triton.kernels.hopper.latent_narrow import latent_narrow_kernel
 from attnplug.backends.triton.kernels.hopper.latent_wide import latent_wide_kernel
 from attnplug.backends.triton.kernels.hopper.specialized_prefill import specialized_prefill_kernel
 from attnplug.backends.triton.latent import hopper_launch
 from attnplug.backends.triton.launch import tile_parts, tile_side
+from attnplug.backends.triton.specialized import CallTiles
 
 POINTERS = {"query_start_loc": "*i32", "seq_lens": "*i32", "block_table": "*i32", "tiles": "*i32"}
 POINTERS |= {"key_start_loc": "*i32", "lse": "*fp32", "partials": "*fp32", "partial_lses": "*fp32"}
@@ -44,18 +47,39 @@ def latents(rows: int, rank: int, rope: int, queries: str, stored: str) -> dict[
 
 
 def prefill(
-    size: int, block_n: int, num_stages: int, groups: int, window: bool, numbers: int = 0
+    size: int,
+    block_n: int,
+    num_stages: int,
+    groups: int,
+    window: bool,
+    numbers: int = 0,
+    call: bool = False,
+    in_turn: bool = False,
+    held: bool = False,
 ) -> dict[str, Any]:
-    """The prefill kernel with specialised warps for heads of `size` elements."""
+    """The prefill kernel with specialised warps for heads of `size` elements, over pages or keys of the `call`."""
     switches = ("HAS_RIGHT", "PAGED", "HAS_LSE")
     constants = dict.fromkeys(switches, True) | {"HAS_LEFT": window, "HAS_CHUNK": False, "HAS_SINKS": window}
     constants |= {"HAS_CAP": False}
     constants |= {"KV_HEADS": 8, "BLOCK_SIZE": 16, "GROUP": 4, "BLOCK_M": 64 * groups, "BLOCK_N": block_n}
-    constants |= {"D": size, "STAGES": num_stages, "FIXED": False, "EVEN": False, "NUMBERS": numbers}
+    constants |= {
+        "D": size,
+        "STAGES": num_stages,
+        "FIXED": False,
+        "EVEN": False,
+        "NUMBERS": numbers,
+        "IN_TURN": in_turn,
+        "HELD": held,
+    }
     parts = (tile_side(size), 0) if numbers == 2 else tile_parts(size)
-    constants |= dict(zip(("BLOCK_D", "TAIL"), parts, strict=True))
+    constants |= dict(zip(("BLOCK_D", "TAIL"), parts, strict=True)) | {"PAGED": not call}
     tensors = ("query", "k_cache", "v_cache", "output", "sinks", "alibi_slopes", "mm_spans", "matrix")
     types = {**POINTERS, **dict.fromkeys(tensors, "*bf16"), "powers": "*fp32"}
+    constants |= dict.fromkeys(CallTiles.NAMES)
+    if call:
+        k = torch.empty(8, 8, size, dtype=torch.bfloat16)
+        made = zip(CallTiles.NAMES, CallTiles(block_n, parts, k)((k, k, k)), strict=True)
+        types |= {name: mangle_type(tile) for name, tile in made if tile is not None}
     if numbers:
         types |= dict.fromkeys(("k_cache", "v_cache"), "*fp16")
     sides = itertools.product("kv", "bth")
@@ -72,9 +96,9 @@ def facts(
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         signature[name] = types.get(name, "fp32" if name in ("scale", "value_scale", "cap") else "i32")
-        if parameter.is_constexpr:
+        if parameter.is_constexpr or (constants.get(name, 0) is None and name not in types):
             signature[name], values[(index,)] = "constexpr", constants[name]
-        elif (name in types and name not in UNALIGNED) or name in even:
+        elif (signature[name][0] == "*" and name not in UNALIGNED) or name in even:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=attributes)
     binary: Any = triton.compile(
@@ -87,6 +111,7 @@ def facts(
         "registers by group": "setmaxnreg" in text,
         "products": sorted(set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m64n\d+k\d+)", text))),
         "copies": "cp.async.cg.shared.global" in text,
+        "block copies": "cp.async.bulk.tensor" in text,
         "narrow copies": "cp.async.ca.shared.global" in text,
         "conversions": sorted(set(re.findall(r"cvt\.rn\.f16x2\.(e\dm\d)x2", text))),
         "serialized": "wgmma.mma_async instructions are serialized" in said,

@@ -115,6 +115,21 @@ def test_prompts_and_extends_that_divide_no_keys_are_compiled(arch):
     assert child("paged", arch, *cells) == {each: [False, True] for each in cells}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "limits"),
+    [
+        ("2048", ("sliding_window=4096", "sliding_window=1500")),
+        ("8192", ("sliding_window=700", "sliding_window=2048")),
+        ("2048", ("chunk_size=8192", "chunk_size=512")),
+        ("6000", ("sliding_window=1024", "sliding_window=5000")),
+    ],
+    ids=str,
+)
+def test_a_warm_up_has_what_prompts_within_and_past_a_limit_run(tokens, limits):
+    """A layer stands for others of its class in a warm-up. Prompts within its limit have a kernel without one."""
+    assert child("prompts", "sm90", tokens, *limits) == []
+
+
 def test_a_chip_is_found_by_its_device():
     assert chip_of(Device.parse("gfx950")) is CHIPS["gfx950"]
     assert chip_of(Device.parse("A40")).shared_memory == 99 << 10

@@ -214,7 +214,11 @@ def test_a_cpu_is_declared_only_where_triton_interprets_kernels(interpreted, ser
 def test_what_is_compiled_depends_on_sizes_and_features_and_not_on_lengths(monkeypatch):
     monkeypatch.setattr("attnplug.backends.triton.backend._INTERPRETED", False)
     key = TritonBackend.compile_key
-    assert key(SPEC.replace(sliding_window=600)) == key(SPEC.replace(sliding_window=1024))
+    assert key(SPEC.replace(sliding_window=600)) == key(SPEC.replace(sliding_window=1000))
+    assert key(SPEC.replace(sliding_window=5000)) == key(SPEC.replace(sliding_window=9000))
+    # Prompts within a window have a kernel without one.
+    assert key(SPEC.replace(sliding_window=1500)) != key(SPEC.replace(sliding_window=2500))
+    assert key(SPEC.replace(chunk_size=8192)) != key(SPEC.replace(chunk_size=512))
     # Short windows have launches of their own, and very large caps another kernel.
     assert key(SPEC.replace(sliding_window=200)) != key(SPEC.replace(sliding_window=1024))
     assert key(SPEC.replace(logits_soft_cap=30.0)) == key(SPEC.replace(logits_soft_cap=50.0))

@@ -57,7 +57,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
         found.opened.append(_OPEN(self, *args))
         return found.opened[-1]
 
-    both = Specialized(64, 2, 3, 1.4), Specialized(128, 2, 2)
+    both = Specialized(64, 2, 3, 1.4, in_turn=True, held=True), Specialized(128, 2, 2)
     chosen = PrefillLaunch(128, 64, 8, 2, *both)
     monkeypatch.setattr(bindings, "specialized_kernel", lambda device: Counted())
     monkeypatch.setattr(bindings, "prefill_launch", lambda *_: chosen)

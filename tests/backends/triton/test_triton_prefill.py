@@ -10,11 +10,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from attnplug.backends.triton import TritonBackend, bindings
+from attnplug.backends.triton import TritonBackend, bindings, layout
 from attnplug.backends.triton.launch import Gpu, PrefillLaunch, prefill_launch, tile_parts
 from attnplug.backends.triton.layout import value_parts
 from attnplug.core import LayerSpec
 from attnplug.core.errors import BatchError
+from attnplug.ops.reach import Reach
 from attnplug.testing import direct_batch, paged_batch, run_batch
 from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
@@ -136,3 +137,56 @@ def test_an_encoders_layer_needs_room_in_the_table_only_where_it_has_pages(kind)
         BatchError, match=r"seq_lens=30 is past the 16 tokens of 1 pages.*widen block_table_tensor"
     ):
         run_batch(TritonBackend, dataclasses.replace(paged, common=narrow))
+
+
+@pytest.mark.parametrize(
+    ("fields", "lens", "limited"),
+    [
+        ({"sliding_window": 80}, ([80, 64], [80, 64]), False),
+        ({"sliding_window": 79}, ([80, 64], [80, 64]), True),
+        # The host tells prompts alone from those with tokens before.
+        ({"sliding_window": 90}, ([80, 64], [80, 65]), True),
+        ({"chunk_size": 80}, ([80, 64], [80, 64]), False),
+        ({"chunk_size": 79}, ([80, 64], [80, 64]), True),
+        ({"causal": False, "window": (79, 20)}, ([80, 64], [80, 64]), False),
+        # Prompts of fewer tokens than those of a warm-up would compile kernels of their own.
+        ({"sliding_window": 50}, ([40, 30], [40, 30]), True),
+        ({"sliding_window": 300}, ([201, 30], [201, 30]), True),
+        ({"sliding_window": 80, "invariance": ("batch",)}, ([80, 64], [80, 64]), True),
+    ],
+    ids=str,
+)
+def test_limits_that_hide_no_key_of_new_prompts_are_left_out(monkeypatch, fields, lens, limited):
+    monkeypatch.setattr(layout, "SEEN_PROMPT", 64)
+    monkeypatch.setattr(layout, "FEW_KEYS", 200)
+    monkeypatch.setattr(bindings.BoundLayer, "fills_gpu", lambda *_: True)
+    bound, make = [], bindings.BoundKernel
+
+    def noted(kernel, given, values, **options):
+        bound.append(values["HAS_LEFT"] or values["HAS_CHUNK"])
+        return make(kernel, given, values, **options)
+
+    monkeypatch.setattr(bindings, "BoundKernel", noted)
+    batch = paged_batch(SPEC.replace(**fields), *lens, device=DEVICE)
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert bound == [limited]
+
+
+@pytest.mark.parametrize(
+    ("fields", "most_keys", "has_limit"),
+    [
+        ({}, None, False),
+        ({"sliding_window": 100}, None, True),
+        ({"sliding_window": 100}, 5000, True),
+        ({"sliding_window": 4096}, None, False),
+        ({"sliding_window": 4096}, 5000, True),
+        ({"sliding_window": 4096}, 2000, False),
+        ({"chunk_size": 8192}, None, False),
+    ],
+    ids=str,
+)
+def test_tiles_of_few_keys_are_taken_in_turn(fields, most_keys, has_limit):
+    layer = bindings.BoundLayer.__new__(bindings.BoundLayer)
+    spec = SPEC.replace(**fields)
+    layer.reach, layer._tile = Reach.of(spec, None), None
+    assert layer._limits(most_keys) == has_limit

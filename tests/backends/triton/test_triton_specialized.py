@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from given_keys import new_prompts
 from gluon_emulation import emulated, placed
 
 from attnplug.backends.triton import TritonBackend, bindings, specialized
@@ -20,7 +21,7 @@ from attnplug.backends.triton.specialized import (
     tiles,
 )
 from attnplug.core import LayerSpec
-from attnplug.testing import paged_batch, run_batch
+from attnplug.testing import direct_batch, paged_batch, run_batch
 from attnplug.testing.conformance.harness import Output
 from attnplug.testing.conformance.mistakes.expectations import difference
 
@@ -59,6 +60,7 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
 
 
 @pytest.mark.parametrize("groups", [2, 3])
+@pytest.mark.parametrize("ordered", [False, True], ids=["", "in turn, held"])
 @pytest.mark.parametrize(
     "spec",
     [
@@ -93,14 +95,100 @@ def launch(monkeypatch: pytest.MonkeyPatch, chosen: Specialized) -> None:
     ],
 )
 def test_prompts_and_extends(
-    spec: LayerSpec, groups: int, monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]]
+    spec: LayerSpec,
+    ordered: bool,
+    groups: int,
+    monkeypatch: pytest.MonkeyPatch,
+    used: list[tuple[int, ...]],
 ) -> None:
     # Larger tiles of 256 columns have no room.
     small = groups == 3 or spec.head_size > 128 or spec.invariance
-    launch(monkeypatch, Specialized(64 if small else 128, 2, groups))
+    launch(monkeypatch, Specialized(64 if small else 128, 2, groups, in_turn=ordered, held=ordered))
     batch = paged_batch(spec, [70, 0, 5, 131], [70, 3, 200, 300], block_size=16, skip_blocks=2, padding=2)
     assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
     assert used
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The strides of keys of which whole tiles were copied as blocks."""
+    found: list[tuple[int, ...]] = []
+    make = specialized.CallTiles.__call__
+
+    def noted(self: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        found.append(given[1].stride())
+        return make(self, given)
+
+    monkeypatch.setattr(specialized.CallTiles, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize(("groups", "stages"), [(2, 2), (2, 3), (3, 4)])
+@pytest.mark.parametrize("apart", [0, 320])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        layer((4, 2, 64), needs_lse=True),
+        layer((4, 2, 80), sliding_window=150, has_sinks=True),
+        layer((2, 2, 96), causal=False),
+        layer((4, 1, 128), logits_soft_cap=5.0),
+        layer((3, 1, 160)),
+    ],
+    ids=["64", "80, window", "96, all", "128, cap", "160"],
+)
+def test_keys_of_the_call_in_blocks(
+    spec: LayerSpec,
+    apart: int,
+    groups: int,
+    stages: int,
+    monkeypatch: pytest.MonkeyPatch,
+    used: list[tuple[int, ...]],
+    copied: list[tuple[int, ...]],
+) -> None:
+    launch(monkeypatch, Specialized(32 if spec.head_size == 160 else 64, stages, groups))
+    # Whole tiles alone, one key more or less, and requests of one tile.
+    batch = new_prompts(spec, [128, 70, 64, 0, 257, 1, 191], apart)
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert used
+    assert copied == [(spec.num_kv_heads * spec.head_size + apart, spec.head_size, 1)]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [layer((4, 2, 112)), layer((4, 2, 64), invariance=("batch", "rows"))],
+    ids=["columns past the head", "equal bits"],
+)
+def test_other_keys_of_the_call_are_copied_by_rows(
+    spec: LayerSpec,
+    monkeypatch: pytest.MonkeyPatch,
+    used: list[tuple[int, ...]],
+    copied: list[tuple[int, ...]],
+) -> None:
+    launch(monkeypatch, Specialized(64, 2, 2))
+    batch = new_prompts(spec, [128, 70, 64, 257])
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert used
+    assert not copied
+
+
+def test_steps_without_any_key_are_named_too(
+    monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]], copied: list[tuple[int, ...]]
+) -> None:
+    launch(monkeypatch, Specialized(64, 3, 2))
+    spec = layer(attn_type="encoder_decoder", causal=False, direct_kv=True)
+    for keys in ([0, 0], [130, 0]):
+        batch = direct_batch(spec, [5, 70], keys, key_lens=keys)
+        assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert len(used) == len(copied) == 2
+
+
+def test_heads_that_share_rows_are_no_blocks() -> None:
+    serve, by_heads = specialized.CallTiles.serve, torch.empty(2, 300, 64).transpose(0, 1)
+    k = torch.empty(300, 2, 64)
+    assert serve(LAUNCH, 64, (64, 0), k, k)
+    assert not serve(LAUNCH, 64, (64, 0), k, by_heads)
+    assert not serve(LAUNCH, 64, (64, 0), torch.empty(9, 16, 2, 64), torch.empty(9, 16, 2, 64)), "pages"
+    assert not serve(LAUNCH, 112, (64, 64), torch.empty(300, 2, 112), torch.empty(300, 2, 112))
 
 
 @pytest.mark.parametrize("block_size", [1, 256])
@@ -302,23 +390,27 @@ def test_kernels_of_both_launches_are_compiled_together(
 
 
 def test_launches_that_a_gpu_has_shown_to_be_faster_are_specialized() -> None:
-    h200, short_prompt = Gpu(132, 227 << 10), Specialized(64, 3, 2)
+    h200, short_prompt = Gpu(132, 227 << 10), Specialized(64, 3, 2, by_blocks=False)
     for size in range(33, 257):
-        launch = prefill_launch(size, 2, 1 << 16, h200)
+        launch = prefill_launch(size, 2, 1 << 16, h200, 4096)
         found = launch.specialized
         assert found is not None
+        assert found.held == found.in_turn == (64 < size <= 96 or 128 < size <= 192)
         assert (launch.fewer_rows is not None) == (size <= 128)
         if size > 128:
-            assert found == Specialized(64, 3 if size <= 192 else 2, 2)
+            assert found[:3] == (64, 3 if size <= 192 else 2, 2)
         else:
             assert found[:3] == (64, 4 if size <= 96 else 3, 3)
             assert found.pace > 1.0
         assert prefill_launch(size, 2, 1 << 16, h200, left=256).specialized == found
         short = prefill_launch(size, 2, 1 << 16, h200, left=255).specialized
         assert short == (found if size > 128 else short_prompt)
-    assert prefill_launch(64, 2, 1 << 16, h200, given=True).specialized is None
-    assert prefill_launch(64, 2, 1 << 16, h200, 256, given=True).specialized == short_prompt
-    assert prefill_launch(64, 2, 1 << 16, h200, left=100, given=True).specialized == short_prompt
+        many = prefill_launch(size, 2, 1 << 16, h200)
+        assert many == prefill_launch(size, 2, 1 << 16, h200, 4097)
+        assert (many != launch) == (size <= 64)
+        assert prefill_launch(size, 2, 1 << 16, h200, plain=False).specialized == found
+    assert prefill_launch(64, 2, 1 << 16, h200, 512).specialized == short_prompt
+    assert prefill_launch(64, 2, 1 << 16, h200, left=100).specialized == short_prompt
     assert prefill_launch(96, 2, 1 << 16, h200, 256).specialized == short_prompt
 
 

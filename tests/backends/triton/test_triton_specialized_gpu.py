@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from given_keys import new_prompts
+
 from attnplug.backends.triton import TritonBackend, bindings
 from attnplug.backends.triton.launch import PrefillLaunch, Specialized
 from attnplug.backends.triton.specialized import specialized_kernel
@@ -80,6 +82,21 @@ def test_heads_of_any_size(
 ) -> None:
     launch(monkeypatch, LAUNCHES[min(most for most in LAUNCHES if size <= most)][number])
     check(paged_batch(layer(size), *lens, padding=3, skip_blocks=2, device="cuda"), bound)
+
+
+@pytest.mark.parametrize("apart", [0, 320])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 144, 160, 192, 224, 256])
+def test_keys_of_the_call(
+    size: int, number: int, apart: int, bound: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch(monkeypatch, LAUNCHES[min(most for most in LAUNCHES if size <= most)][number])
+    # Keys and values of the second request are NaN; whole tiles alone, and one key more or less.
+    lens = [1024, 300, 128, 0, 1025, 1, 2047, 64]
+    limited = layer(size, needs_lse=True, sliding_window=700, has_sinks=True)
+    # A window that hides no key.
+    for spec in (layer(size), limited, layer(size, sliding_window=2047)):
+        check(new_prompts(spec, lens, apart, device="cuda"), bound)
 
 
 @pytest.mark.parametrize("size", [80, 128, 192, 256])

@@ -22,18 +22,17 @@ from attnplug.backends.triton.ahead.forms import Form
 from attnplug.core.interface.guarded import guarded_call
 
 _DRIVER = "libcuda.so.1"
-_LAUNCHER = SimpleNamespace(
-    num_ctas=1,
-    cluster_dims=(1, 1, 1),
-    tensordesc_meta=None,
-    global_scratch_size=0,
-    global_scratch_align=1,
-    profile_scratch_size=0,
-    profile_scratch_align=1,
-    launch_cooperative_grid=False,
-    launch_pdl=False,
-)
-"""Of a kernel's metadata, what its launcher reads; no C code depends on it for kernels without tensor descriptors."""
+_LAUNCHER = {
+    "num_ctas": 1,
+    "cluster_dims": (1, 1, 1),
+    "global_scratch_size": 0,
+    "global_scratch_align": 1,
+    "profile_scratch_size": 0,
+    "profile_scratch_align": 1,
+    "launch_cooperative_grid": False,
+    "launch_pdl": False,
+}
+"""Of a kernel's metadata, what its launcher reads; C code depends on the descriptors of tensors alone."""
 
 
 def c_compiler() -> str | None:
@@ -92,4 +91,8 @@ def _make(form: Form, *folders: str) -> None:
         holder: Any = SimpleNamespace()
         driver.CudaUtils.__init__(holder)
         if hasattr(driver, "make_launcher"):
-            driver.CudaLauncher(form.source, _LAUNCHER)
+            # Only kernels for Hopper have any, which are descriptors of its copy engine there.
+            described = sum(str(each).startswith("tensordesc") for each in form.signature.values())
+            driver.CudaLauncher(
+                form.source, SimpleNamespace(**_LAUNCHER, tensordesc_meta=[{}] * described or None)
+            )

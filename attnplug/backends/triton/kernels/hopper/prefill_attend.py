@@ -77,6 +77,7 @@ def attend_tiles(
     v_tail,
     full,
     empty,
+    turns,
     KV_HEADS: gl.constexpr,
     PAGED: gl.constexpr,
     GROUP: gl.constexpr,
@@ -95,6 +96,8 @@ def attend_tiles(
     FIXED: gl.constexpr,
     EVEN: gl.constexpr,
     NUMBERS: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    HELD: gl.constexpr,
     SIDE: gl.constexpr,
 ):
     """Attend 64 rows of each tile: those of place SIDE."""
@@ -130,6 +133,7 @@ def attend_tiles(
     work = work_of(0, request_tiles)
     turn = 1
     done = 0
+    begun = 0
     while work < works:
         kv_head = work % KV_HEADS
         request, token, row, num_rows, first_pos, last_pos, lo, hi, _ = tile_of(
@@ -180,7 +184,13 @@ def attend_tiles(
                 unit = gl.minimum(
                     gl.maximum(base * power * gl.convert_layout(factors, ROWS), 2.0**-126), 2.0**126
                 )
-            logits = _products(own, own_tail, k, k_tail, done % STAGES, HALF, BLOCK_N, TAIL, LOGITS)
+            asking = own
+            asking_tail = own_tail
+            if HELD:
+                asking = own.load(gl.DotOperandLayout(0, LOGITS, 2))
+                if TAIL:
+                    asking_tail = own_tail.load(gl.DotOperandLayout(0, LOGITS, 2))
+            logits = _products(asking, asking_tail, k, k_tail, done % STAGES, HALF, BLOCK_N, TAIL, LOGITS)
             logits = warpgroup_mma_wait(0, deps=(logits,))
             mbarrier.arrive(empty.index(done % STAGES), count=1)
             weights, top, sums, fade = weigh(
@@ -193,11 +203,17 @@ def attend_tiles(
             for begin in range(first + BLOCK_N, hi, BLOCK_N):
                 stage = done % STAGES
                 held = opened(pairs, dtype, WEIGHTS)
-                logits = _products(own, own_tail, k, k_tail, stage, HALF, BLOCK_N, TAIL, LOGITS)
+                if IN_TURN:
+                    # Group 0 begins; each waits for the one before it.
+                    mbarrier.wait(turns.index(SIDE), (begun & 1) ^ (1 if SIDE == 0 else 0))
+                    begun += 1
+                logits = _products(asking, asking_tail, k, k_tail, stage, HALF, BLOCK_N, TAIL, LOGITS)
                 out = warpgroup_mma(held, v.index(stage), out, use_acc=goes_on, is_async=True)
                 if TAIL:
                     same = gl.convert_layout(held, gl.DotOperandLayout(0, OUT_TAIL, 2))
                     out_tail = warpgroup_mma(same, v_tail.index(stage), out_tail, is_async=True)
+                if IN_TURN:
+                    mbarrier.arrive(turns.index((SIDE + 1) % (BLOCK_M // HALF)), count=1)
                 logits = warpgroup_mma_wait(2 if TAIL else 1, deps=(logits,))
                 ends = False
                 if FIXED:

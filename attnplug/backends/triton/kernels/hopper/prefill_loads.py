@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from attnplug.backends.triton.kernels.ranges import key_range
 
@@ -221,10 +221,33 @@ def _publish(full, LATER: gl.constexpr):
 
 
 @gluon.jit
+def _copy_whole(
+    target,
+    tail,
+    stage,
+    tiles,
+    tail_tiles,
+    row,
+    column,
+    ready,
+    BLOCK_D: gl.constexpr,
+    TAIL: gl.constexpr,
+):
+    """Begin to copy a whole tile of keys or values of the call, as a block of a matrix; `ready` counts its bytes."""
+    tma.async_copy_global_to_shared(tiles, [row, column], ready, target.index(stage))
+    if TAIL:
+        tma.async_copy_global_to_shared(tail_tiles, [row, column + BLOCK_D], ready, tail.index(stage))
+
+
+@gluon.jit
 def copy_tiles(
     query,
     k_cache,
     v_cache,
+    k_tiles,
+    v_tiles,
+    k_tail_tiles,
+    v_tail_tiles,
     query_start_loc,
     seq_lens,
     block_table,
@@ -271,12 +294,16 @@ def copy_tiles(
     """Copy the queries of each tile, then its keys and values, as soon as all other groups are done with their place.
 
     Part i of a stream has keys of tile i, and values of tile i - 1, as they are used; part 0 has the queries too.
+
+    With `k_tiles` and the like, parts of whole tiles but the first are copied as blocks, which tell the others themselves.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     HALF: gl.constexpr = 64
     # With three places a part may be on its way while the next one begins.
     LATER: gl.constexpr = 1 if STAGES > 2 else 0
+    BLOCKS: gl.constexpr = k_tiles is not None
+    BYTES: gl.constexpr = BLOCK_N * D * (k.dtype.primitive_bitwidth // 8)
     lanes = gl.arange(0, BLOCK_N, layout=ROWS)
     half_rows = gl.arange(0, HALF, layout=ROWS)
     works = num_tiles * KV_HEADS
@@ -314,20 +341,39 @@ def copy_tiles(
                 stage = copied % STAGES
                 mbarrier.wait(empty.index(stage), (copied // STAGES & 1) ^ 1)
                 key_rows = _rows(pages, begin, lanes, stride_kb, stride_kt, PAGED, BLOCK_SIZE)
-                _copy_tile(
-                    k, k_tail, stage, k_head, key_rows, begin, lanes, lo, hi, shift, stride_kt,
-                    PAGED, False, FIXED, D, BLOCK_D, TAIL, LAYOUT,
-                )  # fmt: skip
-                if begin > first:
-                    _copy_tile(
-                        v, v_tail, stage, v_head, before, begin - BLOCK_N, lanes, lo, hi, shift, stride_vt,
-                        PAGED, True, FIXED, D, BLOCK_D, TAIL, LAYOUT,
+                if BLOCKS and (begin > first) & (begin + BLOCK_N <= hi):
+                    ready = full.index(stage)
+                    mbarrier.expect(ready, 2 * BYTES)
+                    _copy_whole(
+                        k, k_tail, stage, k_tiles, k_tail_tiles, begin + shift, kv_head * stride_kh, ready,
+                        BLOCK_D, TAIL,
                     )  # fmt: skip
-                async_copy.commit_group()
-                if LATER == 0:
-                    _publish(full.index(stage), 0)
-                elif begin > first:
-                    _publish(full.index((copied - 1) % STAGES), LATER)
+                    _copy_whole(
+                        v, v_tail, stage, v_tiles, v_tail_tiles, begin - BLOCK_N + shift, kv_head * stride_vh,
+                        ready, BLOCK_D, TAIL,
+                    )  # fmt: skip
+                    if LATER:
+                        if begin == first + BLOCK_N:
+                            _publish(full.index((copied - 1) % STAGES), 0)
+                else:
+                    _copy_tile(
+                        k, k_tail, stage, k_head, key_rows, begin, lanes, lo, hi, shift, stride_kt,
+                        PAGED, False, FIXED, D, BLOCK_D, TAIL, LAYOUT,
+                    )  # fmt: skip
+                    if begin > first:
+                        _copy_tile(
+                            v, v_tail, stage, v_head, before, begin - BLOCK_N, lanes, lo, hi, shift, stride_vt,
+                            PAGED, True, FIXED, D, BLOCK_D, TAIL, LAYOUT,
+                        )  # fmt: skip
+                    async_copy.commit_group()
+                    if LATER == 0:
+                        _publish(full.index(stage), 0)
+                    elif BLOCKS:
+                        # Others before have told it themselves.
+                        if begin == first + BLOCK_N:
+                            _publish(full.index((copied - 1) % STAGES), LATER)
+                    elif begin > first:
+                        _publish(full.index((copied - 1) % STAGES), LATER)
                 if PAGED:
                     before = key_rows
                 else:
@@ -337,14 +383,30 @@ def copy_tiles(
             last = first + gl.maximum(hi - first - 1, 0) // BLOCK_N * BLOCK_N
             stage = copied % STAGES
             mbarrier.wait(empty.index(stage), (copied // STAGES & 1) ^ 1)
-            _copy_tile(
-                v, v_tail, stage, v_head, before, last, lanes, lo, hi, shift, stride_vt,
-                PAGED, False, FIXED, D, BLOCK_D, TAIL, LAYOUT,
-            )  # fmt: skip
-            async_copy.commit_group()
-            if LATER:
-                _publish(full.index((copied - 1) % STAGES), LATER)
-            _publish(full.index(stage), 0)
+            if BLOCKS and (last > first) & (last + BLOCK_N <= hi):
+                ready = full.index(stage)
+                mbarrier.expect(ready, BYTES)
+                _copy_whole(
+                    v,
+                    v_tail,
+                    stage,
+                    v_tiles,
+                    v_tail_tiles,
+                    last + shift,
+                    kv_head * stride_vh,
+                    ready,
+                    BLOCK_D,
+                    TAIL,
+                )
+            else:
+                _copy_tile(
+                    v, v_tail, stage, v_head, before, last, lanes, lo, hi, shift, stride_vt,
+                    PAGED, False, FIXED, D, BLOCK_D, TAIL, LAYOUT,
+                )  # fmt: skip
+                async_copy.commit_group()
+                if LATER:
+                    _publish(full.index((copied - 1) % STAGES), LATER)
+                _publish(full.index(stage), 0)
             copied += 1
         work = work_of(turn, request_tiles)
         turn += 1

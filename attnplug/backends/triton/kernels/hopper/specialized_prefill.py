@@ -57,6 +57,10 @@ def specialized_prefill_kernel(
     request_tiles,
     matrix,
     powers,
+    k_tiles,
+    v_tiles,
+    k_tail_tiles,
+    v_tail_tiles,
     scale,
     value_scale,
     cap,
@@ -94,6 +98,8 @@ def specialized_prefill_kernel(
     FIXED: gl.constexpr,
     EVEN: gl.constexpr,
     NUMBERS: gl.constexpr,
+    IN_TURN: gl.constexpr,
+    HELD: gl.constexpr,
 ):
     """As prefill_kernel, for queries and keys of 16 bits, heads of equal size, and strides of whole 32 bytes.
 
@@ -102,6 +108,9 @@ def specialized_prefill_kernel(
     With NUMBERS queries are bfloat16, and keys and values float16, with factors `powers`, float32 `[2, num_reqs, KV_HEADS]`.
     With 2 the kernel turns the queries, and the outputs back, by `matrix`, bfloat16 `[BLOCK_D, BLOCK_D]` of -1, 0 and 1. The
     matrix still needs a factor, which both scales have.
+
+    Without `k_tiles` and the like, which are None then, all keys and values are copied by rows. With IN_TURN the groups begin
+    the products of a step one after the other, and with HELD they hold their queries in registers.
 
     Each program takes tiles in turn, those late in their requests first; `tile_of` says whose they are. BLOCK_M is
     64 for each group of warps that attends: two or three.
@@ -128,9 +137,15 @@ def specialized_prefill_kernel(
     signs = k
     if NUMBERS == 2:
         signs = shared_matrix(matrix, dtype, BLOCK_D)
+    turns = full
+    if IN_TURN:
+        turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+        for group in gl.static_range(GROUPS):
+            mbarrier.init(turns.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=GROUPS)
+    # A multiprocessor has 65,536 registers: each thread of a group that attends has what the group that copies leaves it.
     # Triton forgets what is known when it compiles in a tuple with a name.
     if GROUPS == 3:
         gl.warp_specialize(
@@ -138,33 +153,33 @@ def specialized_prefill_kernel(
                 (attend_tiles, (
                     output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles, request_tiles,
                     left, right, chunk, scale, value_scale, cap, stride_ot, stride_oh, stride_lse,
-                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty,
+                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty, turns,
                     KV_HEADS, PAGED, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, TAIL, STAGES,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, gl.constexpr(0),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, IN_TURN, HELD, gl.constexpr(0),
                 )),
                 (attend_tiles, (
                     output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles, request_tiles,
                     left, right, chunk, scale, value_scale, cap, stride_ot, stride_oh, stride_lse,
-                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty,
+                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty, turns,
                     KV_HEADS, PAGED, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, TAIL, STAGES,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, gl.constexpr(1),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, IN_TURN, HELD, gl.constexpr(1),
                 )),
                 (attend_tiles, (
                     output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles, request_tiles,
                     left, right, chunk, scale, value_scale, cap, stride_ot, stride_oh, stride_lse,
-                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty,
+                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty, turns,
                     KV_HEADS, PAGED, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, TAIL, STAGES,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, gl.constexpr(2),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, IN_TURN, HELD, gl.constexpr(2),
                 )),
                 (copy_tiles, (
-                    query, k_cache, v_cache, query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs, num_tiles,
-                    request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                    query, k_cache, v_cache, k_tiles, v_tiles, k_tail_tiles, v_tail_tiles,
+                    query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs, num_tiles, request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                     stride_table, q, k, v, q_tail, k_tail, v_tail, full, empty, KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N,
                     D, BLOCK_D, TAIL, STAGES, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, FIXED,
                 )),
             ],
             [4, 4, 4],
-            [152, 152, 32],
+            [160, 160, 32] if BLOCK_N == 128 else [152, 152, 32],
         )  # fmt: skip
     else:
         gl.warp_specialize(
@@ -172,24 +187,24 @@ def specialized_prefill_kernel(
                 (attend_tiles, (
                     output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles, request_tiles,
                     left, right, chunk, scale, value_scale, cap, stride_ot, stride_oh, stride_lse,
-                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty,
+                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty, turns,
                     KV_HEADS, PAGED, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, TAIL, STAGES,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, gl.constexpr(0),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, IN_TURN, HELD, gl.constexpr(0),
                 )),
                 (attend_tiles, (
                     output, lse, query_start_loc, seq_lens, key_start_loc, sinks, first_token, num_reqs, num_tiles, request_tiles,
                     left, right, chunk, scale, value_scale, cap, stride_ot, stride_oh, stride_lse,
-                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty,
+                    powers, signs, q, k, v, q_tail, k_tail, v_tail, full, empty, turns,
                     KV_HEADS, PAGED, GROUP, BLOCK_M, BLOCK_N, D, BLOCK_D, TAIL, STAGES,
-                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, gl.constexpr(1),
+                    HAS_LEFT, HAS_RIGHT, HAS_CHUNK, HAS_CAP, HAS_SINKS, HAS_LSE, FIXED, EVEN, NUMBERS, IN_TURN, HELD, gl.constexpr(1),
                 )),
                 (copy_tiles, (
-                    query, k_cache, v_cache, query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs, num_tiles,
-                    request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
+                    query, k_cache, v_cache, k_tiles, v_tiles, k_tail_tiles, v_tail_tiles,
+                    query_start_loc, seq_lens, block_table, key_start_loc, first_token, num_reqs, num_tiles, request_tiles, left, right, chunk, stride_qt, stride_qh, stride_kb, stride_kt, stride_kh, stride_vb, stride_vt, stride_vh,
                     stride_table, q, k, v, q_tail, k_tail, v_tail, full, empty, KV_HEADS, PAGED, BLOCK_SIZE, GROUP, BLOCK_M, BLOCK_N,
                     D, BLOCK_D, TAIL, STAGES, HAS_LEFT, HAS_RIGHT, HAS_CHUNK, FIXED,
                 )),
             ],
             [4, 4],
-            [224, 56] if FIXED else [208, 72],
+            [224, 56] if FIXED or HELD else [208, 72],
         )  # fmt: skip
