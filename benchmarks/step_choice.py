@@ -319,6 +319,7 @@ def main() -> int:
     parser.add_argument(
         "--backends", help="measure only these beside the composite, such as TRITON,FLASH_ATTN_4"
     )
+    parser.add_argument("--only", default="", help="measure cells whose names begin so")
     parser.add_argument("--composite", help="use this composite instead of the plan's")
     parser.add_argument("--tiny", action="store_true", help="small cells, for a CPU")
     parser.add_argument("--report", action="store_true", help="measure nothing")
@@ -332,7 +333,8 @@ def main() -> int:
         data.setdefault("device", device.to_dict())
         if data["device"] != device.to_dict():
             raise SystemExit(f"{options.json} has cells of {data['device']}, not of {device.to_dict()}")
-        measure(cells_of(options.tiny), device, options, data)
+        chosen = [cell for cell in cells_of(options.tiny) if cell.name.startswith(options.only)]
+        measure(chosen, device, options, data)
     data["regret"] = report(data, options)
     options.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
     return 0

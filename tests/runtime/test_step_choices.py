@@ -273,6 +273,21 @@ def test_times_in_a_range_count_more_than_a_declaration():
     assert [str(each.steps) for each in decision.steps] == ["draft"]
 
 
+def test_a_declaration_counts_between_measured_steps_that_do_not_speak_against_it():
+    declares = three((SHORT, 95))
+    won = ("prefill 64 x 8", {"P": 100, "D": 120, "S": 60})
+    decision = by_times(won, backends=declares)
+    assert [(str(each.steps), each.backend) for each in decision.steps] == [
+        ("prefill query ..8", "S"),
+        ("prefill query ..12", "S"),
+    ]
+    even = by_times(won, ("prefill 64 x 10", {"P": 100, "S": 100}), backends=declares)
+    assert [str(each.steps) for each in even.steps] == ["prefill query ..8", "prefill query ..12"]
+    for times in ({"P": 90, "D": 95, "S": 100}, {"P": 90, "D": 95}):
+        lost = by_times(won, ("prefill 64 x 10", times), backends=declares)
+        assert [str(each.steps) for each in lost.steps] == ["prefill query ..8"]
+
+
 # Running
 
 

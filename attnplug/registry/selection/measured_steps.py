@@ -32,11 +32,28 @@ class MeasuredStep:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SeenStep:
+    """A step at which the phase's choice and another backend were measured.
+
+    Args:
+        sizes: of the step.
+        as_fast: the backends that were not slower than the phase's choice there.
+    """
+
+    sizes: StepSizes
+    as_fast: frozenset[str]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class MeasuredSteps:
-    """The choices, and the steps at which the phase's choice and another backend were measured."""
+    """The choices, and the measured steps."""
 
     found: tuple[MeasuredStep, ...] = ()
-    seen: tuple[StepSizes, ...] = ()
+    seen: tuple[SeenStep, ...] = ()
+
+    def refute(self, steps: StepRange, name: str) -> bool:
+        """Whether a measured step of a range says that backend `name` does not serve it best, or was not measured with it."""
+        return any(steps.has(each.sizes) and name not in each.as_fast for each in self.seen)
 
 
 def measured_steps(
@@ -85,7 +102,7 @@ class _Reader:
     table: TunedTable
     layer: TunedLayer
     found: list[MeasuredStep] = dataclasses.field(default_factory=list)
-    seen: list[StepSizes] = dataclasses.field(default_factory=list)
+    seen: list[SeenStep] = dataclasses.field(default_factory=list)
 
     def read(self, kind: StepKind, default: Decision, decision: Decision) -> None:
         """The choices for one kind of steps against the default, among the accepted candidates of a decision."""
@@ -112,7 +129,9 @@ class _Reader:
             if found.kind is kind
         }
         measured = [place for place in sizes if any(place in run.rows for _, run in runs)]
-        self.seen += [sizes[place] for place in measured]
+        for place in measured:
+            as_fast = frozenset(each.name for each, run in runs if _won(own, run, [place]) is not None)
+            self.seen.append(SeenStep(sizes[place], as_fast))
         choices = [
             (gain, each, steps, place)
             for each, run in runs

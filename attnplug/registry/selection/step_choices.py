@@ -1,6 +1,7 @@
 """The ranges of steps of one layer that another backend serves better than those chosen for its phases.
 
-Measured times decide, where a table has them, and else the priorities that backends declare for ranges of steps.
+Measured times decide, where a table has them. The priorities that backends declare for ranges of steps count in all ranges of
+which no measured step speaks against them.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ def step_choices(plugins: PluginSet, decisions: Decisions, pair: Decision, table
     measured = measured_steps(decisions, pair, tables)
     found = [Step(each.choice, each.candidate) for each in measured.found]
     faults: dict[str, None] = {}
-    # Times of steps in a range count more than a declaration.
+    # Times of steps in a range count more than a declaration, which serves between them where none speaks against it.
     found += (
         each
         for each in _by_priority(plugins, decisions, faults)
-        if not any(each.choice.steps.has(sizes) for sizes in measured.seen)
+        if not measured.refute(each.choice.steps, each.candidate.name)
     )
     return Steps(tuple(found), tuple(faults))
 
