@@ -53,11 +53,16 @@ def launches(size: int) -> dict[str, Any]:
     from attnplug.backends.triton.launch import Specialized
 
     stages = 4 if size <= 96 else 3
-    tried = (64, stages, 3), (64, 3, 2), (128, 3 if size <= 64 else 2, 2)
-    return {
+    tried = [(64, stages, 3), (64, 3, 2), (128, 3 if size <= 64 else 2, 2)]
+    tried += [(128, 3, 3)] if size <= 64 else []
+    found = {
         f"{keys} keys, {stages} stages, {groups} groups": Specialized(keys, stages, groups)
         for keys, stages, groups in tried
     }
+    if 64 < size <= 96:
+        for name in list(found)[:2]:
+            found[f"{name}, queries in registers, in turn"] = found[name]._replace(in_turn=True, held=True)
+    return found
 
 
 def cells(heads: tuple[int, int, int]) -> Iterator[tuple[Cell, bool]]:

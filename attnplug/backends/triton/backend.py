@@ -13,6 +13,7 @@ from attnplug.backends.triton.layout import (
     head_tiles,
     least_memory,
     limit_class,
+    limit_width,
     tile_side,
     window_class,
 )
@@ -139,8 +140,8 @@ class TritonBackend(AttentionBackend):
         size, is_fast = spec.head_size, has_specialized_prefill(spec)
         ranges: list[dict[str, Limits]] = [{"query": (1, 384 if 96 <= size <= 128 else 128)}]
         if is_fast and 96 < size <= 128:
-            has_limit = spec.window[0] >= 0 or spec.chunk_size is not None
-            ranges = [{"query": (1, 1024 if has_limit else 2048)}]
+            width = limit_width(spec.window[0], spec.chunk_size or 0)
+            ranges = [{"query": (1, 1024 if width else 2048)}]
         elif is_fast and size == 96:
             ranges.append({"query": (385, 1024), "requests": (2, None)})
         elif size == 64:
@@ -207,7 +208,7 @@ class TritonBackend(AttentionBackend):
             spec.required_features(),
             spec.invariance,
             window_class(spec.window[0]),
-            limit_class(spec.window[0], spec.chunk_size or 0),
+            limit_class(limit_width(spec.window[0], spec.chunk_size or 0)),
             has_specialized_prefill(spec),
         )
 

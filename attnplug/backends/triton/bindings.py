@@ -36,6 +36,7 @@ from attnplug.backends.triton.layout import (
     has_specialized_prefill,
     head_tiles,
     limit_class,
+    limit_width,
     specialized_tiles,
     tile_side,
     value_parts,
@@ -381,27 +382,23 @@ class BoundLayer:
     def _limits(self, most_keys: int | None) -> bool:
         """Whether a window or chunk limits the keys of tiles so much that all tiles have few."""
         # Requests with tokens before have tiles of most of a wide window, as many as without one.
-        most = min(self._widths, default=None)
-        is_wide = most_keys is None and most is not None and most >= _WIDE_WINDOW
-        return most is not None and not is_wide and not self._sees_all(most_keys)
+        is_wide = most_keys is None and self._width >= _WIDE_WINDOW
+        return self._width > 0 and not is_wide and not self._sees_all(most_keys)
 
     def _sees_all(self, most_keys: int | None) -> bool:
         """Whether no window or chunk hides a key of new prompts, the longest of which has `most_keys` tokens."""
-        least = limit_class(self.reach.left, self.reach.chunk)
-        return most_keys is not None and not self.fixed and most_keys <= least
+        return most_keys is not None and not self.fixed and most_keys <= limit_class(self._width)
 
     @functools.cached_property
-    def _widths(self) -> tuple[int, ...]:
-        """The most keys that a query sees by its window, and by its chunk."""
-        left, chunk = self.reach.left, self.reach.chunk
-        return (*((left + 1,) if left >= 0 else ()), *((chunk,) if chunk > 0 else ()))
+    def _width(self) -> int:
+        """The most keys that a query sees by its window and chunk; 0 without both."""
+        return limit_width(self.reach.left, self.reach.chunk)
 
     def _specialized(
         self, k: torch.Tensor, v: torch.Tensor, values: dict[str, Any], launch: Specialized
     ) -> Prefill | None:
         """The kernel with specialised warps, if it serves the layer on this device."""
-        kernel = specialized_kernel(k.device)
-        if kernel is None or not serves(self._spec, self._values, k, v, launch):
+        if not serves(self._spec, self._values, k, v, launch):
             return None
         columns, tail = specialized_tiles(self._spec, values["NUMBERS"])
         values = {
@@ -416,12 +413,12 @@ class BoundLayer:
             "HELD": launch.held,
             **dict.fromkeys(CallTiles.NAMES),
         }
-        bound = BoundKernel(kernel, 18, values, num_warps=4)
+        kernel, bound = specialized_kernel(k.device), None
         # With splits at fixed places a whole tile may begin before the first key of its request.
         if not self.fixed and CallTiles.serve(launch, self._spec.head_size, (columns, tail), k, v):
             tiles = CallTiles(launch.block_n, (columns, tail), k)
             bound = DerivingKernel(kernel, 18, tiles, len(CallTiles.NAMES), values, num_warps=4)
-        return Prefill(bound, launch.rows, True)
+        return Prefill(bound or BoundKernel(kernel, 18, values, num_warps=4), launch.rows, True)
 
     def _whole_tiles(self, k: torch.Tensor) -> dict[str, int]:
         """The columns of the tiles of kernels that hold each head in one."""

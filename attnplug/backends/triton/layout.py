@@ -147,19 +147,23 @@ SEEN_PROMPT = 1024
 """Tokens of a prompt that each warm-up runs; the kernels of prompts of more tokens than half as many are the same."""
 
 
-def limit_class(left: int, chunk: int) -> int:
-    """Layers of one class leave out their window or chunk for the same prompts, because it hides none of their keys.
-
-    It is the longest of these prompts, at most FEW_KEYS; 0 for a limit that is never left out. A prompt without a limit
-    is as one within it.
+def limit_width(left: int, chunk: int) -> int:
+    """The most keys that a query sees by its window and its chunk; 0 without both.
 
     Args:
         left: keys that a query sees before its own; negative without a window.
         chunk: keys of a chunk; 0 without.
     """
-    widths = [width for width, there in ((left + 1, left >= 0), (chunk, chunk > 0)) if there]
-    least = min(widths, default=0)
-    return min(least, FEW_KEYS) if least >= SEEN_PROMPT else 0
+    return min((width for width in (max(left + 1, 0), chunk) if width), default=0)
+
+
+def limit_class(width: int) -> int:
+    """Layers of one class leave out their window or chunk for the same prompts, because it hides none of their keys.
+
+    It is the longest of these prompts, at most FEW_KEYS; 0 for a `limit_width` that is never left out. A prompt without
+    a limit is as one within it.
+    """
+    return min(width, FEW_KEYS) if width >= SEEN_PROMPT else 0
 
 
 def specialized_tiles(spec: LayerSpec, numbers: int) -> tuple[int, int]:

@@ -52,7 +52,7 @@ class MeasuredSteps:
     seen: tuple[SeenStep, ...] = ()
 
     def refute(self, steps: StepRange, name: str) -> bool:
-        """Whether a measured step of a range says that backend `name` does not serve it best, or was not measured with it."""
+        """Whether backend `name` was slower than the phase's choice, or not measured, at a measured step of the range."""
         return any(steps.has(each.sizes) and name not in each.as_fast for each in self.seen)
 
 

@@ -89,7 +89,7 @@ def test_prefill_compiles_within_a_multiprocessor() -> None:
         parts = [tile_side(size)] if numbers == 2 else [part for part in tile_parts(size) if part]
         rows = 64 * groups + 2 * block_n * stages
         room = 2 * sum(parts) * (rows + sum(parts) if numbers == 2 else rows)
-        assert room <= found["shared"] <= room + groups * specialized._SCRATCH
+        assert room <= found["shared"] <= room + groups * specialized.scratch((*parts, 0)[:2])
         assert found["registers by group"]
         assert found["copies"]
         assert found["block copies"] == any(call[:1])
