@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lookup import Plan
+from rank_processes import rank
 
 BEGIN = time.perf_counter()
 MARK, SAID = "result of the choice: ", "run, "
@@ -51,13 +52,15 @@ def split(choice: str) -> str:
 
 
 def say(what: str, begin: float = BEGIN) -> None:
-    """Print what comes now and the seconds since `begin`, for a run that takes too long."""
-    print(f"{SAID}{time.perf_counter() - begin:.0f} s: {what}", file=sys.stderr, flush=True)
+    """Print what comes now and the seconds since `begin`, for a run that takes too long; on the first rank."""
+    if rank() == 0:
+        print(f"{SAID}{time.perf_counter() - begin:.0f} s: {what}", file=sys.stderr, flush=True)
 
 
 def tell(result: Mapping[str, Any]) -> None:
-    """Print what is known so far; with `layers` it is the whole result."""
-    print(MARK + json.dumps(result), flush=True)
+    """Print what is known so far, on the first rank; with `layers` it is the whole result."""
+    if rank() == 0:
+        print(MARK + json.dumps(result), flush=True)
 
 
 def wait_for_turn(folder: str, turn: int, choices: int) -> None:

@@ -43,7 +43,9 @@ def parser(about: str) -> argparse.ArgumentParser:
     model = MODELS / "qwen3-8b.json"
     found.add_argument("--model", type=_file, default=model, help="a config.json (default: %(default)s)")
     found.add_argument("--layers", type=count, help="so many layers; by default those of the model")
-    found.add_argument("--dense", action="store_true", help="gpt-oss with a dense block for its experts")
+    found.add_argument(
+        "--dense", action="store_true", help="gpt-oss or DeepSeek with dense blocks for their experts"
+    )
     found.add_argument(
         "--requests", type=count, default=64, help="requests of a workload (default: %(default)s)"
     )

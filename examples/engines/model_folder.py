@@ -12,20 +12,25 @@ ROPE_THETA = 1e8
 """With this base the slowest parts of a rotary embedding are the same at any distance, as lookup.py needs."""
 
 
-def folder(file: str, layers: int | None) -> str:
+def folder(file: str, layers: int | None, *, one_kv_head: bool = False, dense: bool = False) -> str:
     """A new folder with the configuration in so many layers; quantization, tied embeddings and rotary base differ.
 
-    Kinds of layers repeat where there are more layers than the model has.
+    Kinds of layers repeat where there are more layers than the model has. With `one_kv_head` all query heads read one,
+    unless they read latents. With `dense` DeepSeek's layers all have the dense block of its first ones.
     """
     config = json.loads(Path(file).read_text())
     config.pop("quantization_config", None)
     # With one matrix for both ends the likeliest token would be the last one again.
     config["tie_word_embeddings"] = False
     _set_theta(config)
+    if one_kv_head and not config.get("kv_lora_rank"):
+        config["num_key_value_heads"] = 1
     if layers:
         config["num_hidden_layers"] = layers
         if kinds := config.get("layer_types"):
             config["layer_types"] = [kinds[number % len(kinds)] for number in range(layers)]
+    if dense and "first_k_dense_replace" in config:
+        config["first_k_dense_replace"] = config["num_hidden_layers"]
     place = Path(tempfile.mkdtemp())
     (place / "config.json").write_text(json.dumps(config))
     return str(place)

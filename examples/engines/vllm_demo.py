@@ -16,7 +16,7 @@ import comparison
 
 RUN = Path(__file__).with_name("vllm_run.py")
 CHOICES = ("FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "ATTNPLUG")
-SETTINGS = ("layers", "dense", "max_tokens", "rounds", "memory", "eager")
+SETTINGS = ("layers", "dense", "max_tokens", "rounds", "memory", "eager", "ranks", "at_once")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,11 +24,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = comparison.parser(__doc__.splitlines()[0])
     comparison.add_choices(parser, CHOICES, "attention backends of vLLM")
     parser.add_argument("--eager", action="store_true", help="without torch.compile and CUDA graphs")
+    at_once = "start all choices together, and measure one after another; the GPU holds the weights of all"
+    parser.add_argument("--at-once", action="store_true", help=at_once)
+    about = "so many GPUs share the tokens of each request, and each has a part of the query heads"
+    parser.add_argument(
+        "--ranks",
+        type=comparison.count,
+        default=1,
+        help=f"{about}; the model then has one KV head (default: %(default)s)",
+    )
     options = parser.parse_args(arguments)
-    return comparison.compare("vllm", options, run_file=RUN, names=SETTINGS, missing=missing())
+    return comparison.compare("vllm", options, run_file=RUN, names=SETTINGS, missing=missing(options.ranks))
 
 
-def missing() -> str | None:
+def missing(ranks: int = 1) -> str | None:
     """A sentence that says what this machine lacks; None if the demo can run."""
     if importlib.util.find_spec("vllm") is None:
         return "vllm is not installed; pip install vllm, on a machine with an NVIDIA GPU"
@@ -36,6 +45,8 @@ def missing() -> str | None:
 
     if not torch.cuda.is_available():
         return "torch finds no NVIDIA GPU here, and vLLM's own backends need one"
+    if torch.cuda.device_count() < ranks:
+        return f"--ranks {ranks} needs as many GPUs, and torch finds {torch.cuda.device_count()} here"
     return None
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -15,16 +16,24 @@ from typing import Any
 import choice_run
 import lookup
 import model_folder
+import rank_processes
 import vllm_model
+
+AT_ONCE = 16 << 30
+"""Bytes for keys and values where other choices are on the GPU."""
 
 
 def main() -> None:
     """Run the choice and print its result."""
     name, settings = prepare(sys.argv[1]), json.load(sys.stdin)
-    choice_run.say("starts vLLM")
-    llm = build(name, settings)
-    result = choice_run.report(Served(llm), settings)
-    choice_run.tell({**result, "layers": layers(llm) if name.startswith("ATTNPLUG") else []})
+    with rank_processes.started(settings):
+        choice_run.say("starts vLLM")
+        llm = build(name, settings)
+        result = choice_run.report(Served(llm), settings)
+        choice_run.tell({**result, "layers": layers(llm) if name.startswith("ATTNPLUG") else []})
+    if settings.get("ranks", 1) > 1:
+        # The groups of processes could wait for a rank that has ended.
+        os._exit(0)
 
 
 def prepare(choice: str) -> str:
@@ -40,19 +49,37 @@ def build(name: str, settings: Mapping[str, Any]) -> Any:
     """The engine of vLLM for the configuration, with weights whose tokens are known."""
     import vllm
 
-    vllm_model.register_weights(lookup.LOAD_FORMAT, lookup.fill)
+    ranks = settings.get("ranks", 1)
+    fill = functools.partial(lookup.fill, rank=rank_processes.rank(), ranks=ranks)
+    vllm_model.register_weights(lookup.LOAD_FORMAT, fill)
     if name.startswith("ATTNPLUG"):
         # vLLM does this itself where attnplug is installed, and not only on the path.
         from attnplug.integrations.vllm import register
 
         register()
-    if settings["dense"]:
-        vllm_model.dense_experts(model_folder.dense_size(json.loads(Path(settings["model"]).read_text())))
+    config = json.loads(Path(settings["model"]).read_text())
+    if settings["dense"] and "first_k_dense_replace" not in config:
+        vllm_model.dense_experts(model_folder.dense_size(config))
     longest = max(max(lengths) for lengths in settings["workloads"].values())
     requests = max(len(lengths) for lengths in settings["workloads"].values())
-    graphs = {} if settings["eager"] else {"cudagraph_capture_sizes": [requests]}
+    compilation: dict[str, Any] = {} if settings["eager"] else {"cudagraph_capture_sizes": [requests]}
+    shared: dict[str, Any] = {}
+    if settings.get("at_once"):
+        # vLLM would count what the others take meanwhile.
+        shared["kv_cache_memory_bytes"] = AT_ONCE
+    if ranks > 1:
+        # FlashInfer's kernels for this use NVLink's multicast.
+        compilation["pass_config"] = {"fuse_allreduce_rms": False}
+        shared |= {
+            "tensor_parallel_size": ranks,
+            "decode_context_parallel_size": ranks,
+            "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,
+        }
     return vllm.LLM(
-        model=model_folder.folder(settings["model"], settings["layers"]),
+        model=model_folder.folder(
+            settings["model"], settings["layers"], one_kv_head=ranks > 1, dense=settings["dense"]
+        ),
         load_format=lookup.LOAD_FORMAT,
         skip_tokenizer_init=True,
         dtype="bfloat16",
@@ -61,11 +88,12 @@ def build(name: str, settings: Mapping[str, Any]) -> Any:
         max_num_seqs=requests,
         gpu_memory_utilization=settings["memory"],
         enforce_eager=settings["eager"],
-        compilation_config=graphs,
+        compilation_config=compilation,
         enable_flashinfer_autotune=False,  # it is for quantized weights, and can compile kernels at the start
         enable_prefix_caching=True,
         disable_log_stats=False,
         seed=0,
+        **shared,
     )
 
 

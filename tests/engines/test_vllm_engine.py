@@ -25,11 +25,15 @@ def source(request: pytest.FixtureRequest) -> Path:
     return request.param
 
 
-def run(source: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(
+    source: Path, *words: str, script: str = "served_models.py", given: str = ""
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join(map(str, (source, HERE.parents[1], HERE)))
-    command = [sys.executable, "-W", "ignore", str(HERE / "served_models.py"), *words]
+    command = [sys.executable, "-W", "ignore", str(HERE / script), *words]
     environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=source, env=environment, input=given, capture_output=True, text=True, check=False
+    )
 
 
 def check_tokens(source: Path, *words: str) -> None:
@@ -54,6 +58,34 @@ def test_served_tokens_are_those_of_the_model_alone(source: Path, model: str) ->
 @pytest.mark.parametrize("model", ["qwen3", "gemma3"])
 def test_served_tokens_are_those_that_attention_finds(source: Path, model: str) -> None:
     check_tokens(source, model, "ATTNPLUG_TORCH", "LOOKUP")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base", "backend"), [("qwen3-8b", ""), ("deepseek-v2-lite", "_MLA")])
+def test_ranks_that_share_tokens_draw_those_that_attention_finds(
+    source: Path, tmp_path: Path, base: str, backend: str
+) -> None:
+    config = json.loads((HERE.parents[1] / "examples" / "models" / f"{base}.json").read_text())
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "vocab_size": 512}
+    tokens = {"bos_token_id": 0, "eos_token_id": 1, "max_position_embeddings": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes | tokens))
+    settings = {
+        "model": str(tmp_path / "config.json"),
+        "layers": 4,
+        "dense": bool(backend),
+        "workloads": {"some": [100, 40, 170, 33]},
+        "max_tokens": 8,
+        "rounds": 1,
+        "memory": 0.1,
+        "eager": True,
+        "ranks": 2,
+    }
+    name = f"ATTNPLUG_TORCH{backend}"
+    done = run(source, name, script="served_ranks.py", given=json.dumps(settings))
+    *_, line = [line for line in done.stdout.splitlines() if "layers" in line] or [done.stderr]
+    found = json.loads(line.partition(": ")[2])
+    assert found["workloads"]["some"]["right"] == 1.0
+    assert [len(group["layers"]) for group in found["layers"]] == [4]
 
 
 @pytest.mark.slow

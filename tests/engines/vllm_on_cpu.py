@@ -83,6 +83,22 @@ def prepare_latents() -> None:
     mla_attention.get_mla_prefill_backend = lambda config: NoPrefill
 
 
+def prepare_ranks() -> None:
+    """Give the tokens of ranks that share them their slots, which vLLM does on GPUs alone."""
+    from vllm.v1.worker.block_table import BlockTable
+
+    def compute(self: Any, num_reqs: int, starts: torch.Tensor, positions: torch.Tensor) -> None:
+        size, run, block = self.dcp_world_size, self.cp_kv_cache_interleave_size, self.block_size
+        # A block of the table has the tokens of a block on each rank, in runs one rank after another.
+        starts = starts[: num_reqs + 1]
+        owners = positions // run % size
+        local = positions // (size * run) * run + positions % run
+        _slots(starts, local, self.block_table.gpu, self.slot_mapping.gpu, block)
+        self.slot_mapping.gpu[: len(positions)].masked_fill_(owners != self.dcp_rank, -1)
+
+    BlockTable.compute_slot_mapping = compute
+
+
 _KEPT: list[Any] = []
 
 

@@ -47,11 +47,12 @@ class RMSNorm(torch.nn.Module):
 
 
 class Attention(torch.nn.Module):
-    def __init__(self, has_norms: bool) -> None:
+    def __init__(self, has_norms: bool, ranks: int) -> None:
         super().__init__()
         self.head_dim = SIZE
-        self.qkv_proj = torch.nn.Linear(CONFIG.hidden_size, (HEADS + 2 * KV_HEADS) * SIZE, bias=False)
-        self.o_proj = torch.nn.Linear(HEADS * SIZE, CONFIG.hidden_size, bias=False)
+        heads = (HEADS + 2 * KV_HEADS) // ranks
+        self.qkv_proj = torch.nn.Linear(CONFIG.hidden_size, heads * SIZE, bias=False)
+        self.o_proj = torch.nn.Linear(HEADS // ranks * SIZE, CONFIG.hidden_size, bias=False)
         if has_norms:
             self.q_norm, self.k_norm = RMSNorm(SIZE), RMSNorm(SIZE)
 
@@ -68,13 +69,13 @@ class Attention(torch.nn.Module):
 class Model(torch.nn.Module):
     """What vLLM calls the parts of a decoder, in torch; rotary embedding is left out, as it turns these dims little."""
 
-    def __init__(self, has_norms: bool = False) -> None:
+    def __init__(self, has_norms: bool = False, rank: int = 0, ranks: int = 1) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(CONFIG.vocab_size, CONFIG.hidden_size)
+        self.embed_tokens = VocabParallelEmbedding(CONFIG.vocab_size // ranks, CONFIG.hidden_size)
         self.norms = torch.nn.ModuleList(RMSNorm(CONFIG.hidden_size) for _ in range(LAYERS + 1))
-        self.layers = torch.nn.ModuleList(Attention(has_norms) for _ in range(LAYERS))
-        self.lm_head = ParallelLMHead(CONFIG.hidden_size, CONFIG.vocab_size, bias=False)
-        lookup.fill(self, CONFIG)
+        self.layers = torch.nn.ModuleList(Attention(has_norms, ranks) for _ in range(LAYERS))
+        self.lm_head = ParallelLMHead(CONFIG.hidden_size, CONFIG.vocab_size // ranks, bias=False)
+        lookup.fill(self, CONFIG, rank, ranks)
 
     @torch.no_grad()
     def draw(self, tokens: list[int], count: int, most: int = 1 << 30, lost: range = range(0)) -> list[int]:
@@ -113,6 +114,40 @@ def test_what_is_wrong_in_any_layer_or_head_gives_other_tokens() -> None:
         assert model.draw(tokens, 8) != right
         layer.o_proj.weight.data = kept
     assert model.draw(tokens, 8) == right
+
+
+@pytest.mark.parametrize("order", ["neighbours", "halves", "ranks first"])
+def test_heads_in_another_order_give_other_tokens(order: str) -> None:
+    plan, model = Plan.of(CONFIG), Model()
+    tokens = plan.prompt(64, random.Random(0))
+    heads = torch.arange(HEADS)
+    changed = {
+        "neighbours": heads ^ 1,
+        "halves": heads.roll(HEADS // 2),
+        "ranks first": heads.view(2, -1).T.reshape(-1),
+    }[order]
+    for layer in model.layers:
+        layer.o_proj.weight.data = layer.o_proj.weight.data.unflatten(1, (HEADS, SIZE))[:, changed].flatten(1)
+    assert model.draw(tokens, 4) != plan.follow(tokens, 4)
+
+
+def test_ranks_have_the_slices_of_the_whole_weights() -> None:
+    whole, parts = Model(), [Model(rank=rank, ranks=2) for rank in range(2)]
+
+    def close(name: str, dim: int, sizes: list[int]) -> None:
+        expected = whole.get_parameter(name).split([size * 2 for size in sizes], dim)
+        found = zip(*(part.get_parameter(name).split(sizes, dim) for part in parts), strict=True)
+        for slices, right in zip(found, expected, strict=True):
+            # The rest is noise.
+            torch.testing.assert_close(torch.cat(slices, dim), right, atol=1e-3, rtol=0.0)
+
+    for layer in range(LAYERS):
+        close(
+            f"layers.{layer}.qkv_proj.weight", 0, [each // 2 * SIZE for each in (HEADS, KV_HEADS, KV_HEADS)]
+        )
+        close(f"layers.{layer}.o_proj.weight", 1, [HEADS // 2 * SIZE])
+    for name in ("embed_tokens", "lm_head"):
+        close(f"{name}.weight", 0, [CONFIG.vocab_size // 2])
 
 
 @pytest.mark.parametrize("length", [64, 300])

@@ -106,6 +106,16 @@ def test_a_machine_without_a_gpu_is_refused_in_a_sentence(
     )
 
 
+def test_fewer_gpus_than_ranks_are_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert vllm_demo.main(["--ranks", "2"]) == 2
+    assert capsys.readouterr().err == "vllm_demo: --ranks 2 needs as many GPUs, and torch finds 1 here\n"
+
+
 @pytest.mark.slow
 def test_one_command_prints_one_table_of_all_choices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -117,7 +127,7 @@ def test_one_command_prints_one_table_of_all_choices(
     path = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(vllm_demo, "missing", lambda: None)
+    monkeypatch.setattr(vllm_demo, "missing", lambda ranks: None)
     file = tmp_path / "figures.json"
     asked = ["--requests", "4", "--prompts", "40", "35-200", "--max-tokens", "8", "--rounds", "1"]
     asked += ["--choices", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER", "ATTNPLUG", "ATTNPLUG=TORCH"]
