@@ -401,6 +401,7 @@ class BoundLayer:
         if not serves(self._spec, self._values, k, v, launch):
             return None
         columns, tail = specialized_tiles(self._spec, values["NUMBERS"])
+        overlaps = can_overlap(k.device)
         values = {
             **values,
             "BLOCK_D": columns,
@@ -411,14 +412,16 @@ class BoundLayer:
             "STAGES": launch.num_stages,
             "IN_TURN": launch.in_turn,
             "HELD": launch.held,
+            "PDL": overlaps,
             **dict.fromkeys(CallTiles.NAMES),
         }
+        options = {"num_warps": 4, "launch_pdl": True} if overlaps else {"num_warps": 4}
         kernel, bound = specialized_kernel(k.device), None
         # With splits at fixed places a whole tile may begin before the first key of its request.
         if not self.fixed and CallTiles.serve(launch, self._spec.head_size, (columns, tail), k, v):
             tiles = CallTiles(launch.block_n, (columns, tail), k)
-            bound = DerivingKernel(kernel, 18, tiles, len(CallTiles.NAMES), values, num_warps=4)
-        return Prefill(bound or BoundKernel(kernel, 18, values, num_warps=4), launch.rows, True)
+            bound = DerivingKernel(kernel, 19, tiles, len(CallTiles.NAMES), values, **options)
+        return Prefill(bound or BoundKernel(kernel, 19, values, **options), launch.rows, True)
 
     def _whole_tiles(self, k: torch.Tensor) -> dict[str, int]:
         """The columns of the tiles of kernels that hold each head in one."""

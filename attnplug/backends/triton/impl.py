@@ -142,13 +142,16 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         only_decodes: bool,
     ) -> None:
         """Attend all requests over pages; with `only_decodes` other kernels are only compiled."""
+        by_shares = bound.one_kernel or not _is_whole(bound, meta)
+        # Then a prefill is launched right behind the decode, and reads no result of it.
+        is_mixed = meta.max_decode_len > 0 and meta.max_query_len > 0 and not (by_shares or is_opened)
         if meta.max_decode_len:
             tokens, table = meta.num_decode_tokens, meta.block_table
-            _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens)
+            _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens, is_followed=is_mixed)
         if meta.max_query_len:
             starts, lens, table, _ = meta.others
             first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
-            if bound.one_kernel or not _is_whole(bound, meta):
+            if by_shares:
                 tokens = meta.num_actual_tokens - first
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
                 return
@@ -162,7 +165,7 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
                 opened = self._opener_of(meta, pages)(meta, pages)
                 keys, bound = (opened.k, opened.v), bound.over_opened(opened, *call[:3])
                 given = (starts, lens, opened.table, starts), *given[1:]
-            _prefill(bound, meta, call, keys, *given)
+            _prefill(bound, meta, call, keys, *given, is_next=is_mixed)
 
     def _gains(self, bound: BoundLayer, meta: TritonMetadata, pages: Pages) -> bool:
         """Whether the longer requests read opened pages."""
@@ -293,6 +296,8 @@ def _by_shares(
     step: SharesStep,
     table: torch.Tensor,
     tokens: int,
+    *,
+    is_followed: bool = False,
 ) -> None:
     query, output, lse, sinks, slopes, spans = call
     if bound.fixed and step.prefix:
@@ -300,7 +305,9 @@ def _by_shares(
         step = dataclasses.replace(step, prefix=0, part=2)
     attend = bound.shares(pages, table.stride(0), step.max_query_len, tokens if step.prefix else 0)
     tensors = query, pages.k, pages.v, output, lse
-    attend(step, meta.workspace.shares, tensors, table, (sinks, slopes, spans), tokens)
+    attend(
+        step, meta.workspace.shares, tensors, table, (sinks, slopes, spans), tokens, is_followed=is_followed
+    )
 
 
 def _prefill(
@@ -313,11 +320,13 @@ def _prefill(
     longest: int,
     *,
     is_run: bool = True,
+    is_next: bool = False,
     factors: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> None:
     """Attend `part`, a first token and a number of requests; `longest` is its longest query.
 
-    Without `is_run` the kernel is only compiled. `factors` are the matrix and the powers of opened numbers.
+    Without `is_run` the kernel is only compiled. With `is_next` the launch before is a decode of other requests. `factors` are
+    the matrix and the powers of opened numbers.
     """
     query, output, lse, sinks, slopes, spans = call
     first_token, reqs = part
@@ -332,7 +341,7 @@ def _prefill(
         count, each = tiles(tokens * bound.group, reqs, longest * bound.group, prefill.tokens)
         programs, by_place = bound.programs(count, reqs, most_keys)
         each = -each if by_place else each
-        prefill.kernel((programs,), *given, count, each, *(factors or (query, query)))
+        prefill.kernel((programs,), *given, count, each, int(is_next), *(factors or (query, query)))
     else:
         # An upper bound: the host does not read the start locations from the device.
         prefill.kernel((tokens // prefill.tokens + reqs, bound.kv_heads * prefill.parts), *given)

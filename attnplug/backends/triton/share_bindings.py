@@ -34,7 +34,7 @@ class Merge(NamedTuple):
 
     Args:
         kernel: takes partial results, outputs, LSE, query starts, tiles, the number of requests, the prefix, streams per
-            request, rows of a stream, and whether the grid has shares.
+            request, rows of a stream, whether the grid has shares, and whether it is followed by a kernel that overlaps.
         pieces: programs for each row.
     """
 
@@ -79,6 +79,8 @@ class ShareDecode:
         block_table: torch.Tensor,
         features: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         tokens: int,
+        *,
+        is_followed: bool = False,
     ) -> None:
         """Attend the requests of `step`.
 
@@ -89,6 +91,7 @@ class ShareDecode:
             block_table: of the requests.
             features: sinks, slopes and spans.
             tokens: no fewer than the queries of all requests.
+            is_followed: whether the next kernel of the stream reads no result of this one, and waits for it at its end.
         """
         reqs, block_m = step.num_reqs, self.plan.block_m
         max_rows = step.max_query_len * self.plan.group
@@ -119,9 +122,29 @@ class ShareDecode:
             merge = of_many_parts
         elif merged[0] * merged[1] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors:
             merge = many
-        given: tuple[Any, ...] = *partials, output, lse, starts, tiles, *numbers, block_m, by_share
+        given: tuple[Any, ...] = (
+            *partials,
+            output,
+            lse,
+            starts,
+            tiles,
+            *numbers,
+            block_m,
+            by_share,
+            int(is_followed),
+        )
         if self.fixed:
-            rest = starts, step.seq_lens, tiles, features[2], reqs, slots, block_rows, by_share
+            rest = (
+                starts,
+                step.seq_lens,
+                tiles,
+                features[2],
+                reqs,
+                slots,
+                block_rows,
+                by_share,
+                int(is_followed),
+            )
             given = *partials, output, lse, *rest
         merge.kernel((*merged, self.kv_heads * merge.pieces), *given)
         if not self.has_run:
@@ -165,7 +188,7 @@ def bind_shares(
 
     def merge(parts: int, width: int, num_warps: int) -> Merge:
         form = {"PARTS": parts, "BLOCK": min(size, width)}
-        merging, given = (_MERGE_SPLITS, 12) if fixed else (_MERGE, 11)
+        merging, given = (_MERGE_SPLITS, 13) if fixed else (_MERGE, 12)
         kernel = BoundKernel(merging, given, {**values, **form}, num_warps=num_warps, **overlap)
         return Merge(kernel, -(-spec.head_size_v // form["BLOCK"]))
 
@@ -188,7 +211,7 @@ def bind_shares(
         has_spans=reach.spans,
     )
     return ShareDecode(
-        kernel=BoundKernel(kernel or _DECODE, 19, values, **compile_options(launch)),
+        kernel=BoundKernel(kernel or _DECODE, 19, values, **compile_options(launch), **overlap),
         merges=merges,
         plan=plan,
         kv_heads=spec.num_kv_heads,

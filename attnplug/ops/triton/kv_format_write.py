@@ -12,7 +12,7 @@ from attnplug.core.spec import LayerSpec
 from attnplug.ops.kv_codec import bound_codec_write as torch_codec_write
 from attnplug.ops.kv_codec import make_codec, page_planes
 from attnplug.ops.triton.kernels.kv_format_write import format_write_kernel
-from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, can_overlap, on_device_of, power_of_two
 from attnplug.ops.triton.rotation import Rotation, exact_parts
 
 _KERNEL: Any = format_write_kernel
@@ -119,6 +119,7 @@ class BoundFormatWrite:
             "BLOCK": 1 if turn is None else codec.block,
             "IN_ORDER": exact and turn is not None,
             "FORMAT": row.name,
+            "PDL": can_overlap(k_cache.device),
         }
         # Sums in the order of the codec are its sums only if no product is fused with them.
         options = {"enable_fp_fusion": False} if values["IN_ORDER"] else {}

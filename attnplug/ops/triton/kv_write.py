@@ -11,7 +11,7 @@ import triton
 from attnplug.core.errors import LayoutError
 from attnplug.ops.checks import check_kv_write
 from attnplug.ops.triton.kernels.kv_write import kv_write_kernel
-from attnplug.ops.triton.launch import BoundKernel, on_device_of, power_of_two
+from attnplug.ops.triton.launch import BoundKernel, can_overlap, on_device_of, power_of_two
 
 _KERNEL: Any = kv_write_kernel
 
@@ -93,6 +93,7 @@ class BoundWrite:
             "DV": v_cache.shape[3],
             "TILE": tile,
             "FORMAT": form,
+            "PDL": can_overlap(k_cache.device),
         }
         self._kernel = BoundKernel(_KERNEL, 6, values, num_warps=_NUM_WARPS)
 

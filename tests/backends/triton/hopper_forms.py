@@ -70,6 +70,7 @@ def prefill(
         "NUMBERS": numbers,
         "IN_TURN": in_turn,
         "HELD": held,
+        "PDL": True,
     }
     parts = (tile_side(size), 0) if numbers == 2 else tile_parts(size)
     constants |= dict(zip(("BLOCK_D", "TAIL"), parts, strict=True)) | {"PAGED": not call}

@@ -171,6 +171,23 @@ def test_merges_read_as_many_parts_as_a_row_has(programs, reqs, rows, parts, col
     assert latent._MERGES[latent.merge_place(programs, reqs, rows)] == (parts, columns)
 
 
+@pytest.mark.parametrize(
+    ("most", "reqs", "programs"),
+    [
+        (66, 8, 64),
+        (132, 16, 128),
+        (66, 4, 64),
+        (132, 4, 132),
+        (66, 7, 63),
+        (66, 60, 66),
+        (66, 100, 66),
+        (66, 0, 66),
+    ],
+)
+def test_requests_have_equally_many_programs_where_few_are_left_out(most, reqs, programs):
+    assert latent.latent_programs(most, reqs) == programs
+
+
 def test_all_merges_are_compiled_with_the_first(monkeypatch):
     made, bind = [], latent.TritonMLAImpl._kernels
     monkeypatch.setattr(

@@ -409,12 +409,18 @@ def test_a_prefix_is_wanted_where_it_spares_many_keys(prefix, lens, ranks, wante
 # ---- which steps are divided in shares
 
 
+def _said(kind: str, is_followed: bool = False, is_next: bool = False) -> str:
+    return kind + " followed" * is_followed + " next" * is_next
+
+
 @pytest.fixture
 def served(monkeypatch):
     """The kernels that serve a step: "shares" and "prefill"."""
     found: list[str] = []
     for name, kind in (("_by_shares", "shares"), ("_prefill", "prefill")):
-        monkeypatch.setattr(triton_impl, name, lambda *_, kind=kind: found.append(kind))
+        monkeypatch.setattr(
+            triton_impl, name, lambda *_, kind=kind, **flags: found.append(_said(kind, **flags))
+        )
     monkeypatch.setattr(bindings, "gpu_of", lambda device: Gpu(132, 227 << 10))
 
     def run(new, tokens, prefix=0, spec=SPEC, **limits):
@@ -445,6 +451,8 @@ def test_longer_queries_are_divided_where_their_tiles_would_leave_most_of_the_gp
     assert served([60], [90]) == ["shares"]
     assert served([1, 60], [90, 90]) == ["shares", "shares"]
     assert served([60] * 70, [90] * 70) == ["prefill"]
+    # A prefill behind a decode does not wait for it, and one alone waits for what came before.
+    assert served([1] + [60] * 70, [90] * 71) == ["shares followed", "prefill next"]
     # Prompts see each other's keys only: there are few keys to divide.
     assert served([60], [60]) == ["prefill"]
 

@@ -31,6 +31,7 @@ from attnplug.backends.triton.kernels.tiles import of_head
         "right",
         "chunk",
         "ahead",
+        "is_followed",
         "stride_lse",
     ],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "mm_spans", "lse"],
@@ -48,6 +49,7 @@ def merge_splits_kernel(
     slots,
     block_rows,
     by_share,
+    is_followed,
     left,
     right,
     chunk,
@@ -75,8 +77,11 @@ def merge_splits_kernel(
     The grid is that of merge_shares_kernel. `partials [shares, slots, Hkv, block_rows, SIZE]` have weighted sums of
     values, and `partial_sums [shares, slots, Hkv, block_rows, 1 + SUMS]` the maximum, in base 2, and sums of weights. A share
     has the parts of the stream that it begins and does not end: in slot 0 its own splits, and in the others each split
-    of the shares behind it.
+    of the shares behind it. `is_followed` is that of merge_shares_kernel.
     """
+    if PDL:
+        if is_followed:
+            tl.extra.cuda.gdc_launch_dependents()
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     IN_SIZE: tl.constexpr = SIZE % BLOCK == 0
     kv_head = tl.program_id(2) // PIECES

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, finish
+from attnplug.backends.triton.kernels.shares import wait_for_inputs
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def latent_decode_kernel(
     are of the type COMPUTE, or of that of the queries where it is None.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_inputs()
     row_block = tl.program_id(0)
     share = tl.program_id(1)
     size = tl.load(tiles + num_reqs + 2)

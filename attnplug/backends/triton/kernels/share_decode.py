@@ -9,7 +9,7 @@ from attnplug.backends.triton.kernels.attend import attend
 from attnplug.backends.triton.kernels.formats import add_sinks, columns, head_planes
 from attnplug.backends.triton.kernels.ranges import key_range, load_spans
 from attnplug.backends.triton.kernels.scan import LN2, LOG2E, finish, in_one_order, store_part
-from attnplug.backends.triton.kernels.shares import first_key, place_of, request_range
+from attnplug.backends.triton.kernels.shares import first_key, place_of, request_range, wait_for_inputs
 from attnplug.backends.triton.kernels.split_places import even_log, nearest_split, split_number
 from attnplug.backends.triton.kernels.tiles import load_queries, of_head
 
@@ -108,7 +108,7 @@ def share_decode_kernel(
     stream that an earlier share began, each split is a part for merge_splits_kernel. There is no prefix then.
     """
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+        wait_for_inputs()
     kv_head = tl.program_id(0)
     share = tl.program_id(1)
     kv_heads = tl.num_programs(0)

@@ -242,7 +242,15 @@ WIDE: tl.constexpr = tl.constexpr(4096)
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "prefix", "max_blocks", "block_rows", "by_share", "stride_lse"],
+    do_not_specialize=[
+        "num_reqs",
+        "prefix",
+        "max_blocks",
+        "block_rows",
+        "by_share",
+        "is_followed",
+        "stride_lse",
+    ],
     do_not_specialize_on_alignment=["query_start_loc", "lse"],
 )
 def merge_shares_kernel(
@@ -257,6 +265,7 @@ def merge_shares_kernel(
     max_blocks,
     block_rows,
     by_share,
+    is_followed,
     value_scale,
     stride_ot,
     stride_oh,
@@ -279,7 +288,12 @@ def merge_shares_kernel(
 
     PARTS of a row are merged at a time. With 1, many rows have a warp each: it takes few parts one after another, and
     WIDE elements at a time of a long request.
+
+    If it `is_followed` by a kernel that waits for no decode, that is launched before the merge ends.
     """
+    if PDL:
+        if is_followed:
+            tl.extra.cuda.gdc_launch_dependents()
     PIECES: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     kv_head = tl.program_id(2) // PIECES
     kv_heads = tl.num_programs(2) // PIECES
@@ -328,6 +342,14 @@ def merge_shares_kernel(
     tl.store(places, (acc / safe * value_scale).to(output.dtype.element_ty), mask=dims < SIZE)
     if HAS_LSE:
         tl.store(lse + at * stride_lse + head, tl.where(empty, float("-inf"), top + tl.log2(safe)) * LN2)
+
+
+@triton.jit
+def wait_for_inputs():
+    """Wait until the kernel has ended that a decode was launched behind, and let the merge be launched."""
+    tl.extra.cuda.gdc_wait()
+    # A merge that begins earlier could read what that kernel has not written yet.
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit

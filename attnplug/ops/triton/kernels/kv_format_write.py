@@ -46,12 +46,16 @@ def format_write_kernel(
     BLOCK: tl.constexpr,
     IN_ORDER: tl.constexpr,
     FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """TILE rows of K, or on the grid's second place of V, to the slots of their tokens; a negative slot is not written.
 
     DATA has the bytes from token to token and from head to head, and SCALES those of the plane of scales, after the bytes
     from the page's first one, and whether a scale's address is a multiple of its size.
+    PDL is that of kv_write_kernel.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     if tl.program_id(1) == 0:
         _write_rows(
             key, k_cache, slot_mapping, matrix, num_rows, k_scale, factor,

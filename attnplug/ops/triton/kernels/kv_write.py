@@ -63,6 +63,7 @@ def kv_write_kernel(
     DV: tl.constexpr,
     TILE: tl.constexpr,
     FORMAT: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Rows `(token, head)` of K and V to the slots of their tokens; a negative slot is not written.
 
@@ -70,7 +71,10 @@ def kv_write_kernel(
     with the cache, so that the compiler may know them. TILE has the rows of a program, D and DV as powers
     of two. Scales are numbers, or pointers to one for each head. FORMAT is empty, or that of an 8-bit type: its largest number, and where the hardware does not
     convert the MANTISSA, BIAS and FNUZ of `encode_8_bits`.
+    With PDL the next kernel may be launched while this one runs, and waits for it.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.program_id(0) * TILE[0] + tl.arange(0, TILE[0])
     inside = rows < num_rows
     # int64, because offsets into large tensors and caches pass 32 bits.

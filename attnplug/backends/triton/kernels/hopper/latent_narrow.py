@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.backends.triton.kernels.hopper.latent_bytes import (
     SPAN,
@@ -276,6 +276,7 @@ def latent_narrow_kernel(
     Latents may have 8 bits if queries are bfloat16, and the rope part is of 0, 32 or 64 elements.
     """
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     BYTES: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.backends.triton.kernels.hopper.latent_loads import (
     buffers,
@@ -308,6 +308,7 @@ def latent_wide_kernel(
 ):
     """As latent_decode_kernel, for queries of 16 bits, latents of their type or of 8 bits, and rows of whole 16 bytes."""
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     CONVERTS: gl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     own: gl.constexpr = q_nope.dtype.element_ty

@@ -9,6 +9,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from attnplug.backends.triton.kernels.hopper.number_rows import shared_matrix
 from attnplug.backends.triton.kernels.hopper.prefill_attend import attend_tiles
@@ -22,6 +23,7 @@ from attnplug.backends.triton.kernels.hopper.prefill_loads import copy_tiles
         "num_reqs",
         "num_tiles",
         "request_tiles",
+        "is_next",
         "left",
         "right",
         "chunk",
@@ -55,6 +57,7 @@ def specialized_prefill_kernel(
     num_reqs,
     num_tiles,
     request_tiles,
+    is_next,
     matrix,
     powers,
     k_tiles,
@@ -100,6 +103,7 @@ def specialized_prefill_kernel(
     NUMBERS: gl.constexpr,
     IN_TURN: gl.constexpr,
     HELD: gl.constexpr,
+    PDL: gl.constexpr,
 ):
     """As prefill_kernel, for queries and keys of 16 bits, heads of equal size, and strides of whole 32 bytes.
 
@@ -114,7 +118,13 @@ def specialized_prefill_kernel(
 
     Each program takes tiles in turn, those late in their requests first; `tile_of` says whose they are. BLOCK_M is
     64 for each group of warps that attends: two or three.
+
+    With PDL it is launched while the kernel before it runs. It waits for that at its end where it `is_next` to a decode of
+    the same step, whose results it does not read, and at its beginning after all others.
     """
+    if PDL:
+        if is_next == 0:
+            gdc_wait()
     dtype: gl.constexpr = k_cache.dtype.element_ty
     asked: gl.constexpr = query.dtype.element_ty
     HALF: gl.constexpr = 64
@@ -208,3 +218,7 @@ def specialized_prefill_kernel(
             [4, 4],
             [224, 56] if FIXED or HELD else [208, 72],
         )  # fmt: skip
+    if PDL:
+        # What comes next must not begin before the decode has ended.
+        if is_next != 0:
+            gdc_wait()
