@@ -13,7 +13,8 @@ import itertools
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -54,7 +55,9 @@ class Values(torch.Tensor):
     """A tensor in registers."""
 
     def to(self, to: Any, bitcast: bool = False) -> Any:  # type: ignore[override]
-        return self.view(to.dtype) if bitcast else super().to(to.dtype)
+        # Kernels name a type of the language, or that of a tensor.
+        kind = getattr(to, "dtype", to)
+        return self.view(kind) if bitcast else super().to(kind)
 
 
 def values(tensor: Any) -> Any:
@@ -66,7 +69,7 @@ class Pointer:
 
     def __init__(self, memory: torch.Tensor, offsets: Any = 0) -> None:
         self.memory, self.offsets = memory, offsets
-        self.dtype = SimpleNamespace(element_ty=Type(memory.dtype))
+        self.dtype = SimpleNamespace(element_ty=Type(memory.dtype), is_ptr=lambda: True)
 
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.offsets + more)
@@ -90,7 +93,7 @@ def pointer_to(tensor: torch.Tensor) -> Pointer:
 def load(pointer: Pointer, mask: Any = None, other: Any = 0) -> Any:
     offsets = torch.as_tensor(pointer.offsets)
     if mask is None:
-        return values(pointer.memory[offsets.long()])
+        return values(pointer.memory[offsets.long()].clone())
     offsets, there = torch.broadcast_tensors(offsets, torch.as_tensor(mask))
     found = pointer.memory[torch.where(there, offsets, 0)]
     return values(torch.where(there, found, torch.tensor(other, dtype=found.dtype)))
@@ -273,7 +276,7 @@ def language() -> ModuleType:
     gl.zeros = lambda shape, kind, layout: values(torch.zeros(shape, dtype=kind.dtype))
     gl.zeros_like = lambda tensor: values(torch.zeros_like(tensor))
     gl.program_id = lambda axis: values(_here.place[axis])
-    gl.num_programs = lambda axis: values(_here.grid[axis])
+    gl.num_programs = lambda axis: values((*_here.grid, 1, 1)[axis])
     gl.cast = lambda tensor, kind: values(tensor).to(kind)
     gl.fma = lambda one, other, more: one * other + more
     gl.permute = lambda tensor, order: tensor.permute(order)
@@ -346,7 +349,7 @@ def _copy_block(matrix: Matrix, place: list[Any], barriers: Barriers, target: Bu
     barriers.each[0].copied(whole.nbytes)
 
 
-def _stand_ins() -> dict[str, ModuleType]:
+def stand_ins() -> dict[str, ModuleType]:
     gluon: Any = ModuleType("gluon")
     gluon.jit = lambda function=None, **_: function or (lambda decorated: decorated)
     gluon.language = language()
@@ -386,7 +389,8 @@ def _waited(outstanding: int, deps: tuple[Any, ...]) -> Any:
     return deps[0] if len(deps) == 1 else deps
 
 
-def _argument(value: Any) -> Any:
+def argument(value: Any) -> Any:
+    """An argument of a launch as the kernel has it."""
     if isinstance(value, torch.Tensor):
         return pointer_to(value)
     return matrix_of(value) if hasattr(value, "block_shape") else value
@@ -400,7 +404,7 @@ class Emulated:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, **options: Any) -> None:
-            given = [_argument(each) for each in arguments]
+            given = [argument(each) for each in arguments]
             _here.grid = grid
             for place in itertools.product(*(range(size) for size in grid)):
                 _here.place = place
@@ -410,37 +414,38 @@ class Emulated:
 
 
 @contextlib.contextmanager
-def placed(program: int, programs: int) -> Iterator[None]:
-    """Inside, functions of the kernels are those of one program."""
-    _here.place, _here.grid = (program,), (programs,)
+def placed_at(place: tuple[int, ...], grid: tuple[int, ...]) -> Iterator[None]:
+    """Inside, functions of the kernels are those of one program of a grid."""
+    _here.place, _here.grid = place, grid
     yield
+
+
+def placed(program: int, programs: int) -> AbstractContextManager[None]:
+    """As `placed_at`, in a grid of one dimension."""
+    return placed_at((program,), (programs,))
 
 
 def emulated(*names: str) -> dict[str, Emulated]:
     """Kernels of attnplug's modules for Hopper, by their names: "latent_wide" has latent_wide_kernel."""
-    stand_ins = _stand_ins()
-    kept = {name: sys.modules.get(name) for name in stand_ins}
-    folder = Path(__file__).parents[3] / KERNELS.replace(".", "/")
+    before = "..ranges", "..split_places", "latent_bytes", "latent_loads", "prefill_loads", "prefill_weights"
+    modules = loaded(KERNELS, (*before, "number_rows", "prefill_attend", *names), stand_ins())
+    return {name: Emulated(getattr(modules[name], f"{name}_kernel")) for name in names}
+
+
+def loaded(package: str, names: Sequence[str], given: dict[str, ModuleType]) -> dict[str, Any]:
+    """Modules of a package of kernels, and "..others" beside it, made anew over stand-ins for Triton."""
+    kept = {name: sys.modules.get(name) for name in given}
+    folder = Path(__file__).parents[3] / package.replace(".", "/")
     modules: dict[str, Any] = {}
     try:
-        for name in (
-            "..ranges",
-            "..split_places",
-            "latent_bytes",
-            "latent_loads",
-            "prefill_loads",
-            "prefill_weights",
-            "number_rows",
-            "prefill_attend",
-            *names,
-        ):
-            full = importlib.util.resolve_name(name, KERNELS) if name[0] == "." else f"{KERNELS}.{name}"
+        for name in names:
+            full = importlib.util.resolve_name(name, package) if name[0] == "." else f"{package}.{name}"
             kept.setdefault(full, sys.modules.get(full))
             file = folder.parent if name[0] == "." else folder
             spec = importlib.util.spec_from_file_location(full, file / f"{name.lstrip('.')}.py")
             assert spec is not None
             assert spec.loader is not None
-            sys.modules.update(stand_ins)
+            sys.modules.update(given)
             modules[name] = sys.modules[full] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(modules[name])
     finally:
@@ -449,4 +454,4 @@ def emulated(*names: str) -> dict[str, Emulated]:
                 sys.modules.pop(name, None)
             else:
                 sys.modules[name] = module
-    return {name: Emulated(getattr(modules[name], f"{name}_kernel")) for name in names}
+    return modules

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.backends.triton.kernels.formats import ROW_SCALES, SHIFT, STEP
 from attnplug.backends.triton.kernels.ranges import common_range, key_range
@@ -94,6 +94,7 @@ def register_decode_kernel(
     BLOCK_N / WARPS tokens. NAME is the format's, and FORMAT that of kernels/formats.py.
     """
     if PDL:
+        gdc_wait()
         gdc_launch_dependents()
     PACKED: gl.constexpr = FORMAT[SHIFT] if FORMAT is not None else 0
     STEPS: gl.constexpr = FORMAT[STEP] if FORMAT is not None else 1
@@ -234,7 +235,7 @@ def _queries(
     """
     L: gl.constexpr = gl.BlockedLayout([1, 2, 1], [1, 4, 8], [WARPS, 1, 1], [1, 2, 0])
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    EVEN_FIRST: gl.constexpr = NAME == "rotated4"
+    EVEN_FIRST: gl.constexpr = PACKED != 0
     low = load_query(
         query, first, first_row, num_rows, kv_head, stride_qt, stride_qh, 0, L, GROUP, N, W, WARPS, STEPS, EVEN_FIRST
     )  # fmt: skip

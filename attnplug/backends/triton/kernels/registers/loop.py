@@ -8,12 +8,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from attnplug.backends.triton.kernels.formats import LEAST_SCALE
 from attnplug.backends.triton.kernels.registers.openings import (
-    block_scales,
     keep_above,
+    key_scales,
     log2,
     open_keys,
     open_values,
     turn,
+    value_scales,
 )
 from attnplug.backends.triton.kernels.registers.operands import (
     even_tokens,
@@ -94,8 +95,8 @@ def scan_tiles(
     k_words = k_head.to(gl.pointer_type(gl.int32), bitcast=True)
     v_words = v_head.to(gl.pointer_type(gl.int32), bitcast=True)
     ROW: gl.constexpr = PAGES[1] // 4
-    k_offsets = key_offsets(KEYS, T, WARPS, ROW, W // 16)
-    v_offsets = value_offsets(VALUES, T, WARPS, ROW, W // 32, 1)
+    k_offsets = key_offsets(KEYS, WARPS, ROW, W // 16)
+    v_offsets = value_offsets(VALUES, WARPS, ROW, W // 32, 1)
     token = (
         gl.arange(0, WARPS, layout=WARP)[:, None] * T
         + gl.arange(0, T, layout=gl.SliceLayout(0, TOKENS))[None, :]
@@ -107,12 +108,12 @@ def scan_tiles(
         k_start = k_head + (FORMAT[1] + kv_head.to(gl.int64) * (FORMAT[3] - PAGES[2]))
         v_start = v_head + (FORMAT[1] + kv_head.to(gl.int64) * (FORMAT[3] - PAGES[2]))
     if BLOCKS:
-        K_WORD: gl.constexpr = gl.int32 if K_COUNT == 4 else gl.int16 if K_COUNT == 2 else gl.uint8
-        V_WORD: gl.constexpr = gl.int16 if V_COUNT == 2 else gl.uint8
+        K_WORD: gl.constexpr = gl.int32 if K_COUNT == 4 else gl.uint16 if K_COUNT == 2 else gl.uint8
+        V_WORD: gl.constexpr = gl.uint16 if V_COUNT == 2 else gl.uint8
         k_scales = k_start.to(gl.pointer_type(K_WORD), bitcast=True)
         v_scales = v_start.to(gl.pointer_type(V_WORD), bitcast=True)
-        ks_offsets = key_offsets(KEY_SCALES, T, WARPS, FORMAT[2] // K_COUNT, 1)
-        vs_offsets = value_offsets(VALUE_SCALES, T, WARPS, FORMAT[2] // V_COUNT, 1, V_THREADS)
+        ks_offsets = key_offsets(KEY_SCALES, WARPS, FORMAT[2] // K_COUNT, 1)
+        vs_offsets = value_offsets(VALUE_SCALES, WARPS, FORMAT[2] // V_COUNT, 1, V_THREADS)
         K_SCALES: gl.constexpr = (FORMAT[2], K_COUNT, KEY_SCALES)
         V_SCALES: gl.constexpr = (FORMAT[2], V_COUNT, VALUE_SCALES)
     elif OWN:
@@ -128,15 +129,34 @@ def scan_tiles(
         K_SCALES: gl.constexpr = None
         V_SCALES: gl.constexpr = None
 
+    # It is 1, which the assembler does not know: openings.py has the reason.
+    one = gl.num_programs(2)
+    # What logits are multiplied with by the exponential; above 0, as what is not seen is infinite.
+    unit, unseen = 1.0, _UNSEEN
+    if not HAS_CAP and not OWN:
+        unit = gl.maximum(scale * LOG2E, 2.0**-60)
+        # Its product with the unit is finite for large queries too. No sum of 256 products is below: halves times E5M2, or
+        # times 2**-9 of NVFP4.
+        MOST: gl.constexpr = 2.0**27 if BLOCKS else 2.0**40
+        unseen = gl.minimum(_UNSEEN / gl.maximum(unit, 1.0), -MOST)
+
     start = lo // BLOCK_N * BLOCK_N
     blocks, places = warp_rows(table_row, start, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
     next_blocks, next_places = warp_rows(table_row, start + BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE)
-    k, k_s = load_keys(k_words, k_scales, k_offsets, ks_offsets, blocks, places, PAGES, KEYS, K_SCALES)
+    k, k_s = load_keys(k_words, k_scales, k_offsets, ks_offsets, blocks, places, PAGES, KEYS, T, K_SCALES)
     v, v_odd, v_s, v_s_odd = load_values(
-        v_words, v_scales, v_offsets, vs_offsets, blocks, places, PAGES, VALUES, V_SCALES
+        v_words, v_scales, v_offsets, vs_offsets, blocks, places, PAGES, VALUES, T, V_SCALES
     )
-    top = gl.full([WARPS, N], _UNSEEN, gl.float32, COLUMNS)
-    total = gl.full([WARPS, N], 0.0, gl.float32, COLUMNS)
+    top = gl.full([WARPS, N], unseen, gl.float32, COLUMNS)
+    # A thread has the sums of its own keys.
+    LANES: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1]] if N == 8 else [[0, 0, 1], [0, 0, 8]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[1, 0, 0]] if WARPS == 2 else [[1, 0, 0], [2, 0, 0]],
+        [],
+        [WARPS, 8, N],
+    )
+    total = gl.full([WARPS, 8, N], 0.0, gl.float32, LANES)
     acc = gl.full([WARPS, W, N], 0.0, gl.float32, MMA)
     acc_high = acc
     full_lo = start + gl.cdiv(full_lo - start, BLOCK_N) * BLOCK_N
@@ -152,21 +172,26 @@ def scan_tiles(
         else:
             begin, end = full_hi, hi
         for key in range(begin, end, BLOCK_N):
-            # A whole turn ahead, as memory takes about as long to answer. The assembler would move them next to their use.
-            next_k, next_k_s = load_keys(
-                k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, K_SCALES
-            )
-            next_v, next_v_odd, next_v_s, next_v_s_odd = load_values(
-                v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, V_SCALES
-            )
-            next_blocks, next_places = warp_rows(
-                table_row, key + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
+            if not PINNED:
+                # A whole turn ahead, as memory takes about as long to answer.
+                next_k, next_k_s = load_keys(
+                    k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, T, K_SCALES,
+                )  # fmt: skip
+                next_v, next_v_odd, next_v_s, next_v_s_odd = load_values(
+                    v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, T, V_SCALES,
+                )  # fmt: skip
+                next_blocks, next_places = warp_rows(
+                    table_row, key + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
+                )
+            logits = _logits(
+                k, k_s, one, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME
             )
             if PINNED:
-                next_places = keep_above(next_places)
-            logits = _logits(
-                k, k_s, q, q_high, bias, scale, cap, MMA, KEYS, T, W, WARPS, HAS_CAP, PACKED, OWN, NAME
-            )
+                # Into the registers that the products have read; the assembler would load next to the use.
+                k, k_s = load_keys(
+                    k_words, k_scales, k_offsets, ks_offsets, next_blocks, next_places, PAGES, KEYS, T, K_SCALES,
+                )  # fmt: skip
+                keep_above(next_places)
             if OWN:
                 v_scale = v_s.to(gl.float32)
                 if stretch != 1:
@@ -196,23 +221,33 @@ def scan_tiles(
                 new_top = gl.maximum(top, gl.max(logits + sizes[:, :, None], 1))
             else:
                 new_top = gl.maximum(top, gl.max(logits, 1))
-            fade = gl.exp2(top - new_top)
-            weights = gl.exp2(logits - new_top[:, None, :])
-            total, top = total * fade + gl.sum(weights, 1), new_top
+            fade = gl.exp2((top - new_top) * unit)
+            weights = gl.exp2(logits * unit - (new_top * unit)[:, None, :])
+            total = total * gl.convert_layout(fade, gl.SliceLayout(1, LANES))[:, None, :]
+            total += gl.convert_layout(gl.sum(weights.reshape([WARPS, T // 8, 8, N]), 1), LANES)
+            top = new_top
             if OWN:
                 weights = weights * v_scale[:, :, None]
             weights = _turned(weights.to(gl.float16), MMA, T, N, WARPS)
-            opened = open_values(v, v_odd, NAME)
+            opened = open_values(v, v_odd, one, NAME)
             a, b, c, d = opened[0], opened[1], opened[2], opened[3]
             e, f, g, h = opened[4], opened[5], opened[6], opened[7]
             if PACKED:
                 i, j, m, n = opened[8], opened[9], opened[10], opened[11]
                 o, p, r, u = opened[12], opened[13], opened[14], opened[15]
             if BLOCKS:
-                s = _spread(block_scales(v_s.to(gl.int32), V_COUNT), VALUES, V_COUNT, T, W, WARPS)
-                t = _spread(block_scales(v_s_odd.to(gl.int32), V_COUNT), VALUES, V_COUNT, T, W, WARPS)
+                s, t = value_scales(v_s.to(gl.int32), v_s_odd.to(gl.int32), V_COUNT)
+                s = _spread(s, VALUES, V_COUNT, T, W, WARPS)
+                t = _spread(t, VALUES, V_COUNT, T, W, WARPS)
                 a, c, e, g, i, m, o, r = a * s, c * s, e * s, g * s, i * s, m * s, o * s, r * s
                 b, d, f, h, j, n, p, u = b * t, d * t, f * t, h * t, j * t, n * t, p * t, u * t
+            if PINNED:
+                v, v_odd, v_s, v_s_odd = load_values(
+                    v_words, v_scales, v_offsets, vs_offsets, next_blocks, next_places, PAGES, VALUES, T, V_SCALES,
+                )  # fmt: skip
+                next_blocks, next_places = warp_rows(
+                    table_row, key + 2 * BLOCK_N, lo, hi, WARP, T, WARPS, BLOCK_SIZE
+                )
             acc = acc * fade[:, None, :]
             acc = mma_v2(values_operand(a, b, c, d, e, f, g, h, LEFT, T, W, WARPS), weights, acc)
             if PACKED:
@@ -220,23 +255,26 @@ def scan_tiles(
                 acc_high = mma_v2(
                     values_operand(i, j, m, n, o, p, r, u, LEFT, T, W, WARPS), weights, acc_high
                 )
-            k, k_s = next_k, next_k_s
-            v, v_odd, v_s, v_s_odd = next_v, next_v_odd, next_v_s, next_v_s_odd
+            if not PINNED:
+                k, k_s = next_k, next_k_s
+                v, v_odd, v_s, v_s_odd = next_v, next_v_odd, next_v_s, next_v_s_odd
     whole_top = gl.max(top, 0)
-    fade = gl.exp2(top - gl.convert_layout(whole_top, gl.SliceLayout(0, COLUMNS))[None, :])
+    fade = gl.exp2((top - gl.convert_layout(whole_top, gl.SliceLayout(0, COLUMNS))[None, :]) * unit)
+    total = gl.convert_layout(gl.sum(total, 1), COLUMNS)
     total = gl.convert_layout(gl.sum(total * fade, 0), ROWS)
     acc = gl.sum(acc * fade[:, None, :], 0)
     if PACKED:
         acc_high = gl.sum(acc_high * fade[:, None, :], 0)
     else:
         acc_high = acc
-    return acc, acc_high, gl.convert_layout(whole_top, ROWS), total
+    return acc, acc_high, gl.convert_layout(whole_top * unit, ROWS), total
 
 
 @gluon.jit
 def _logits(
     k,
     k_s,
+    one,
     q,
     q_high,
     bias,
@@ -256,12 +294,12 @@ def _logits(
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     COUNT: gl.constexpr = W // 32
     N: gl.constexpr = q.shape[2]
-    opened = open_keys(k, NAME)
+    opened = open_keys(k, one, NAME)
     a, b, c, d = opened[0], opened[1], opened[2], opened[3]
     if PACKED:
         e, f, g, h = opened[4], opened[5], opened[6], opened[7]
     if NAME == "nvfp4":
-        s = block_scales(k_s.to(gl.int32), COUNT)
+        s = key_scales(k_s, COUNT)
         s = s.reshape([T // 8, WARPS, 8, 4, COUNT, 1]).broadcast_to([T // 8, WARPS, 8, 4, COUNT, 2])
         s = gl.convert_layout(s.reshape([T // 8, WARPS, 8, 4, W // 16]), KEYS)
         a, b, c, d, e, f, g, h = a * s, b * s, c * s, d * s, e * s, f * s, g * s, h * s
@@ -279,7 +317,7 @@ def _logits(
     elif OWN:
         return logits * (k_s.to(gl.float32) * (scale * LOG2E))[:, :, None]
     else:
-        return logits * (scale * LOG2E)
+        return logits
 
 
 @gluon.jit

@@ -24,17 +24,26 @@ def _out(pair: int, register: str = "r") -> str:
     return f"mov.b32 {{${2 * pair}, ${2 * pair + 1}}}, {register};"
 
 
-def _fp4(source: str, pair: int, moved: str) -> str:
-    """Two E2M1 codes in the upper bytes of halves, the left ones of their bytes after `moved`."""
-    sign = {"shl.b32 t, {}, 1;": "shl.b32 s, {}, 4; and.b32 s, s, 0x80008000;"}.get(
-        moved, "and.b32 s, {}, 0x80008000;"
+def _fp4(word: str, powers: tuple[str, str, str], even: int, odd: int, high: int) -> str:
+    """E2M1 codes of a word's bytes as halves: those of bytes 0 and 2 are pair `even`, and those of 1 and 3 pair `odd`.
+
+    The pairs of high codes come `high` later. A code with its magnitude in bits 9 to 11 of a half has its sign in bit 12: 7
+    in bits 12 to 14 carries it to bit 15, and then these bits are cleared. Two codes are moved with one multiplication,
+    as what others leave in lower bits is cleared too. Multiplications and logic have pipes of their own, of equal widths:
+    the assembler has shifts for powers that it knows, so these are operands.
+    """
+    left_9, left_5, left_1 = powers
+    moved = (
+        f"and.b32 t, {word}, 0x0F0F0F0F;",
+        f"mad.lo.u32 r, t, {left_9}, k; and.b32 r, r, 0x8E008E00; {_out(even)}",
+        f"mad.lo.u32 r, t, {left_1}, k; and.b32 r, r, 0x8E008E00; {_out(odd)}",
+        f"and.b32 t, {word}, 0xF0F0F0F0;",
+        f"mad.lo.u32 r, t, {left_5}, k; and.b32 r, r, 0x8E008E00; {_out(even + high)}",
+        f"shr.u32 t, t, 3; add.u32 r, t, k; and.b32 r, r, 0x8E008E00; {_out(odd + high)}",
     )
-    return " ".join(
-        (moved.format(source), sign.format(source), "lop3.b32 r, t, 0x0E000E00, s, 0xEA;", _out(pair))
-    )
+    return " ".join(moved)
 
 
-_LOW, _HIGH = "shl.b32 t, {}, 1;", "shr.b32 t, {}, 3;"
 _PAIRS = ("0x4400", "0x5511", "0x6622", "0x7733")
 """prmt's selections of byte j of two words, twice each."""
 
@@ -77,19 +86,13 @@ _V_INT8 = _assembly(
         for pair, each in enumerate(_PAIRS)
     ),
 )
-_K_NVFP4 = _assembly(
-    "p, q, t, s, r",
-    "prmt.b32 p, $8, 0, 0x1404; prmt.b32 q, $8, 0, 0x3424;",
-    *(
-        _fp4(word, pair, moved)
-        for pair, (word, moved) in enumerate((word, moved) for moved in (_LOW, _HIGH) for word in "pq")
-    ),
-)
+_K_NVFP4 = _assembly("t, r, k", "mov.b32 k, 0x70007000;", _fp4("$8", ("$9", "$10", "$11"), 0, 1, 2))
 _V_NVFP4 = _assembly(
-    "p, t, s, r",
+    "p, t, r, k",
+    "mov.b32 k, 0x70007000;",
     *(
-        f"prmt.b32 p, $16, $17, {each}; {_fp4('p', pair, _LOW)} {_fp4('p', pair + 4, _HIGH)}"
-        for pair, each in enumerate(_PAIRS)
+        f"prmt.b32 p, $16, $17, {each}; {_fp4('p', ('$18', '$19', '$20'), 2 * at, 2 * at + 1, 4)}"
+        for at, each in enumerate(("0x5410", "0x7632"))
     ),
 )
 # Codes times 2**-24, and those of the high halves times 2**-20; bytes 0 and 2 come first, then 1 and 3.
@@ -114,14 +117,18 @@ _V_ROTATED4 = _assembly(
         for pair, each in enumerate(_PAIRS)
     ),
 )
-_K_BYTES = gl.constexpr(",".join(["=h"] * 4 + ["r"]))
-_K_PACKED = gl.constexpr(",".join(["=h"] * 8 + ["r"]))
-_V_BYTES = gl.constexpr(",".join(["=h"] * 8 + ["r", "r"]))
-_V_PACKED = gl.constexpr(",".join(["=h"] * 16 + ["r", "r"]))
+
+
+def _constraints(halves: int, words: int) -> gl.constexpr:
+    return gl.constexpr(",".join(["=h"] * halves + ["r"] * words))
+
+
+_K_BYTES, _K_PACKED, _K_MOVED = _constraints(4, 1), _constraints(8, 1), _constraints(8, 4)
+_V_BYTES, _V_PACKED, _V_MOVED = _constraints(8, 2), _constraints(16, 2), _constraints(16, 5)
 
 
 @gluon.jit
-def open_keys(words, NAME: gl.constexpr):
+def open_keys(words, one, NAME: gl.constexpr):
     """The bytes of each word as four halves; of two elements in a byte, the four low ones and then the four high ones."""
     if NAME == "fp8_e4m3":
         return gl.inline_asm_elementwise(_K_E4M3, _K_BYTES, [words], _FOUR, True, 1)
@@ -130,13 +137,15 @@ def open_keys(words, NAME: gl.constexpr):
     elif NAME == "int8_token_head":
         return gl.inline_asm_elementwise(_K_INT8, _K_BYTES, [words], _FOUR, True, 1)
     elif NAME == "nvfp4":
-        return gl.inline_asm_elementwise(_K_NVFP4, _K_PACKED, [words], _EIGHT, True, 1)
+        return gl.inline_asm_elementwise(
+            _K_NVFP4, _K_MOVED, [words, one * 512, one * 32, one * 2], _EIGHT, True, 1
+        )
     else:
         return gl.inline_asm_elementwise(_K_ROTATED4, _K_PACKED, [words], _EIGHT, True, 1)
 
 
 @gluon.jit
-def open_values(even, odd, NAME: gl.constexpr):
+def open_values(even, odd, one, NAME: gl.constexpr):
     """For each byte of two words, of an even token and the next, both halves; low ones first as in open_keys."""
     if NAME == "fp8_e4m3":
         return gl.inline_asm_elementwise(_V_E4M3, _V_BYTES, [even, odd], _EIGHT, True, 1)
@@ -145,39 +154,52 @@ def open_values(even, odd, NAME: gl.constexpr):
     elif NAME == "int8_token_head":
         return gl.inline_asm_elementwise(_V_INT8, _V_BYTES, [even, odd], _EIGHT, True, 1)
     elif NAME == "nvfp4":
-        return gl.inline_asm_elementwise(_V_NVFP4, _V_PACKED, [even, odd], _SIXTEEN, True, 1)
+        return gl.inline_asm_elementwise(
+            _V_NVFP4, _V_MOVED, [even, odd, one * 512, one * 32, one * 2], _SIXTEEN, True, 1
+        )
     else:
         return gl.inline_asm_elementwise(_V_ROTATED4, _V_PACKED, [even, odd], _SIXTEEN, True, 1)
 
 
-# E4M3 moved by 7 bits is float16 times 2**-8; times 2**13 it is 2**5 of the scale, and exact with E2M1 times 2**-14.
-def _block_scale(at: int, moved: str) -> str:
-    return f"{moved} and.b32 r, r, 0x7F80; mov.b32 {{l, h}}, r; mul.rn.f16 ${at}, l, c;"
+# E4M3 moved by 7 bits is float16 times 2**-8; times 2**13 it is 2**5 of the scale, and exact with E2M1 times 2**-14. Scales
+# have no sign.
+def _two_scales(first: str, second: str, chosen: str, at: int) -> str:
+    """Two scales, moved to the upper bytes of halves, to outputs `2 * at` and the next."""
+    return f"prmt.b32 r, {first}, {second}, {chosen}; shr.u32 r, r, 1; mul.rn.f16x2 r, r, c; {_out(at)}"
 
 
-_SHIFTS = ("shl.b32 r, ${}, 7;", "shr.u32 r, ${}, 1;", "shr.u32 r, ${}, 9;", "shr.u32 r, ${}, 17;")
+def _scales(*lines: str) -> gl.constexpr:
+    return gl.constexpr("{ .reg .b32 r, c; mov.b32 c, 0x70007000; " + " ".join(lines) + " }")
 
 
-def _block_scales(count: int) -> gl.constexpr:
-    lines = (_block_scale(at, _SHIFTS[at].format(count)) for at in range(count))
-    text = "{ .reg .b32 r; .reg .b16 l, h, c; mov.b16 c, 0x7000; " + " ".join(lines) + " }"
-    return gl.constexpr(text)
-
-
-_ONE_SCALE, _TWO_SCALES, _FOUR_SCALES = _block_scales(1), _block_scales(2), _block_scales(4)
+_K_SCALE = _scales("shl.b32 r, $1, 7; mul.rn.f16x2 r, r, c; cvt.u16.u32 $0, r;")
+_K_SCALES_2 = _scales("mov.b32 r, {$2, $2};", _two_scales("r", "0", "0x1404", 0))
+_K_SCALES_4 = _scales(_two_scales("$4", "0", "0x1404", 0), _two_scales("$4", "0", "0x3424", 1))
+_V_SCALE = _scales(_two_scales("$2", "$3", "0x4501", 0))
+_V_SCALES_2 = _scales(_two_scales("$4", "$5", "0x4602", 0), _two_scales("$4", "$5", "0x5612", 1))
 
 
 @gluon.jit
-def block_scales(stored, COUNT: gl.constexpr):
+def key_scales(stored, COUNT: gl.constexpr):
     """The COUNT scales of E4M3 in each integer as halves of 2**5 times what they are, in last dimensions of their own."""
     if COUNT == 1:
-        return gl.inline_asm_elementwise(_ONE_SCALE, "=h,r", [stored], gl.float16, True, 1)
+        return gl.inline_asm_elementwise(_K_SCALE, "=h,r", [stored.to(gl.int32)], gl.float16, True, 1)
     elif COUNT == 2:
-        one, other = gl.inline_asm_elementwise(_TWO_SCALES, "=h,=h,r", [stored], _TWO, True, 1)
+        one, other = gl.inline_asm_elementwise(_K_SCALES_2, "=h,=h,h", [stored], _TWO, True, 1)
         return gl.join(one, other)
     else:
-        a, b, c, d = gl.inline_asm_elementwise(_FOUR_SCALES, "=h,=h,=h,=h,r", [stored], _FOUR, True, 1)
+        a, b, c, d = gl.inline_asm_elementwise(_K_SCALES_4, "=h,=h,=h,=h,r", [stored], _FOUR, True, 1)
         return gl.join(gl.join(a, c), gl.join(b, d))
+
+
+@gluon.jit
+def value_scales(even, odd, COUNT: gl.constexpr):
+    """The same of an even token and of the next."""
+    if COUNT == 1:
+        return gl.inline_asm_elementwise(_V_SCALE, "=h,=h,r,r", [even, odd], _TWO, True, 1)
+    else:
+        a, b, c, d = gl.inline_asm_elementwise(_V_SCALES_2, "=h,=h,=h,=h,r,r", [even, odd], _FOUR, True, 1)
+        return gl.join(a, c), gl.join(b, d)
 
 
 @gluon.jit
@@ -188,8 +210,8 @@ def log2(x):
 
 @gluon.jit
 def keep_above(numbers):
-    """The int32 numbers, one of a thread; no load before it is moved behind it."""
-    return gl.inline_asm_elementwise(
+    """No load before it is moved behind it, nor one behind it before it. Numbers are int32, one of a thread."""
+    gl.inline_asm_elementwise(
         "membar.cta; mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int32, is_pure=False, pack=1
     )
 

@@ -12,14 +12,15 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def key_offsets(
-    L: gl.constexpr, T: gl.constexpr, WARPS: gl.constexpr, ROW: gl.constexpr, ITEMS: gl.constexpr
-):
-    """From the first token of a warp to each item of keys `[T / 8, WARPS, 8, 4, ITEMS]`; tokens are ROW items apart."""
+def key_offsets(L: gl.constexpr, WARPS: gl.constexpr, ROW: gl.constexpr, ITEMS: gl.constexpr):
+    """From the first token of a warp to each item of its first 8 keys, `[1, WARPS, 8, 4, ITEMS]`; tokens are ROW items apart.
+
+    Those of a thread's next keys are constants behind them, so that one address serves all its loads.
+    """
     A: gl.constexpr = gl.AutoLayout()
-    tile, warp, group = gl.arange(0, T // 8, A), gl.arange(0, WARPS, A), gl.arange(0, 8, A)
+    none, warp, group = gl.arange(0, 1, A), gl.arange(0, WARPS, A), gl.arange(0, 8, A)
     thread, item = gl.arange(0, 4, A), gl.arange(0, ITEMS, A)
-    token = tile[:, None, None, None, None] * 8 + group[None, None, :, None, None]
+    token = none[:, None, None, None, None] + group[None, None, :, None, None]
     inner = thread[None, None, None, :, None] * ITEMS + item[None, None, None, None, :]
     return gl.set_auto_layout(token * ROW + inner + warp[None, :, None, None, None] * 0, L)
 
@@ -27,21 +28,16 @@ def key_offsets(
 @gluon.jit
 def value_offsets(
     L: gl.constexpr,
-    T: gl.constexpr,
     WARPS: gl.constexpr,
     ROW: gl.constexpr,
     ITEMS: gl.constexpr,
     THREADS: gl.constexpr,
 ):
-    """The same of values `[T / 16, 2, WARPS, 8, 4, ITEMS]`, for the even one of two tokens; THREADS share an item."""
+    """The same of values `[1, 1, WARPS, 8, 4, ITEMS]`, for the even one of two tokens; THREADS share an item."""
     A: gl.constexpr = gl.AutoLayout()
-    tile, half, warp = gl.arange(0, T // 16, A), gl.arange(0, 2, A), gl.arange(0, WARPS, A)
+    none, warp = gl.arange(0, 1, A), gl.arange(0, WARPS, A)
     group, thread, item = gl.arange(0, 8, A), gl.arange(0, 4, A), gl.arange(0, ITEMS, A)
-    token = (
-        tile[:, None, None, None, None, None] * 16
-        + half[None, :, None, None, None, None] * 8
-        + thread[None, None, None, None, :, None] * 2
-    )
+    token = none[:, None, None, None, None, None] + thread[None, None, None, None, :, None] * 2
     inner = group[None, None, None, :, None, None] // THREADS * ITEMS + item[None, None, None, None, None, :]
     return gl.set_auto_layout(token * ROW + inner + warp[None, None, :, None, None, None] * 0, L)
 
