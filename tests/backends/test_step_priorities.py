@@ -32,7 +32,7 @@ _SEVERAL, _MIXED = "prefill query 385..1024 requests 2..: 243", "mixed rows ..12
         (112, ["prefill query ..2048: 243"]),
         (96, ["prefill query ..384: 243", _SEVERAL]),
         (80, ["prefill query ..128: 243"]),
-        (64, ["prefill query ..128: 243", "prefill query 129..384 requests 4..: 243"]),
+        (64, ["prefill query ..1024: 243"]),
         (256, ["prefill query ..128: 243"]),
     ],
 )
@@ -51,6 +51,8 @@ def test_prefills_with_limits_are_ranked_first_up_to_1024_tokens(fields: dict[st
 @pytest.mark.parametrize("fields", [{"logits_soft_cap": 2000.0}, {"has_alibi": True}, {"dtype": "float32"}])
 def test_longer_prefills_of_the_slower_kernel_are_not_ranked_first(fields: dict[str, object]) -> None:
     assert ranges(TritonBackend, layer(**fields)) == ["prefill query ..384: 243"]
+    several = "prefill query 129..384 requests 4..: 243"
+    assert ranges(TritonBackend, layer(size=64, **fields)) == ["prefill query ..128: 243", several]
 
 
 def test_drafts_that_run_on_prefill_kernels_are_ranked_as_what_they_are() -> None:

@@ -131,10 +131,10 @@ class TritonBackend(AttentionBackend):
         # With heads of 64 and 128, FLASH_ATTN_4 takes 1.14 to 2.4 of the time here for prompts of 40 to 300 tokens, and with
         # 128 1.09 and 1.13 for 4 x 1500, 1.18 and 1.23 for 3 x 700 more of 5k, 2.5 to 3.3 for 16 and 100 more of 30k, and 0.99
         # for 512 more of 32k. One prompt of 20000 tokens takes 0.87. With windows of 1024 and 4096, 3 x 1500 take 0.95 and 0.84. A
-        # prompt is not told from an extend: with heads of 64, 16 x 64 more of 8k take 0.94, so there the range of more than 128
-        # tokens has several requests. A pair has two builds: mixed steps of 276 to 536 tokens and heads of 128 take 1.02 to 1.12
-        # of the time with it. See step-choice-h200.json, regret-h200.json and attention-serving-h200.json. Other sizes were not
-        # measured: the range ends where the margin is large.
+        # prompt is not told from an extend: with heads of 64, 16 x 64 more of 8k take 0.98, and 512 more of 32k 1.21; without
+        # specialised warps the range of more than 128 tokens has several requests. A pair has two builds: mixed steps of 276 to
+        # 536 tokens and heads of 128 take 1.02 to 1.12 of the time with it. See step-choice-h200.json, regret-h200.json and
+        # attention-serving-h200.json. Other sizes were not measured: the range ends where the margin is large.
         if device.type != "cuda" or device.capability is None or device.capability[0] != 9:
             return ()
         size, is_fast = spec.head_size, has_specialized_prefill(spec)
@@ -144,6 +144,8 @@ class TritonBackend(AttentionBackend):
             ranges = [{"query": (1, 1024 if width else 2048)}]
         elif is_fast and size == 96:
             ranges.append({"query": (385, 1024), "requests": (2, None)})
+        elif is_fast and size == 64:
+            ranges = [{"query": (1, 1024)}]
         elif size == 64:
             ranges.append({"query": (129, 384), "requests": (4, None)})
         found = [StepPriority(StepRange(StepKind.PREFILL, **each), 243) for each in ranges]
@@ -263,13 +265,13 @@ class TritonMLABackend(MLADecodeBackend):
 
     @classmethod
     def get_step_priorities(cls, spec: LayerSpec, device: Device) -> Sequence[StepPriority]:
-        """On compute capability 9.0, 125 for decodes of at most four requests, and drafts of at most two: before FLASH_MLA."""
-        # With its builds FLASH_MLA takes 1.54, 1.50, 1.24 and 1.08 of the time here for one request of 8k with 16, 32, 64 and 128
-        # heads, and 1.00 to 1.11 for four; for two drafts of 3 tokens 1.01 to 1.14. See step-choice-h200.json. Between four and
-        # eight requests nothing was measured.
+        """On compute capability 9.0, 125 for decodes and drafts of few requests: before FLASH_MLA."""
+        # With its builds FLASH_MLA takes 1.54, 1.50, 1.26 and 1.21 of the time here for one request of 8k with 16, 32, 64 and 128
+        # heads, and 0.99 to 1.18 for four; for two drafts of 3 tokens 1.01 to 1.14; for eight of 30k with 64 heads 1.05, and with
+        # others 0.88 to 1.00. See step-choice-h200.json.
         if device.type != "cuda" or device.capability != (9, 0) or spec.sparse is not None:
             return ()
-        few = (StepKind.DECODE, 4), (StepKind.DRAFT, 2)
+        few = (StepKind.DECODE, 8 if 32 < spec.num_heads <= 64 else 4), (StepKind.DRAFT, 2)
         return tuple(StepPriority(StepRange(kind, requests=(1, most)), 125) for kind, most in few)
 
     @classmethod
