@@ -1,6 +1,7 @@
 """Prompts and extends of TRITON on Hopper with each launch of the kernel with specialised warps, and with the one it chooses.
 
     python benchmarks/prefill_launches.py --json launches.json
+    python benchmarks/prefill_launches.py --heads 64/8/64                            # some 30 s
 
 A process for each number of heads compiles all launches; then one after the other times them in turns, as replayed graphs.
 """
@@ -42,6 +43,7 @@ PROMPTS = [
         for count, length in ((4, 1500), (1, 2000), (2, 1000), (8, 500), (16, 400), (3, 5000))
     ),
     *((length,) * count for count, length in ((1, 8192), (1, 20000), (32, 300), (6, 700), (4, 1024))),
+    *((length,) * count for count, length in ((90, 100), (200, 40))),
     (3000, 1000, 500, 2000),
     tuple(50 + 197 * number for number in range(16)),
 ]
@@ -49,7 +51,7 @@ MOST_SECONDS = 400
 
 
 def launches(size: int) -> dict[str, Any]:
-    """Keys per tile, tiles in flight, and groups of 64 rows."""
+    """Keys per tile, tiles in flight, and groups of 64 rows; None for the kernel without specialised warps."""
     from attnplug.backends.triton.launch import Specialized
 
     stages = 4 if size <= 96 else 3
@@ -62,7 +64,9 @@ def launches(size: int) -> dict[str, Any]:
     if 64 < size <= 96:
         for name in list(found)[:2]:
             found[f"{name}, queries in registers, in turn"] = found[name]._replace(in_turn=True, held=True)
-    return found
+    for name in list(found)[:2]:
+        found[f"{name}, by rows"] = found[name]._replace(by_blocks=False)
+    return found | {"without specialised warps": None}
 
 
 def cells(heads: tuple[int, int, int]) -> Iterator[tuple[Cell, bool]]:
@@ -104,13 +108,25 @@ def calls(layer: PagedLayer, given: bool) -> dict[str, Callable[[int], object]]:
 
         return run
 
+    def alone() -> Callable[[int], object]:
+        call = layer.attend(TritonBackend, give_new=given)
+
+        def run(index: int) -> object:
+            with mock.patch.object(bindings, "can_overlap", return_value=False):
+                return call(index)
+
+        return run
+
     tried = {name: forced(special) for name, special in launches(layer.cell.heads[2]).items()}
-    return tried | {"chosen": layer.attend(TritonBackend, give_new=given)}
+    return tried | {
+        "chosen, after the kernel before": alone(),
+        "chosen": layer.attend(TritonBackend, give_new=given),
+    }
 
 
-def measure(number: int, compiled: Any, turn: Any, found: Any) -> None:
+def measure(heads: tuple[int, int, int], compiled: Any, turn: Any, found: Any) -> None:
     """Compile what the cells need, wait for all other processes, then time the cells."""
-    every = list(cells(HEADS[number]))
+    every = list(cells(heads))
     for cell, given in (every[0], *every[-2:]):
         for call in calls(PagedLayer(cell), given).values():
             call(0)
@@ -135,12 +151,13 @@ def measure(number: int, compiled: Any, turn: Any, found: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures here")
+    known = {"/".join(map(str, heads)): heads for heads in HEADS}
+    parser.add_argument("--heads", choices=known, action="append", help="these heads alone, such as 64/8/64")
     options = parser.parse_args()
+    chosen = [known[name] for name in options.heads or known]
     context = mp.get_context("spawn")
-    compiled, turn, found = context.Barrier(len(HEADS)), context.Lock(), context.Queue()
-    workers = [
-        context.Process(target=measure, args=(number, compiled, turn, found)) for number in range(len(HEADS))
-    ]
+    compiled, turn, found = context.Barrier(len(chosen)), context.Lock(), context.Queue()
+    workers = [context.Process(target=measure, args=(heads, compiled, turn, found)) for heads in chosen]
     for worker in workers:
         worker.start()
     rows = [row for _ in workers for row in found.get(timeout=MOST_SECONDS)]
