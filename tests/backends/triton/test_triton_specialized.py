@@ -389,6 +389,32 @@ def test_kernels_of_both_launches_are_compiled_together(
     assert len(set(kernels)) == 2
 
 
+@pytest.mark.parametrize(
+    ("size", "tokens", "overlaps"), [(64, 300, False), (64, 600, True), (128, 300, True)]
+)
+def test_short_prompts_with_heads_of_64_wait_for_the_kernel_before(
+    monkeypatch: pytest.MonkeyPatch, used: list[tuple[int, ...]], size: int, tokens: int, overlaps: bool
+) -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def keep(make: Any) -> Any:
+        def kept(kernel: Any, given: int, *rest: Any, **options: Any) -> Any:
+            *others, values = rest
+            found.append((values["PDL"], options.pop("launch_pdl", False)))
+            return make(kernel, given, *others, values | {"PDL": False}, **options)
+
+        return kept
+
+    monkeypatch.setattr(bindings, "can_overlap", lambda device: True)
+    monkeypatch.setattr(bindings, "gpu_of", lambda device: H200)
+    for name in ("BoundKernel", "DerivingKernel"):
+        monkeypatch.setattr(bindings, name, keep(getattr(bindings, name)))
+    batch = paged_batch(layer((2, 1, size)), [tokens], [tokens])
+    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
+    assert found
+    assert set(found) == {(overlaps, overlaps)}
+
+
 def test_launches_that_a_gpu_has_shown_to_be_faster_are_specialized() -> None:
     h200, short_prompt = Gpu(132, 227 << 10), Specialized(64, 3, 2, by_blocks=False)
     for size in range(33, 257):
