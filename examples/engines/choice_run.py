@@ -13,10 +13,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lookup import Plan
 from rank_processes import rank
+
+if TYPE_CHECKING:
+    # Not before a run needs it, because torch takes seconds to import.
+    from lookup import Plan
 
 BEGIN = time.perf_counter()
 MARK, SAID = "result of the choice: ", "run, "
