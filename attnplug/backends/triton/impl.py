@@ -142,16 +142,16 @@ class TritonImpl(BuiltinImpl[TritonMetadata]):
         only_decodes: bool,
     ) -> None:
         """Attend all requests over pages; with `only_decodes` other kernels are only compiled."""
-        by_shares = bound.one_kernel or not _is_whole(bound, meta)
+        is_whole = meta.max_query_len > 0 and not bound.one_kernel and _is_whole(bound, meta)
         # Then a prefill is launched right behind the decode, and reads no result of it.
-        is_mixed = meta.max_decode_len > 0 and meta.max_query_len > 0 and not (by_shares or is_opened)
+        is_mixed = is_whole and meta.max_decode_len > 0 and not is_opened
         if meta.max_decode_len:
             tokens, table = meta.num_decode_tokens, meta.block_table
             _by_shares(bound, meta, call, pages, meta.decode_shares, table, tokens, is_followed=is_mixed)
         if meta.max_query_len:
             starts, lens, table, _ = meta.others
             first, reqs = meta.num_decode_tokens, meta.num_reqs - meta.num_decodes
-            if by_shares:
+            if not is_whole:
                 tokens = meta.num_actual_tokens - first
                 _by_shares(bound, meta, call, pages, meta.other_shares, table, tokens)
                 return

@@ -122,29 +122,10 @@ class ShareDecode:
             merge = of_many_parts
         elif merged[0] * merged[1] * self.kv_heads * few.pieces > _AT_ONCE * self.multiprocessors:
             merge = many
-        given: tuple[Any, ...] = (
-            *partials,
-            output,
-            lse,
-            starts,
-            tiles,
-            *numbers,
-            block_m,
-            by_share,
-            int(is_followed),
-        )
+        ends = by_share, int(is_followed)
+        given: tuple[Any, ...] = *partials, output, lse, starts, tiles, *numbers, block_m, *ends
         if self.fixed:
-            rest = (
-                starts,
-                step.seq_lens,
-                tiles,
-                features[2],
-                reqs,
-                slots,
-                block_rows,
-                by_share,
-                int(is_followed),
-            )
+            rest = starts, step.seq_lens, tiles, features[2], reqs, slots, block_rows, *ends
             given = *partials, output, lse, *rest
         merge.kernel((*merged, self.kv_heads * merge.pieces), *given)
         if not self.has_run:

@@ -11,16 +11,12 @@ pytest.importorskip("triton")
 
 import ptx_emulation
 from gluon_emulation import loaded, stand_ins
+from register_cases import FORMATS, LIMITS, check, kept_launches
 from register_emulation import PACKAGE, register_decode
 
-from attnplug.backends.triton import TritonBackend, bindings, registers
-from attnplug.core import LayerSpec
-from attnplug.testing import paged_batch, run_batch
-from attnplug.testing.conformance.harness import Output
-from attnplug.testing.conformance.mistakes.expectations import difference
+from attnplug.backends.triton import bindings, registers
 from attnplug.testing.drawn_values import Numbers
 
-FORMATS = ("fp8_e4m3", "fp8_e5m2", "int8_token_head", "nvfp4", "rotated4")
 # Both kinds of scales; the others differ in how bytes are opened.
 SOME = [
     "nvfp4",
@@ -29,49 +25,15 @@ SOME = [
 ]
 RAGGED = [1] * 5, [300, 1, 131, 64, 17]
 DRAFTS = [3, 1, 2, 0, 3, 1], [200, 65, 64, 90, 130, 5]
-LIMITS: dict[str, dict[str, Any]] = {
-    "lse": {"needs_lse": True},
-    "window": {"sliding_window": 100},
-    "sinks": {"has_sinks": True, "needs_lse": True},
-    "cap": {"logits_soft_cap": 20.0},
-    "chunk": {"chunk_size": 96},
-    "sides": {"window": (70, 5), "causal": False},
-}
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What BoundLayer asks for, now that the loop runs here; None where another loop serves."""
-    found: list[Any] = []
-    asked, kernel = bindings.register_launch, register_decode()
-
-    def kept(*arguments: Any) -> Any:
-        found.append(asked(*arguments))
-        return found[-1]
-
+    """What BoundLayer asks for, now that the loop runs here."""
+    kernel = register_decode()
     monkeypatch.setattr(registers, "runs_registers", lambda *_: True)
-    monkeypatch.setattr(bindings, "register_launch", kept)
     monkeypatch.setattr(bindings, "register_kernel", lambda: kernel)
-    return found
-
-
-def check(
-    name: str,
-    heads: tuple[int, int, int],
-    lens: tuple[list[int], list[int]],
-    launches: list[Any],
-    times: float = 1.0,
-    **fields: Any,
-) -> None:
-    drawn = {key: fields.pop(key) for key in ("block_size", "layout", "numbers") if key in fields}
-    sizes = dict(zip(("num_heads", "num_kv_heads", "head_size"), heads, strict=True))
-    spec = LayerSpec(**{"dtype": "bfloat16", "kv_cache_dtype": name, **sizes, **fields})
-    batch = paged_batch(spec, *lens, backend=TritonBackend, padding=2, **drawn)
-    for queries in (batch.query, *batch.queries):
-        queries *= times
-    assert difference(batch, Output(*run_batch(TritonBackend, batch))) is None
-    assert launches
-    assert None not in launches
+    return kept_launches(monkeypatch)
 
 
 @pytest.mark.parametrize("heads", [(8, 2, 128), (8, 2, 64), (16, 1, 128), (4, 2, 256), (3, 3, 128)], ids=str)
@@ -80,10 +42,10 @@ def test_groups_and_heads_of_all_sizes(name: str, heads: tuple[int, int, int], l
     check(name, heads, RAGGED, launches, block_size=64)
 
 
-@pytest.mark.parametrize("limits", LIMITS)
+@pytest.mark.parametrize("limits", ["lse", *LIMITS])
 @pytest.mark.parametrize("name", SOME)
 def test_limits_of_keys_and_sinks(name: str, limits: str, launches: list[Any]) -> None:
-    check(name, (8, 2, 128), RAGGED, launches, block_size=16, **LIMITS[limits])
+    check(name, (8, 2, 128), RAGGED, launches, block_size=16, **LIMITS.get(limits, {"needs_lse": True}))
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -110,7 +72,7 @@ def test_large_and_peaked_numbers(name: str, numbers: str, launches: list[Any]) 
 def test_queries_of_any_size_leave_no_row_without_numbers(
     name: str, times: float, launches: list[Any]
 ) -> None:
-    check(name, (8, 2, 64), RAGGED, launches, times, block_size=32, needs_lse=True, has_sinks=True)
+    check(name, (8, 2, 64), RAGGED, launches, times=times, block_size=32, needs_lse=True, has_sinks=True)
 
 
 def _openings() -> Any:
